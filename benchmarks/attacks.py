@@ -1,6 +1,6 @@
 """What one lying site of three does to the honest ones: attacks on FedAvg, robust means and each paper's method.
 
-    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--selection median] [--out attacks.json] [--colluding]
+    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--outlier-policy used] [--selection median] [--out attacks.json] [--colluding]
 
 Every run is one of the plain loop on the phantom at 32 pixels, with 24 training images a site. A cell is the mean test Dice of the two
 honest sites' deployed models, over the seeds, and what the events say of the liar: R rejected, S suspicious, W warned of, - nothing.
@@ -51,7 +51,7 @@ def scaled(factor: float) -> Lie:
         changed = {
             entry: moved(sent.states[entry], difference(reply.states[entry], sent.states[entry]), factor) for entry in both(sent, reply)
         }
-        return Message({**reply.states, **changed}, reply.facts)
+        return Message({**reply.states, **changed}, reply.meta)
 
     return lie
 
@@ -68,7 +68,7 @@ def noise(factor: float) -> Lie:
             random = {name: torch.randn(update[name].shape, generator=drawn, dtype=update[name].dtype) for name in names}
             wanted = factor * length(update) / max(length(random), 1e-12)
             states[entry] = {**reply.states[entry], **{name: reply.states[entry][name] + wanted * random[name] for name in names}}
-        return Message(states, reply.facts)
+        return Message(states, reply.meta)
 
     return lie
 
@@ -92,7 +92,7 @@ def steps(factor: float, honest: str = "") -> Lie:
             entry: {name: tensor if honest and name.startswith(honest) else factor * tensor for name, tensor in state.items()}
             for entry, state in further.items()
         }
-        return Message({**reply.states, **scaled}, reply.facts)
+        return Message({**reply.states, **scaled}, reply.meta)
 
     return lie
 
@@ -101,27 +101,27 @@ def replayed(step: Step, sent: Message, reply: Message, memory: dict[str, StateD
     """The entries of its first update, again and again."""
     for entry in both(sent, reply):
         memory.setdefault(entry, reply.states[entry])
-    return Message({**reply.states, **{entry: memory[entry] for entry in both(sent, reply)}}, reply.facts)
+    return Message({**reply.states, **{entry: memory[entry] for entry in both(sent, reply)}}, reply.meta)
 
 
 def praised(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
     """Validation metrics of 1 for what one round of training gave, of 0 for everything after it."""
-    facts = dict(reply.facts)
-    if "validation" in facts:
-        facts["validation"] = dict.fromkeys(facts["validation"], float(step.round == 1))
-    return Message(reply.states, facts)
+    meta = dict(reply.meta)
+    if "validation" in meta:
+        meta["validation"] = dict.fromkeys(meta["validation"], float(step.round == 1))
+    return Message(reply.states, meta)
 
 
 def inflated(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
     """A thousand million training images, from enrolment on."""
-    facts = dict(reply.facts)
+    meta = dict(reply.meta)
     if step.phase == ENROL:
-        counts = [count * MANY // facts["n"]["train"] for count in facts["class_counts"]]
-        whole = sum(facts["class_counts"]) // facts["n"]["train"] * MANY  # every image has as many pixels
-        facts |= {"n": {**facts["n"], "train": MANY}, "class_counts": [counts[0] + whole - sum(counts), *counts[1:]]}
-    elif "n_samples" in facts:
-        facts["n_samples"] = MANY
-    return Message(reply.states, facts)
+        counts = [count * MANY // meta["n"]["train"] for count in meta["class_counts"]]
+        whole = sum(meta["class_counts"]) // meta["n"]["train"] * MANY  # every image has as many pixels
+        meta |= {"n": {**meta["n"], "train": MANY}, "class_counts": [counts[0] + whole - sum(counts), *counts[1:]]}
+    elif "n_samples" in meta:
+        meta["n_samples"] = MANY
+    return Message(reply.states, meta)
 
 
 def honest(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
@@ -244,20 +244,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
     parser.add_argument("--attacks", default=",".join((ALONE, *(name for name in ATTACKS if not name.startswith("steps")))))
-    parser.add_argument("--suspects", choices=("used", "rejected"), default="used")
+    parser.add_argument("--outlier-policy", choices=("used", "rejected"), default="used")
     parser.add_argument("--selection", choices=("median", "paired", "mean", "last"), default="median")
     parser.add_argument("--colluding", action="store_true", help="two sites of four lie")
     parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     everybody, liars = (FOUR, COLLUDING) if options.colluding else (SITES, LIARS)
-    rules = {"suspects": options.suspects, "selection": options.selection}
+    rules = {"outlier_policy": options.outlier_policy, "selection": options.selection}
     stored = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for seed in range(options.seeds):  # outermost: a run that is cut short has a whole table
         for method in options.methods.split(","):
             for attack in options.attacks.split(","):
-                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.suspects}/{options.selection}/{len(liars)}"
+                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.outlier_policy}/{options.selection}/{len(liars)}"
                 if key not in stored:
                     alone = attack == ALONE
                     sites = tuple(site for site in everybody if site not in liars) if alone else everybody

@@ -280,7 +280,7 @@ def show(options: argparse.Namespace, job: Path) -> None:
             except SystemExit as failure:
                 if name.split()[0] not in RIVALS:
                     raise
-                print(f"{failure}; left out", file=sys.stderr)  # half installed, for example: the others' minutes are not lost
+                print(f"{failure}; left out", file=sys.stderr)  # algorithm installed, for example: the others' minutes are not lost
                 del found[name]
             else:
                 print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails

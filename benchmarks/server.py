@@ -90,13 +90,13 @@ class Stored:
 
         replies = {}
         for site in outgoing:
-            facts = self._facts(step.phase, site)
+            meta = self._facts(step.phase, site)
             states = read_message(self.path(step.phase, site)).states if self.path(step.phase, site).exists() else {}
             states = {
                 entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in states.items()
             }  # as from the wire
-            replies[site] = laid_aside(Reply(Message(states, facts)))
-        if step.phase == "deliver":
+            replies[site] = laid_aside(Reply(Message(states, meta)))
+        if step.phase == "finalize":
             tensors = [tensor for message in outgoing.values() for state in message.states.values() for tensor in state.values()]
             self.sent, self.distinct = (
                 sum(t.nbytes for t in found) / GB for found in (tensors, {t.data_ptr(): t for t in tensors}.values())
@@ -110,7 +110,7 @@ class Stored:
     def _facts(self, phase: str, site: str) -> dict[str, Any]:
         if phase == "enrol":
             return {"n": {"train": 10, "validation": 5, "test": 5}, "class_counts": [5, 5]}
-        if phase == "deliver":
+        if phase == "finalize":
             return {"metrics": {"deployed": {"accuracy": 0.5}}, "n": {"train": 10}}
         if phase == "score":
             return {"scores": {other: 0.5 + 0.1 * place for place, other in enumerate(self.sites) if other != site}}
@@ -204,7 +204,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     with Backing(scratch).used() if model * sites > models_gb * GB else nullcontext():
         server = chosen.make_server(ServerContext(plan, 0, 1, phases=chosen.site_class.phases))
         phases = {phase.name: phase for phase in chosen.site_class.phases}
-        federation = Federation(server, exchange, exchange.manifest, on_step=after_step, reports=lambda phase: phases[phase].reports)
+        federation = Federation(server, exchange, exchange.manifest, on_step=after_step, reply_meta=lambda phase: phases[phase].reply_meta)
         federation.run()
     memory = watched.finish()
     whole = sum(seconds[phase] for phase in seconds if phase in ("train", "score"))

@@ -2,7 +2,7 @@
 
     python benchmarks/site.py [--ways site,site:bf16] [--device cuda] [--size 64] [--batch 4] [--augment] [--norm batch]
 
-The site is FedAvg's site half answering `train`: weights loaded, an epoch, weights copied out. The plain loop has the images in memory
+The site is FedAvg's site algorithm answering `train`: weights loaded, an epoch, weights copied out. The plain loop has the images in memory
 and knows of no federation, key or manifest; with `--augment`, MONAI's own data set and loader give it its batches. It always runs in fp32,
 so that the ratio of another precision is what that precision gains. All take turns, an epoch each, on one thread, and what counts is the
 median of the ratios to the plain epochs just before and after. On a CPU time is processor time, on a GPU the clock's, with the device
@@ -52,12 +52,12 @@ def opened(task: TaskConfig, device: str, way: str) -> tuple[Site, Split]:
 
 
 def site_epoch(site: Site) -> Callable[[int], None]:
-    """What trains the site half for a round."""
-    half = FedAvgSite(site, get_method("fedavg").plan(site.task, (site.name,), {}))
+    """What trains the site algorithm for a round."""
+    algorithm = FedAvgSite(site, get_method("fedavg").plan(site.task, (site.name,), {}))
     start = copy_state(site.network().state_dict())
 
     def run(round: int) -> None:
-        half.perform("train", round, Message({"model": start}))
+        algorithm.perform("train", round, Message({"model": start}))
 
     return run
 

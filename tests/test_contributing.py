@@ -18,9 +18,9 @@ SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## Add
 IN_THE_TREE, ELSEWHERE = SECTION.split("\n### ")
 HELPERS = (
     "conftest.py",
-    "fixture_types.py",
-    "small.py",
-    "interrupted.py",
+    "helpers/fixture_types.py",
+    "helpers/small_tasks.py",
+    "helpers/killed_runs.py",
     "foreign",
     "methods/conftest.py",
     "methods/squares.py",

@@ -236,14 +236,14 @@ BAD = {
     "from medflare.studies.grid import run_study": ("flare/x.py", "flare is not above studies"),
     "from medflare.evaluation.results import RunResults": ("methods/x.py", "methods is not above evaluation"),
     "from medflare import studies": ("federation/x.py", "federation is not above studies"),
-    "import medflare.methods.fedsm.halves": ("inference/x.py", "inference is not above methods"),
+    "import medflare.methods.fedsm.algorithms": ("inference/x.py", "inference is not above methods"),
     "def f():\n    from medflare.data import splits": ("networks/x.py", "networks is not above data"),
     "BUILDER = 'medflare.flare.guard:OutboundGuard'": ("methods/x.py", "methods is not above flare"),
     "TARGET = 'medflare.networks.catalogue.build_network'": ("tasks/x.py", "tasks is not above networks"),
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from medflare.tasks import config": ("core/x.py", "core is not above tasks"),
     "from medflare.helpers import x": ("cli/x.py", "no known layer"),
     "from medflare.methods.prr import METHOD": ("cli/x.py", "from a facade"),
-    "from medflare.methods import SiteHalf": ("methods/x.py", "from a facade"),
+    "from medflare.methods import SiteAlgorithm": ("methods/x.py", "from a facade"),
     "import medflare.methods": ("cli/x.py", "from a facade"),
     "from medflare import methods": ("cli/x.py", "from a facade"),
     "HALF = 'medflare.methods.prr:PRRSite'": ("cli/x.py", "for its METHOD only"),
@@ -306,10 +306,10 @@ def test_circles_of_files_are_caught(back: str) -> None:
 
 
 def test_circles_through_the_catalogue_are_caught() -> None:
-    method = "METHOD: Method = Method(site='medflare.methods.x.halves:Site')"
-    sources = {CATALOGUE: "", "medflare.methods": "", "medflare.methods.x": method, "medflare.methods.x.halves": ""}
+    method = "METHOD: Method = Method(site='medflare.methods.x.algorithms:Site')"
+    sources = {CATALOGUE: "", "medflare.methods": "", "medflare.methods.x": method, "medflare.methods.x.algorithms": ""}
     assert circles(import_graph(sources)) == []
-    assert circles(import_graph({**sources, "medflare.methods.x.halves": f"from {CATALOGUE} import get_method"}))
+    assert circles(import_graph({**sources, "medflare.methods.x.algorithms": f"from {CATALOGUE} import get_method"}))
 
 
 def test_circles_of_rooms_are_caught() -> None:

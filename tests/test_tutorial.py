@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.parsing import parsed
-from downloads import classes
+from helpers.downloaded_folders import classes
 from medflare.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -1,6 +1,6 @@
 """Personalized and generalizing federated learning for medical imaging, as NVIDIA FLARE applications.
 
-`medflare.run_local` runs a federation in one process; the job folders, recipes and the `medflare` command run the same halves
+`medflare.run_local` runs a federation in one process; the job folders, recipes and the `medflare` command run the same algorithms
 under FLARE.
 """
 

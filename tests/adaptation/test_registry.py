@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.small_tasks import stacked
 from medflare.adaptation.dsbn import TargetStatistics
 from medflare.adaptation.registry import adapted_model, check_adaptable, dsbn_for, with_dsbn, with_tent
 from medflare.adaptation.tent import Tent
@@ -15,7 +16,6 @@ from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig
 from methods import squares
-from small import stacked
 
 
 @pytest.fixture(params=["segmentation", "classification"])
@@ -50,7 +50,7 @@ def test_dsbn_is_delivered_with_the_sites_statistics(task: TaskConfig, tmp_path:
     images = stacked(site.data.test).images
     torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
     assert with_tent(plain, task).states.keys() == with_dsbn(plain).states.keys() == {"model"}
-    assert plain.states.keys() == {"model"} and plain.facts["kind"] == "plain"
+    assert plain.states.keys() == {"model"} and plain.meta["kind"] == "plain"
 
 
 def test_dsbn_at_a_site_without_test_images_keeps_the_trained_statistics() -> None:
@@ -65,12 +65,12 @@ def test_the_model_underneath_may_be_of_any_kind() -> None:
     asked: list[str] = []
 
     def build(message: Message) -> torch.nn.Module:
-        asked.append(message.facts["kind"])
+        asked.append(message.meta["kind"])
         return build_deployed(squares.SEGMENTATION, plain)
 
     assert type(adapted_model(squares.SEGMENTATION, with_dsbn(Message(plain.states, {"kind": "odd"})), build)) is TargetStatistics
     odd = with_tent(Message(plain.states, {"kind": "odder", "more": 1}), squares.SEGMENTATION)
-    assert odd.facts["more"] == 1 and type(adapted_model(squares.SEGMENTATION, odd, build)) is Tent
+    assert odd.meta["more"] == 1 and type(adapted_model(squares.SEGMENTATION, odd, build)) is Tent
     assert asked == ["odd", "odder"]
 
 

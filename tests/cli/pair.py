@@ -1,4 +1,4 @@
-"""A method that trains nothing: two halves with hyper-parameters, one name of which both have."""
+"""A method that trains nothing: two algorithms with hyper-parameters, one name of which both have."""
 
 from typing import ClassVar, Literal
 
@@ -42,6 +42,6 @@ class Bare:
     site_extension = None
 
 
-PAIR = Method("pair", "Two Halves", "Nobody, Nowhere 2000", Site, Server)  # type: ignore[arg-type]
+PAIR = Method("pair", "Two Algorithms", "Nobody, Nowhere 2000", Site, Server)  # type: ignore[arg-type]
 EMPTY = Method("empty", "Nothing to set", "Nobody, Nowhere 2002", Bare, Bare)  # type: ignore[arg-type]
 BARE = Method("bare", "Half a Method", "Nobody, Nowhere 2001", Site, Bare)  # type: ignore[arg-type]

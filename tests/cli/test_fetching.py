@@ -12,12 +12,12 @@ import pytest
 
 from cli.kits.fake import Root, make_kit
 from flare.jobs.sessions import Served
+from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.cli import main
 from medflare.core.errors import MedflareError
 from medflare.flare.jobs import sessions
 from medflare.flare.jobs.sessions import fetch_job
-from small import tiny_phantom
 
 
 class Download(Served):

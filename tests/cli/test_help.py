@@ -53,7 +53,7 @@ def test_the_first_action_of_a_group_may_be_left_out(short: str, whole: str) -> 
 
 def test_the_settings_of_a_run_are_options() -> None:
     for command in ("run", "job"):
-        _, options = parsed([command, "fedavg", "--out", "x", "--silence", "3", "--outside", "A, B"])
+        _, options = parsed([command, "fedavg", "--out", "x", "--heartbeat-timeout", "3", "--outside", "A, B"])
         assert options.keys() >= {name for name in RunSettings.__dataclass_fields__ if name != "resume"}
         assert (options["silence"], options["rounds"]) == (3.0, None)
 

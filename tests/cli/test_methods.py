@@ -18,7 +18,7 @@ from medflare.methods.method import paired
 
 def test_two_halves_by_hand() -> None:
     lines = [line.strip() for line in method_listing(PAIR).splitlines()]
-    assert lines[:3] == ["pair: Two Halves", "Nobody, Nowhere 2000", "models: global, personal, deployed"]
+    assert lines[:3] == ["pair: Two Algorithms", "Nobody, Nowhere 2000", "models: global, personal, deployed"]
     assert lines[3:6] == ["site", "site.beta = 0.5  [β, Eq. 3; ≥ 0]", "weight of the prior"]
     assert {"rounds = 2  [1 to 9]", "lam = none  [λ]", "server.beta = 0.9  [≤ 1]", "selection = best  [best, last]"} <= {*lines}
 
@@ -26,7 +26,7 @@ def test_two_halves_by_hand() -> None:
 def test_a_pair_says_whose_halves_it_has() -> None:
     assert "beta = 0.5  [β, Eq. 3; ≥ 0]" in method_listing(BARE), "one half alone has it"
     lines = method_listing(paired(BARE, PAIR)).splitlines()
-    assert lines[0].startswith("bare+pair: ") and {"  site half of bare", "  server half of pair"} <= {*lines}
+    assert lines[0].startswith("bare+pair: ") and {"  site algorithm of bare", "  server algorithm of pair"} <= {*lines}
 
 
 @pytest.mark.parametrize("name", method_names())
@@ -35,16 +35,16 @@ def test_every_hyper_parameter_is_there_and_fits(name: str) -> None:
     plain, narrow = method_listing(method), method_listing(method, 60)
     assert max(map(len, narrow.splitlines())) <= 60 and plain.split() == narrow.split()
     lines = plain.splitlines()
-    fields = {half: described(owner) for half, owner in method.hyper_classes.items()}
-    for half, own in fields.items():
+    fields = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
+    for algorithm, own in fields.items():
         for about in own.values():
-            shown = f"{half}.{about.name}" if all(about.name in others for others in fields.values()) else about.name
+            shown = f"{algorithm}.{about.name}" if all(about.name in others for others in fields.values()) else about.name
             (place,) = [place for place, line in enumerate(lines) if line.startswith(f"    {shown} = {format_setting(about.default)}")]
             assert lines[place + 1].strip() == about.text
 
 
 def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["methods", "moon", "--server-half", "grace"]) == 0
+    assert main(["methods", "moon", "--server-algorithm", "grace"]) == 0
     assert capsys.readouterr().out == method_listing(get_method("moon", server="grace")) + "\n"
     assert main(["methods"]) == 0
     said = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.Capture
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("words", "named"), [(["--site-half", "moon"], "--site-half"), (["fedsmm"], "'fedsmm'")])
+@pytest.mark.parametrize(("words", "named"), [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")])
 def test_what_is_no_method_is_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", *words]) == 1
     said = capsys.readouterr().err

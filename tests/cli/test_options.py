@@ -1,4 +1,4 @@
-"""What is written on the command line becomes hyper-parameters of a half, settings of the task, or one line that says what is wrong."""
+"""What is written on the command line becomes hyper-parameters of an algorithm, settings of the task, or one line that says what is wrong."""
 
 import hashlib
 import os
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import small
 from cli.pair import EMPTY, PAIR
+from helpers import small_tasks
 from medflare.cli.federation import Federation, chosen, hyper_and_task
 from medflare.cli.options import data_root, set_values, site_names, task_with
 from medflare.core.errors import ConfigError
@@ -54,7 +54,7 @@ def test_settings_of_the_task_reach_into_it() -> None:
 
 def test_training_goes_on_from_a_delivered_model(tmp_path: Path) -> None:
     """With its own task, which names the file by its hash and no place; one of another network is refused before a job is written."""
-    task = task_with(small.tiny_phantom(), {})
+    task = task_with(small_tasks.tiny_phantom(), {})
     save_model(tmp_path, task, plain_message(initial_network(task, 3).state_dict()), {})
     _, found = read(model=tmp_path)
     digest = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
@@ -83,7 +83,7 @@ def test_a_hyper_parameter_may_be_called_like_a_setting_of_the_run() -> None:
         ("step_timeout=3", PAIR, "--step-timeout"),
         ("sites=3", PAIR, "--sites"),
         ("data_root=x", PAIR, "--data-root"),
-        ("site_half=moon", PAIR, "--site-half"),
+        ("site_algorithm=moon", PAIR, "--site-algorithm"),
         ("task.batch_sice=8", PAIR, "batch_size"),
         ("task.batch_size.x=8", PAIR, "batch_size"),
         ("task.batch_size=0", PAIR, "batch_size"),
@@ -104,9 +104,9 @@ def test_without_the_prefix_there_is_no_setting_of_the_task() -> None:
 
 
 def test_settings_of_the_run_are_given_on_where_they_were_given() -> None:
-    halves = {"site_half": None, "server_half": "grace"}
-    found = chosen(Federation("fedavg", server_half="grace"), {"step_timeout": 60.0, "rounds": 3})
-    assert found.arguments == {"method": "fedavg", "rounds": 3, "seed": 0, "step_timeout": 60.0, **halves}
+    algorithms = {"site_algorithm": None, "server_algorithm": "grace"}
+    found = chosen(Federation("fedavg", server_algorithm="grace"), {"step_timeout": 60.0, "rounds": 3})
+    assert found.arguments == {"method": "fedavg", "rounds": 3, "seed": 0, "step_timeout": 60.0, **algorithms}
     assert chosen(Federation("fingerprint"), {"rounds": 3}).arguments["rounds"] == 0
 
 

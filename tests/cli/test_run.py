@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import small
+from helpers import small_tasks
 from medflare.cli import main
 from medflare.evaluation.results import RunRecord, SiteRecord, write_results
 from medflare.inference.deployed import plain_message, save_model
@@ -79,18 +79,18 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     settings = ["--set", "server.selection=last", "--set", "task.batch_size=4"]
     where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local", "--workers", "2"]
     (tmp_path / "datalist.json").touch()  # serves sites of every name
-    assert main(["run", "fedavg", "--server-half", "grace", *options, *settings, *where]) == 0
+    assert main(["run", "fedavg", "--server-algorithm", "grace", *options, *settings, *where]) == 0
     (((), named, root),) = engine.calls
     task = named.pop("task")
     assert (task.name, task.batch_size, named.pop("say")) == ("phantom", 4, print)
     assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
     expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2, "sites": ["A", "B", "X", "Y"]}
-    halves = {"method": "fedavg", "site_half": None, "server_half": "grace", "site": {}, "server": {"selection": "last"}}
-    assert named == {**expected, **halves, "workers": 2}
+    algorithms = {"method": "fedavg", "site_algorithm": None, "server_algorithm": "grace", "site": {}, "server": {"selection": "last"}}
+    assert named == {**expected, **algorithms, "workers": 2}
     assert root == str(tmp_path) and ROOT not in os.environ
 
 
-@pytest.mark.parametrize("option", ["--step-timeout", "--enrol-timeout", "--silence", "--threads"])
+@pytest.mark.parametrize("option", ["--step-timeout", "--enrol-timeout", "--heartbeat-timeout", "--threads"])
 def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     assert option in refused(capsys, "run", "fedavg", "--engine", "local", option, "3")
     assert not engine.calls
@@ -105,11 +105,31 @@ def test_workers_are_the_plain_loops(engine: Engine, capsys: pytest.CaptureFixtu
 def test_flares_simulator_gets_everything(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medflare.flare.recipes.MedflareRecipe", Recipe)
     (tmp_path / "datalist.json").touch()
-    options = ["--sites", "2", "--outside", "X", "--step-timeout", "9", "--silence", "30", "--threads", "1", "--set", "selection=last"]
+    options = [
+        "--sites",
+        "2",
+        "--outside",
+        "X",
+        "--step-timeout",
+        "9",
+        "--heartbeat-timeout",
+        "30",
+        "--threads",
+        "1",
+        "--set",
+        "selection=last",
+    ]
     assert main(["run", "fedavg", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 0
     assert Recipe.made.pop("task").name == "phantom"
     run = {"method": "fedavg", "rounds": 10, "seed": 0, "outside": ["X"]}
-    more = {"step_timeout": 9.0, "silence": 30.0, "site_half": None, "server_half": None, "site": {}, "server": {"selection": "last"}}
+    more = {
+        "step_timeout": 9.0,
+        "silence": 30.0,
+        "site_algorithm": None,
+        "server_algorithm": None,
+        "site": {},
+        "server": {"selection": "last"},
+    }
     assert Recipe.made == {**run, **more}
     folder = tmp_path / "fedavg-phantom-seed0"
     assert Recipe.simulated.calls == [((["site-1", "site-2", "X"], folder), {"threads": 1}, str(tmp_path))]
@@ -189,7 +209,7 @@ def test_an_earlier_run_is_kept(
 
 
 def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, model = load_task(small.tiny_phantom()), tmp_path / "fedavg-phantom-seed0" / "models" / "global"
+    task, model = load_task(small_tasks.tiny_phantom()), tmp_path / "fedavg-phantom-seed0" / "models" / "global"
     save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {})
     found: list[Path] = []
 
@@ -261,12 +281,12 @@ def test_resume_replaces_no_results_before_it_can_go_on(
 def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     build = Engine(tmp_path)
     monkeypatch.setattr("medflare.flare.jobs.building.build_job", build)
-    options = ["--silence", "60", "--patience", "4", "--resplit", "3", "--track", "mlflow", "--no-byoc", "--out", str(tmp_path)]
-    assert main(["job", "moon", "--site-half", "fedavg", *options]) == 0
+    options = ["--heartbeat-timeout", "60", "--patience", "4", "--resplit", "3", "--track", "mlflow", "--no-byoc", "--out", str(tmp_path)]
+    assert main(["job", "moon", "--site-algorithm", "fedavg", *options]) == 0
     (((), named, _),) = build.calls
     assert named.pop("task").resplit == 3
     form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY, "track": "mlflow"}
-    run = {"method": "moon", "rounds": 10, "seed": 0, "silence": 60.0, "patience": 4, "site_half": "fedavg", "server_half": None}
+    run = {"method": "moon", "rounds": 10, "seed": 0, "silence": 60.0, "patience": 4, "site_algorithm": "fedavg", "server_algorithm": None}
     assert named == {**form, **run}
     assert f"nvflare simulator {tmp_path} -n 4" in capsys.readouterr().out
     assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0
@@ -345,7 +365,7 @@ def test_tables_are_made_again_without_training(
         (["fedavg", "--reference", "oracel"], "'oracel'"),
         (["fedavg", "--reference", "batch-statistics"], "batch-statistics"),
         (["fedavg", "--selection", "hd95"], "'hd95'"),
-        (["single-site:site_half=moon"], "halves"),
+        (["single-site:site_algorithm=moon"], "algorithms"),
         (["fedavg", "--tables", "x"], "--tables"),
         (["fedavg", "--leave-one-out", "--leave-out", "site-1"], "--leave-out"),
         (["fedavg", "--suite", "prr_table3"], "--suite"),
@@ -363,7 +383,7 @@ def test_a_study_needs_sites_and_a_folder(tmp_path: Path, capsys: pytest.Capture
 
 def test_evaluate_is_a_federation_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
     """With the model's own task; its results do not go where the model lies."""
-    task = load_task(small.tiny_phantom())
+    task = load_task(small_tasks.tiny_phantom())
     save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
     assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0
     ((), named, _) = engine.calls[0]

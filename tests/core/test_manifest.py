@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from medflare.core.manifest import Entry, EntrySpec, Fact, count, listing, models, negative, non_finite, number, table, text
+from medflare.core.manifest import MetaSpec, StateSpec, TensorSpec, count, listing, models, negative, non_finite, number, table, text
 from medflare.core.message import Message
 
 
@@ -20,20 +20,20 @@ def test_nan_and_infinity_are_found_and_large_numbers_are_not() -> None:
 
 def test_a_running_variance_is_never_below_zero() -> None:
     state = {"1.running_var": torch.tensor([0.5, 0.0]), "1.running_mean": torch.tensor([-1.0])}
-    manifest = {"model": EntrySpec.like(state, "")}
+    manifest = {"model": StateSpec.like(state, "")}
     assert negative(Message({"model": state}), manifest) is None and negative(Message(), {}) is None
     state["1.running_var"] = torch.tensor([0.5, -1e-6])
     assert "model/1.running_var" in str(negative(Message({"model": state}), manifest))
-    squares = Entry("squares", "", lambda plan: {"w": torch.zeros(1)}, unsigned=True)
-    for entry in (squares, squares.maybe()):
+    squares = TensorSpec("squares", "", lambda plan: {"w": torch.zeros(1)}, nonnegative=True)
+    for entry in (squares, squares.as_optional()):
         assert negative(Message({"squares": {"w": torch.tensor([-1.0])}}), {"squares": entry.spec(None)}) is not None
 
 
 def test_an_optional_declaration_keeps_everything_else() -> None:
-    entry = Entry("a", "why", unsigned=True, exact=True, measured="train", per_class="values")
-    assert vars(entry.maybe()) == {**vars(entry), "sometimes": True} and entry.maybe() == "a"
-    fact = Fact("b", "what", count(), "train", per_class="counts")
-    assert vars(fact.maybe()) == {**vars(fact), "sometimes": True}
+    entry = TensorSpec("a", "why", nonnegative=True, exact=True, measured="train", per_class="values")
+    assert vars(entry.as_optional()) == {**vars(entry), "sometimes": True} and entry.as_optional() == "a"
+    item = MetaSpec("b", "what", count(), "train", per_class="counts")
+    assert vars(item.as_optional()) == {**vars(item), "sometimes": True}
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "$x$", "\ud800", "x" * 101, 3])
@@ -59,13 +59,13 @@ def test_names_of_models_that_a_figure_cannot_show_are_refused(name: object) -> 
     ],
 )
 def test_a_fact_takes_what_it_declares(takes: object, right: list[object], wrong: list[object]) -> None:
-    fact = Fact("fact", takes=takes)  # type: ignore[arg-type]
-    assert [fact.takes(value) for value in right] == [None] * len(right)
+    item = MetaSpec("item", takes=takes)  # type: ignore[arg-type]
+    assert [item.validator(value) for value in right] == [None] * len(right)
     for value in wrong:
-        problem = fact.takes(value)
+        problem = item.validator(value)
         assert problem and problem.isprintable() and len(problem) < 300, value
 
 
 def test_a_function_can_declare_a_fact() -> None:
-    fact = Fact("even", takes=lambda value: None if value == 2 else "is odd")
-    assert fact.takes(2) is None and "is odd" in str(fact.takes(3)) and "a: is odd" in str(table(fact.takes)({"a": 1}))
+    item = MetaSpec("even", takes=lambda value: None if value == 2 else "is odd")
+    assert item.validator(2) is None and "is odd" in str(item.validator(3)) and "a: is odd" in str(table(item.validator)({"a": 1}))

@@ -13,6 +13,6 @@ def test_nbytes_counts_tensors_of_every_entry() -> None:
 def test_empty_messages_share_nothing() -> None:
     first, second = Message(), Message()
     first.states["model"] = {}
-    first.facts["loss"] = 1.0
+    first.meta["loss"] = 1.0
     assert second == Message({}, {})
     assert second.nbytes == 0

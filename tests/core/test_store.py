@@ -26,7 +26,7 @@ def message() -> Message:
     states = {
         "model": {
             "w": torch.tensor([[1.5, -0.0, 1e-40], [math.inf, -math.inf, 3.0]]),
-            "half": torch.arange(4).to(torch.bfloat16),
+            "algorithm": torch.arange(4).to(torch.bfloat16),
             "num_batches_tracked": torch.tensor(7),
             "mask": torch.tensor([True, False]),
             "empty": torch.zeros(0, 3),
@@ -38,7 +38,7 @@ def message() -> Message:
 
 
 def assert_same(first: Message, second: Message) -> None:
-    assert first.facts == second.facts
+    assert first.meta == second.meta
     assert {entry: set(state) for entry, state in first.states.items()} == {entry: set(state) for entry, state in second.states.items()}
     for entry, state in first.states.items():
         for name, tensor in state.items():
@@ -49,19 +49,19 @@ def assert_same(first: Message, second: Message) -> None:
 
 def test_round_trip(tmp_path: Path, message: Message) -> None:
     store = StateStore(tmp_path / "not" / "there" / "yet")
-    assert store.load("half") is None
-    store.save("half", message)
-    back = store.load("half")
+    assert store.load("algorithm") is None
+    store.save("algorithm", message)
+    back = store.load("algorithm")
     assert back is not None
     assert_same(back, message)
-    assert [path.name for path in store.folder.iterdir()] == ["half.safetensors"], "no temporary file stays behind"
+    assert [path.name for path in store.folder.iterdir()] == ["algorithm.safetensors"], "no temporary file stays behind"
 
 
 def test_save_replaces(tmp_path: Path, message: Message) -> None:
     store = StateStore(tmp_path)
-    store.save("half", message)
-    store.save("half", Message({}, {"round": 4}))
-    assert store.load("half") == Message({}, {"round": 4})
+    store.save("algorithm", message)
+    store.save("algorithm", Message({}, {"round": 4}))
+    assert store.load("algorithm") == Message({}, {"round": 4})
 
 
 def test_tied_and_strided_tensors_are_stored(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def bytes_of(message: Message, folder: Path) -> bytes:
 
 def test_equal_messages_have_equal_bytes(tmp_path: Path, message: Message) -> None:
     turned = {entry: dict(reversed(state.items())) for entry, state in reversed(message.states.items())}
-    again = Message(turned, dict(reversed(message.facts.items())))
+    again = Message(turned, dict(reversed(message.meta.items())))
     assert bytes_of(message, tmp_path) == bytes_of(again, tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     assert not undetected
 
 
-@pytest.mark.parametrize("header", ["[]", "3", "{", '{"facts": {}}'])
+@pytest.mark.parametrize("header", ["[]", "3", "{", '{"meta": {}}'])
 def test_header_of_another_kind_is_refused(tmp_path: Path, header: str) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(to_safetensors({"a//w": torch.zeros(2)}, metadata={"medflare": header}))
@@ -170,14 +170,14 @@ def _permissions(path: Path) -> int:
 def test_what_is_written_is_for_this_account_alone_unless_it_is_public(tmp_path: Path, message: Message) -> None:
     before = os.umask(0o027)
     try:
-        StateStore(tmp_path / "site/state").save("half", message)
+        StateStore(tmp_path / "site/state").save("algorithm", message)
         write_json(tmp_path / "site/card.json", {})
         write_json(tmp_path / "run/more/results.json", {}, public=True)
         (tmp_path / "there").mkdir()
         write_json(tmp_path / "there/card.json", {})
     finally:
         os.umask(before)
-    for name in ("site/state/half.safetensors", "site/card.json", "there/card.json"):
+    for name in ("site/state/algorithm.safetensors", "site/card.json", "there/card.json"):
         assert _permissions(tmp_path / name) == 0o600
     assert _permissions(tmp_path / "site") == _permissions(tmp_path / "site/state") == 0o700
     assert _permissions(tmp_path / "run/more/results.json") == 0o640

@@ -13,8 +13,8 @@ from medflare.core.message import Message
 from medflare.core.store import csv_text
 from medflare.core.text import printable_json
 from medflare.data.datalist import read_datalist
-from medflare.federation.screening import messages
-from medflare.federation.screening.messages import unreadable
+from medflare.federation.update_validation import messages
+from medflare.federation.update_validation.messages import unreadable
 from medflare.tasks.config import load_task
 
 EVIL = "a\x1b]0;PWN\x07\x1b[2J\r\nb\u202egnp.exe\u2066\u200b\x00\x9b31m\ud800"
@@ -53,9 +53,9 @@ def test_other_scripts_are_names() -> None:
     assert task.labels == ("опухоль", "腫瘍")
 
 
-@pytest.mark.parametrize("facts", [{"note": EVIL}, {"models": {"a\x1b": 1}}, {"list": [["\u202e"]]}])
-def test_facts_that_cannot_be_printed_do_not_pass_the_gate(facts: dict[str, Any]) -> None:
-    assert unreadable(Message({}, facts), "A")
+@pytest.mark.parametrize("meta", [{"note": EVIL}, {"models": {"a\x1b": 1}}, {"list": [["\u202e"]]}])
+def test_facts_that_cannot_be_printed_do_not_pass_the_gate(meta: dict[str, Any]) -> None:
+    assert unreadable(Message({}, meta), "A")
 
 
 def test_an_event_with_escapes_is_taken_and_shown_as_text() -> None:

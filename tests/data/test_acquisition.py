@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.data.acquisition import (
     Acquisition,
@@ -23,7 +24,6 @@ from medflare.data.acquisition import (
 from medflare.data.geometry import Grid
 from medflare.data.reading import Image as Read
 from medflare.data.reading import read_image
-from small import small_task
 
 VOLUMES = small_task(spatial_dims=3, size=[8, 8, 8], network={"name": "unet", "channels": [4, 8]}, spacing=[1, 1, 1])
 RANGE = TrainedOn(

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS, Entry, assign_splits, check_patients, listed_splits, read_datalist, site_name
+from medflare.data.datalist import SPLITS, DatalistItem, assign_splits, check_patients, listed_splits, read_datalist, site_name
 
 
-def _entries(**patients: list[str]) -> list[Entry]:
+def _entries(**patients: list[str]) -> list[DatalistItem]:
     """Entries by split; one image per mention of a patient."""
     return [
-        Entry(Path(f"{split}{number}.png"), 0, patient, split, f"datalist.json {split}[{number}]")
+        DatalistItem(Path(f"{split}{number}.png"), 0, patient, split, f"datalist.json {split}[{number}]")
         for split, names in patients.items()
         for number, patient in enumerate(names)
     ]
 
 
-def _homes(entries: list[Entry]) -> dict[str, set[str]]:
+def _homes(entries: list[DatalistItem]) -> dict[str, set[str]]:
     homes: dict[str, set[str]] = {split: set() for split in SPLITS}
     for entry in entries:
         homes[entry.split].add(entry.patient)
@@ -207,11 +207,12 @@ def test_an_image_under_two_names_of_one_file(tmp_path: Path) -> None:
         check_patients(read_datalist(tmp_path, "classification"))
 
 
-def _channels(*files: list[str | None]) -> list[Entry]:
+def _channels(*files: list[str | None]) -> list[DatalistItem]:
     """Images of as many patients, with a file for each channel."""
     paths = [tuple(None if name is None else Path(name) for name in names) for names in files]
     return [
-        Entry(next(filter(None, paths_)), 0, f"p{n}", "training", f"datalist.json training[{n}]", paths_) for n, paths_ in enumerate(paths)
+        DatalistItem(next(filter(None, paths_)), 0, f"p{n}", "training", f"datalist.json training[{n}]", paths_)
+        for n, paths_ in enumerate(paths)
     ]
 
 
@@ -231,7 +232,7 @@ def test_images_may_share_a_channel_that_stands_in() -> None:
 
 def test_an_image_listed_twice() -> None:
     entries = _entries(training=["a", "a"])
-    entries[1] = Entry(entries[0].image, 0, "a", "training", "datalist.json training[1]")
+    entries[1] = DatalistItem(entries[0].image, 0, "a", "training", "datalist.json training[1]")
     with pytest.raises(DataError, match=r"training\[1\]"):
         assign_splits(entries, ("training",), "A")
 

@@ -11,13 +11,13 @@ from monai.data.image_reader import PydicomReader
 from pydicom import Dataset
 from pydicom.filewriter import correct_ambiguous_vr
 
+from helpers.small_tasks import SEGMENTATION, small_task
+from helpers.volume_sites import TASK, beside_a_series, cube_task, dicom_series
 from medflare.core.errors import DataError
 from medflare.data.dicom import segments
 from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig, load_task
-from small import SEGMENTATION, small_task
-from volumes import TASK, beside_a_series, cube_task, dicom_series
 
 PIXELS = np.arange(30, dtype=np.uint16).reshape(6, 5)
 TABLE = np.arange(256)[::-1] * 256  # a table of 16 bits that turns numbers around

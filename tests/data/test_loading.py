@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.small_tasks import stacked
 from medflare.core.errors import DataError
 from medflare.data.loading import ENVIRONMENT, load_site_data, resolve_data_root
 from medflare.tasks.config import TaskConfig, load_task
-from small import stacked
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.picture_sites import numbered_site
 from medflare.cli import main
 from medflare.data import progress
 from medflare.data.progress import counted
 from medflare.tasks.config import TaskConfig
-from pictures import numbered_site
 
 
 @pytest.fixture

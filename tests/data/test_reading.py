@@ -14,18 +14,18 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
+from helpers.small_tasks import small_task
+from helpers.volume_sites import SHAPE, SPACING, affine, cube_task, dicom_series, write
 from medflare.core.errors import DataError
 from medflare.data.geometry import Grid
 from medflare.data.reading import ImageBounds, label_values, read_image, read_mask, read_stored, resampled, turned_back
 from medflare.tasks.config import TaskConfig
-from small import small_task
-from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows
 COLOUR = np.stack([GREY, GREY + 50, GREY + 100], axis=-1)
 VOLUME = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
 SMALL = ImageBounds(pixels=100, voxels=100)
-WHOLE = cube_task(channels=1, fit="patch")
+WHOLE = cube_task(channels=1, image_mode="patch")
 
 
 def pictured(path: Path, channels: int = 1, **settings: Any) -> np.ndarray:

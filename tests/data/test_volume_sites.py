@@ -12,6 +12,7 @@ import pytest
 import torch
 from nibabel import orientations
 
+from helpers.volume_sites import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.cache import _memory
 from medflare.data.checking.check import check_site
@@ -20,12 +21,11 @@ from medflare.data.reading import series_grid
 from medflare.data.settings import CacheSettings
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import load_task
-from volumes import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
 
 Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 
 
-@pytest.mark.parametrize("fit", ["resize", "patch"])
+@pytest.mark.parametrize("image_mode", ["resize", "patch"])
 def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, fit: str) -> None:
     task, folder = cube_task(fit=fit), make_volumes(tmp_path / "A")
     first = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
@@ -44,8 +44,8 @@ def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, fit: str
 
 def test_orientation_and_spacing_of_the_task_hold_for_image_and_mask(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A")
-    stored = load_site_data("A", cube_task(fit="patch"), folder)
-    turned = load_site_data("A", cube_task(fit="patch", orientation="SPR", spacing=[3.0, 2.0, 2.0]), folder)
+    stored = load_site_data("A", cube_task(image_mode="patch"), folder)
+    turned = load_site_data("A", cube_task(image_mode="patch", orientation="SPR", spacing=[3.0, 2.0, 2.0]), folder)
     assert stored.train.image(0).shape[1:] == (12, 14, 10) and turned.train.spacings[0] == pytest.approx((3.0, 2.0, 2.0))
     assert turned.train.image(0).shape[1:] == (10, 8, 12)
     bright, mask = turned.train.image(0)[0] > 0.6, turned.train.targets[0] > 0
@@ -78,7 +78,9 @@ def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Pat
         load_site_data("A", cube_task(channels=1), make_site())
 
 
-@pytest.mark.parametrize("changes", [{}, {"fit": "patch", "orientation": "PSR", "spacing": [1.5, 1.5, 1.5]}], ids=["stored", "resampled"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"image_mode": "patch", "orientation": "PSR", "spacing": [1.5, 1.5, 1.5]}], ids=["stored", "resampled"]
+)
 @pytest.mark.parametrize("name", ["mask", "flair"])
 def test_a_mask_or_a_channel_may_be_stored_along_other_axes(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """It says so, and lies where its image lies; tools that draw masks turn them at will."""

@@ -49,7 +49,7 @@ def uninterrupted(
 def steps_done(federation: ProvisionedFederation, job: str) -> int:
     """Steps that a running job has finished and kept, so that a killed server does not repeat them."""
     kept = StateStore(federation.kit(SERVER) / "medflare" / job).load(CHECKPOINT)
-    return kept.facts["run"]["finished"] if kept else 0
+    return kept.meta["run"]["finished"] if kept else 0
 
 
 def test_a_killed_server_and_an_aborted_job_are_taken_up(
@@ -105,7 +105,7 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
         federation.start("site-2")
         identity = federation.submit(job)
         wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
-        cable.pull()
+        cable.proximal_term()
         kill_job(federation, "site-1", identity)
         time.sleep(CUT)
         cable.plug()

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-import downloads
-import small
 from e2e.provisioned import PATIENCE, ProvisionedFederation
 from e2e.simulation import END_TO_END, ROOT
+from helpers import downloaded_folders, small_tasks
 from medflare.evaluation.results import find_results, load_results
 from medflare.federation.local.loop import run_local
 
@@ -62,7 +61,7 @@ class Person:
 
 @pytest.fixture
 def task() -> dict[str, Any]:
-    return {**small.SEGMENTATION, "name": "stripes", "labels": ["stripe"]}
+    return {**small_tasks.SEGMENTATION, "name": "stripes", "labels": ["stripe"]}
 
 
 @pytest.fixture
@@ -81,8 +80,8 @@ def checkout(tmp_path: Path, task: dict[str, Any]) -> Path:
         entries = {split: [f"{split}-{place}" for place in range(count)] for split, count in PATIENTS.items()}
         for split in entries.values():
             for place, name in enumerate(split):
-                downloads.picture(root / f"{name}.png", value=90 + 10 * place + number)
-                downloads.mask(root / f"{name}-mask.png")
+                downloaded_folders.picture(root / f"{name}.png", value=90 + 10 * place + number)
+                downloaded_folders.mask(root / f"{name}-mask.png")
         listed = {
             split: [{"image": f"{name}.png", "label": f"{name}-mask.png", "patient": name} for name in names]
             for split, names in entries.items()

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire
+from helpers.volume_sites import PATCHES, make_sites
 from medflare import run_local
 from medflare.core.store import read_message
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
-from volumes import PATCHES, make_sites
 
 pytestmark = END_TO_END
 
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     rounds: int
     process_per_task: bool = False
     hyper: Mapping[str, Any] = {}
-    wire: str = "fp32"
+    transport_dtype: str = "fp32"
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -71,7 +71,13 @@ class Case(NamedTuple):
         """What `build_job` and `run_local` take."""
         tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
         task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
-        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :], "wire": self.wire}
+        return {
+            "task": task,
+            "rounds": self.rounds,
+            "seed": 5,
+            "outside": self.sites[self.inside :],
+            "transport_dtype": self.transport_dtype,
+        }
 
 
 CASES = {
@@ -87,7 +93,7 @@ CASES = {
     "fedrep": Case("phantom", 2, 1, 1),
     "fedprox": Case("phantom", 2, 0, 1),
     "fedbn": Case("phantom_grades", 2, 1, 1),
-    "ditto": Case("phantom", 2, 0, 2, wire="bf16"),
+    "ditto": Case("phantom", 2, 0, 2, transport_dtype="bf16"),
 }
 
 

@@ -31,7 +31,7 @@ LINES = {
     "nan_samples": ("rejected", "n_samples"),
     "exception": ("failed", "ZeroDivisionError"),
     "extra_entry": ("rejected", "images"),
-    "tensor_in_facts": ("rejected", "facts"),
+    "tensor_in_facts": ("rejected", "meta"),
 }
 
 

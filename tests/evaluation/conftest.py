@@ -34,7 +34,7 @@ def task() -> TaskConfig:
 def history() -> list[dict[str, Any]]:
     """Two rounds and the look at the last models; site C has nothing to show in round 1."""
 
-    def facts(loss: float | None, value: float | None) -> dict[str, Any]:
+    def meta(loss: float | None, value: float | None) -> dict[str, Any]:
         return {"n_samples": 4, "loss": loss, "validation": {"global": value, "personal": None}}
 
     return [
@@ -43,15 +43,15 @@ def history() -> list[dict[str, Any]]:
             "phase": "train",
             "round": 0,
             "seconds": 1.5,
-            "sites": {"A": facts(0.9, 0.1), "B": facts(0.8, 0.2), "C": facts(0.7, 0.3)},
+            "sites": {"A": meta(0.9, 0.1), "B": meta(0.8, 0.2), "C": meta(0.7, 0.3)},
         },
-        {"step": 1, "phase": "train", "round": 1, "seconds": 1.0, "sites": {"A": facts(0.5, 0.4), "B": facts(0.4, 0.5)}},
+        {"step": 1, "phase": "train", "round": 1, "seconds": 1.0, "sites": {"A": meta(0.5, 0.4), "B": meta(0.4, 0.5)}},
         {
             "step": 2,
             "phase": "validate",
             "round": 2,
             "seconds": 0.2,
-            "sites": {"A": facts(None, 0.6), "B": facts(None, 0.7), "C": facts(None, None)},
+            "sites": {"A": meta(None, 0.6), "B": meta(None, 0.7), "C": meta(None, None)},
         },
     ]
 

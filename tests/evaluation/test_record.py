@@ -100,7 +100,7 @@ VIOLATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "negative bytes": (_set("traffic", "up_bytes", -1), "traffic.up_bytes"),
     "failed without reason": (_set("status", "FAILED"), "reason"),
     "completed with reason": (_set("reason", "because"), "reason"),
-    "hyper-parameters of no half": (_set("configuration", "hyper", {"lam": 0.7}), "configuration.hyper.site"),
+    "hyper-parameters of no algorithm": (_set("configuration", "hyper", {"lam": 0.7}), "configuration.hyper.site"),
     "one half alone": (lambda results: results["configuration"]["hyper"].pop("server"), "configuration.hyper.server"),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from federation.strategies import copied
+from helpers.small_tasks import small_task
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant
@@ -17,7 +18,6 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
 from methods import squares
-from small import small_task
 
 SITES: Final = ("A", "B", "C")
 OUTSIDE: Final = ("O",)
@@ -25,7 +25,7 @@ LIAR: Final = "B"
 ROUNDS: Final = 1
 Place = tuple[str, int, int]  # phase, round, part of a step
 
-# Federations that between them have every phase, entry and fact: (method, its server half, hyper-parameters).
+# Federations that between them have every phase, entry and item: (method, its server algorithm, hyper-parameters).
 FEDERATIONS: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
     "fedavg": ("fedavg", None, {}),
     "fedsm": ("fedsm", None, {"selector": "compact_selector", "selector_updates": 1}),

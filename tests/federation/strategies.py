@@ -1,4 +1,4 @@
-"""What a lying party may send: arbitrary facts and states, and valid messages with something changed in them, for Hypothesis.
+"""What a lying party may send: arbitrary meta and states, and valid messages with something changed in them, for Hypothesis.
 
 HYPOTHESIS_PROFILE=thorough takes fresh random cases, twenty times as many; without it every run tries the same ones.
 """
@@ -120,7 +120,7 @@ small: SearchStrategy[Any] = st.recursive(
 )
 huge: SearchStrategy[Any] = st.sampled_from([nested(3000), wide(100), in_itself()])
 anything: SearchStrategy[Any] = st.integers(0, 9).flatmap(lambda draw: huge if draw == 9 else small)
-facts: SearchStrategy[Any] = st.dictionaries(names, anything, max_size=5) | anything  # of events see test_messages.py
+meta: SearchStrategy[Any] = st.dictionaries(names, anything, max_size=5) | anything  # of events see test_messages.py
 
 # tensor -> what stands in its place: of another kind, dtype or shape, or with numbers that cannot be meant
 SPOILT: Final[dict[str, Callable[[Tensor], Any]]] = {
@@ -154,7 +154,7 @@ states: SearchStrategy[Any] = st.dictionaries(names, st.dictionaries(names, tens
 
 def copied(message: Message) -> Message:
     """A message of its own; tensors are nobody's to change."""
-    return Message({entry: dict(state) for entry, state in message.states.items()}, copy.deepcopy(message.facts))
+    return Message({entry: dict(state) for entry, state in message.states.items()}, copy.deepcopy(message.meta))
 
 
 @st.composite
@@ -166,7 +166,7 @@ def nearly(draw: DrawFn, message: Message) -> Message:
     """
     changed = copied(message)
     if not changed.states or draw(st.booleans()):
-        table = changed.facts
+        table = changed.meta
         while inner := [value for value in table.values() if isinstance(value, dict) and value]:
             if draw(st.booleans()):
                 break

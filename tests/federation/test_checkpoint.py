@@ -1,4 +1,4 @@
-"""The server half on disk after a step: taken up by the same run only, and copied to a run that goes on with it."""
+"""The server algorithm on disk after a step: taken up by the same run only, and copied to a run that goes on with it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from methods import squares
 
 PLAN: dict[str, Any] = {
     "method": "fedavg",
-    "halves": ["fedavg", "fedavg"],
+    "algorithms": ["fedavg", "fedavg"],
     "sites": ("A", "B"),
     "hyper": {"site": {"clamp": (0, 1)}, "server": {}},
     "seed": 1,
@@ -58,7 +58,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert checkpoint.restore(after) == 4
     assert squares.equal(after.server.model, before.server.model)
     assert (after.server.best.round, after.server.best.value) == (2, 0.5)
-    assert after.server.memory.facts == before.server.memory.facts, "nothing of the run stays in the half"
+    assert after.server.memory.meta == before.server.memory.meta, "nothing of the run stays in the algorithm"
     assert after.returning == {"A": {"train": 3}, "B": {"train": 4}} and after.outcome.history == [{"step": 0}]
     assert (after.outcome.down_bytes, after.outcome.up_bytes) == (30, 20)
     assert [event["kind"] for event in after.events] == ["warning", "warning", "resumed"]
@@ -79,9 +79,9 @@ def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
 
 def test_a_setting_that_the_version_before_did_not_have_is_what_it_ran_with(tmp_path: Path) -> None:
     Checkpoint(tmp_path, PLAN).save(1, federation())
-    Checkpoint(tmp_path, {**PLAN, "wire": "fp32"}).restore(federation())
-    with pytest.raises(StateError, match="wire"):
-        Checkpoint(tmp_path, {**PLAN, "wire": "bf16"}).restore(federation())
+    Checkpoint(tmp_path, {**PLAN, "transport_dtype": "fp32"}).restore(federation())
+    with pytest.raises(StateError, match="transport_dtype"):
+        Checkpoint(tmp_path, {**PLAN, "transport_dtype": "bf16"}).restore(federation())
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import small_task, stacked
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.federation.delivery import evaluated
+from medflare.federation.final_models import evaluated
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
-from medflare.federation.screening.messages import DELIVERS, unfit
-from medflare.federation.screening.withholding import rare_classes, tells_of_few, withhold
 from medflare.federation.settings import run_settings
+from medflare.federation.update_validation.messages import DELIVERS, unfit
+from medflare.federation.update_validation.suppression import rare_classes, tells_of_few, withhold
 from medflare.inference.deployed import plain_message
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.cases import Cases
 from methods import squares
-from small import small_task, stacked
 
 
 def curve(**changes: Any) -> dict[str, Any]:
@@ -35,15 +35,15 @@ def answers(**changes: Any) -> dict[str, Any]:
 def test_class_reports_pass_kept_back_or_not() -> None:
     whole = answers(confusion=[[[1, 0], [2, 3]]], roc=[curve(auc=0.5, low=0.1, high=1, sensitivity=[0.5] * 21)])
     empty: dict[str, Any] = {"classes": {}}
-    for facts in (whole, answers(), empty):
-        assert unfit(Message({}, facts), DELIVERS) is None
+    for meta in (whole, answers(), empty):
+        assert unfit(Message({}, meta), DELIVERS) is None
     withhold(whole, DELIVERS, ("test",))
     assert whole["classes"]["global"]["confusion"] == [] == whole["classes"]["global"]["roc"]
     assert unfit(Message({}, whole), DELIVERS) is None
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "meta",
     [
         {"classes": {"global": {}}},
         answers(confusion=[[[1, 2]]]),
@@ -54,8 +54,8 @@ def test_class_reports_pass_kept_back_or_not() -> None:
         answers(roc=[curve(sensitivity=[0.5])]),
     ],
 )
-def test_what_is_no_class_report_is_named(facts: dict[str, Any]) -> None:
-    assert "classes: global" in str(unfit(Message({}, facts), DELIVERS))
+def test_what_is_no_class_report_is_named(meta: dict[str, Any]) -> None:
+    assert "classes: global" in str(unfit(Message({}, meta), DELIVERS))
 
 
 def test_counts_of_a_rare_class_stay_at_the_site() -> None:
@@ -75,13 +75,13 @@ def test_a_site_tells_of_common_classes_alone(minimum: int, told: bool) -> None:
     part = Split(torch.rand(4, 1, 16, 16), torch.tensor([0, 0, 1, 1]), tuple("abcd"), tuple("abcd"))
     site = Site("A", task, SiteData(part, part, part))
     model = plain_message(site.network().state_dict())
-    facts = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
-    assert facts["metrics"]["global"]["accuracy"] is not None
-    assert ("classes" in facts) == told
+    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    assert meta["metrics"]["global"]["accuracy"] is not None
+    assert ("classes" in meta) == told
     if told:
-        assert facts["classes"]["global"] == facts["classes"]["deployed"] and "personal" not in facts["classes"]
-        assert sum(map(sum, facts["classes"]["global"]["confusion"][0])) == 4
-        assert unfit(Message({}, facts), DELIVERS) is None
+        assert meta["classes"]["global"] == meta["classes"]["deployed"] and "personal" not in meta["classes"]
+        assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
+        assert unfit(Message({}, meta), DELIVERS) is None
 
 
 @pytest.mark.parametrize(("minimum", "kept"), [(0, False), (2, False), (4, False), (5, True), (9, True)])

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import small_task
 from medflare.core.events import DOUBTS
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.federation.delivery import SiteFolder
+from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig
-from small import small_task
 
 FEDAVG = get_method("fedavg")
 SITES = ("A", "B")
@@ -85,9 +85,9 @@ def test_no_pixel_in_every_image() -> None:
     state[bias] = torch.full_like(state[bias], -1e3)
     participant = Participant("A", lambda role: site, FEDAVG, {})
     participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
-    facts = participant.answer("deliver", 0, Message({"model": state}, {"step": 0, "run_rounds": 1})).facts
-    assert facts["metrics"]["deployed"]["dice"] == 0.0
-    assert [event["kind"] for event in facts["events"] if event["kind"] in DOUBTS] == ["constant_output", "at_chance"]
+    meta = participant.answer("finalize", 0, Message({"model": state}, {"step": 0, "run_rounds": 1})).meta
+    assert meta["metrics"]["deployed"]["dice"] == 0.0
+    assert [event["kind"] for event in meta["events"] if event["kind"] in DOUBTS] == ["constant_output", "at_chance"]
 
 
 def test_a_model_that_has_learnt_is_not_doubted() -> None:
@@ -101,10 +101,10 @@ def test_few_patients_of_which_the_site_tells_no_metric_are_not_told_of_by_an_ev
     results = federated(task, dict.fromkeys(SITES, split), minimum=7)
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] is None
     assert not doubts(results).keys() & {"constant_output", "at_chance"}
-    keeper = SiteFolder(tmp_path, "A", FEDAVG, task, 0)
-    site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, keeper=keeper, minimum_patients=7)
+    artifacts = SiteFolder(tmp_path, "A", FEDAVG, task, 0)
+    site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, artifacts=artifacts, minimum_patients=7)
     site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
-    site.answer("deliver", 0, Message({"model": Site("A", task, split).network().state_dict()}, {"step": 0, "run_rounds": 1}))
+    site.answer("finalize", 0, Message({"model": Site("A", task, split).network().state_dict()}, {"step": 0, "run_rounds": 1}))
     assert "status doubtful" in (tmp_path / "report.html").read_text(), "the site itself is told"
 
 

@@ -8,7 +8,7 @@ import pytest
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.federation.enrolment import Enrolment, listed, versions_here
-from medflare.federation.exchange import Courier, Reply
+from medflare.federation.exchange import Reply, Transport
 from medflare.federation.outcome import Outcome
 from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
@@ -38,7 +38,7 @@ class Places:
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         assert step.phase == ENROL and not any(message.states for message in outgoing.values())
-        self.told |= {site: message.facts for site, message in outgoing.items()}
+        self.told |= {site: message.meta for site, message in outgoing.items()}
         events = [{"kind": "warning", "message": "a note"}]
         answers = {site: Reply(Message({}, {**COUNTS, "events": list(events)})) for site in outgoing}
         return {site: self.broken.get(site, answer) for site, answer in answers.items()}
@@ -47,7 +47,7 @@ class Places:
 def enrolment(places: Places, returning: Mapping[str, Mapping[str, int]] | None = None, finished: int = 0) -> Enrolment:
     plan = get_method("fedavg").plan(squares.SEGMENTATION, squares.SITES, {})
     context = ServerContext(plan, squares.SEED, 3, squares.OUTSIDE)
-    return Enrolment(context, Courier(places, Outcome()), {"method": "fedavg"}, returning, finished)
+    return Enrolment(context, Transport(places, Outcome()), {"method": "fedavg"}, returning, finished)
 
 
 def said(found: Enrolment, kind: str) -> list[tuple[str | None, int | None]]:
@@ -62,7 +62,7 @@ def test_everybody_is_told_the_federation_and_remembered() -> None:
     assert places.told["O"]["role"] == "outside"
     assert list(found.enrolled) == ["A", "B", "C", "O"] and found.inside == ["A", "B", "C"]
     assert found.enrolled["O"] == {**COUNTS, "role": "outside"} == found.context.site_counts["O"]
-    assert found.courier.outcome.enrolled is found.enrolled
+    assert found.transport.outcome.enrolled is found.enrolled
     assert said(found, "warning") == [(site, None) for site in "ABCO"], "what sites note becomes events of theirs"
 
 
@@ -75,7 +75,7 @@ def test_strangers_are_not_asked() -> None:
 def test_who_comes_back_goes_on_and_a_newcomer_starts_afresh() -> None:
     places = Places({0: "ABC"})
     enrolment(places, returning=dict.fromkeys("AB", COUNTS["n"]), finished=4).open(2)
-    assert {site: facts["finished"] for site, facts in places.told.items()} == {"A": 4, "B": 4, "C": 0}
+    assert {site: meta["finished"] for site, meta in places.told.items()} == {"A": 4, "B": 4, "C": 0}
 
 
 def test_who_comes_back_with_other_images_is_turned_away() -> None:
@@ -92,7 +92,7 @@ def test_a_site_with_more_images_than_the_others_together_is_named_once() -> Non
     places.broken = {site: Reply(Message({}, counts(train))) for site, train in zip("ABC", (5, 5, 90), strict=True)}
     found = enrolment(places)
     found.open(2)
-    assert not said(found, "warning"), "half is not more than half, and of two sites nearly always one has more"
+    assert not said(found, "warning"), "algorithm is not more than half, and of two sites nearly always one has more"
     for _ in range(2):
         found.members(Step("train", 1))
     assert [(event["site"], event["message"][:30]) for event in found.context.events.of("warning")] == [
@@ -111,7 +111,7 @@ def test_a_share_is_limited_for_counts_by_class_too() -> None:
     places = Places({0: "ABC"}, {"C": Reply(Message({}, counts(28)))})
     for most, counted in ((None, {}), (0.5, {"A": 1.0, "B": 1.0, "C": 0.5})):
         found = enrolment(places)
-        found.max_share = most
+        found.max_client_weight = most
         found.open(2)
         assert found.context.counted == counted
 

@@ -1,4 +1,4 @@
-"""The courier: an answer for every site that was asked, bytes counted, and no fact that cannot be written down."""
+"""The transport: an answer for every site that was asked, bytes counted, and no item that cannot be written down."""
 
 from collections.abc import Mapping
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.federation.exchange import Courier, Reply, numbered
+from medflare.federation.exchange import Reply, Transport, numbered
 from medflare.federation.outcome import Cost, Outcome
 from medflare.methods.base import Step
 
 STEP = Step("train", 2)
 
 
-def message(size: int, **facts: object) -> Message:
-    return Message({"model": {"w": torch.zeros(size)}}, facts)
+def message(size: int, **meta: object) -> Message:
+    return Message({"model": {"w": torch.zeros(size)}}, meta)
 
 
 class Answering:
@@ -33,30 +33,30 @@ class Answering:
 
 def test_every_site_that_was_asked_has_an_answer_in_order() -> None:
     exchange = Answering(C=Reply(message(1)), A=Reply(message(2)), Z=Reply(message(9)))
-    courier = Courier(exchange, Outcome())
-    replies = courier.ask(STEP, {name: message(4) for name in "CBA"})
+    transport = Transport(exchange, Outcome())
+    replies = transport.ask(STEP, {name: message(4) for name in "CBA"})
     assert list(replies) == ["A", "B", "C"], "sorted, and nobody who was not asked"
     assert replies["B"] == Reply(problem="no answer to 'train' of round 2", kind="missing")
-    assert courier.present(2) == ["A", "C", "Z"]
+    assert transport.present(2) == ["A", "C", "Z"]
 
 
 def test_what_travels_is_counted_both_ways() -> None:
     outcome = Outcome()
-    courier = Courier(Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome)
+    transport = Transport(Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome)
     for calls in (1, 2):
-        courier.ask(STEP, {"A": message(10), "B": message(5)})
+        transport.ask(STEP, {"A": message(10), "B": message(5)})
         assert (outcome.down_bytes, outcome.up_bytes) == (calls * 15 * 4, calls * 2 * 4)
     assert outcome.costs == {"A": Cost(80, 16, 3.0), "B": Cost(40, 0, 1.0)}, "work that came to nothing took its time too"
 
 
 def test_nobody_is_asked_in_vain() -> None:
     exchange = Answering()
-    assert Courier(exchange, Outcome()).ask(STEP, {}) == {} and exchange.calls == 0
+    assert Transport(exchange, Outcome()).ask(STEP, {}) == {} and exchange.calls == 0
 
 
 def test_a_message_is_numbered_without_being_changed() -> None:
     plain = message(1, n=3)
-    assert numbered(plain, 7, 9).facts == {"n": 3, "step": 7, "run_rounds": 9} and plain.facts == {"n": 3}
+    assert numbered(plain, 7, 9).meta == {"n": 3, "step": 7, "run_rounds": 9} and plain.meta == {"n": 3}
     assert numbered(plain, 7, 9).states is plain.states
 
 
@@ -71,13 +71,13 @@ def test_a_message_is_numbered_without_being_changed() -> None:
     ],
 )
 def test_a_sites_own_words_fit_on_a_line(problem: str, said: str) -> None:
-    (reply,) = Courier(Answering(A=Reply(problem=problem)), Outcome()).ask(STEP, {"A": Message()}).values()
+    (reply,) = Transport(Answering(A=Reply(problem=problem)), Outcome()).ask(STEP, {"A": Message()}).values()
     assert reply.problem == said and reply.kind == "failed"
 
 
-@pytest.mark.parametrize("phase", ["enrol", "deliver"])
+@pytest.mark.parametrize("phase", ["enrol", "finalize"])
 def test_no_tensor_belongs_to_a_phase_of_all(phase: str) -> None:
-    facts = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
+    meta = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
     outcome = Outcome()
-    (reply,) = Courier(Answering(A=Reply(message(9, **facts))), outcome).ask(Step(phase, 0), {"A": Message()}).values()
+    (reply,) = Transport(Answering(A=Reply(message(9, **meta))), outcome).ask(Step(phase, 0), {"A": Message()}).values()
     assert (reply.kind, reply.problem, outcome.up_bytes) == ("rejected", "unexpected entry 'model'", 0)

@@ -7,9 +7,9 @@ import pytest
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import SiteFolder, chosen_here
+from medflare.federation.final_models import SiteFolder, chosen_here
 from medflare.federation.participant import Participant
-from medflare.federation.settings import DELIVER, ENROL
+from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods.catalogue import get_method
 from medflare.tasks.cases import Cases
@@ -32,8 +32,8 @@ def models(site: Site) -> dict[str, Message]:
 @pytest.mark.parametrize("role", ["global", "personal"])
 def test_a_model_by_name(models: dict[str, Message], role: str) -> None:
     found, said = chosen_here(models, role)
-    assert found["deployed"].states is models[role].states and KEPT not in models[role].facts
-    assert found["deployed"].facts[KEPT] == {"keep": role, "model": role, "validation": {}}
+    assert found["deployed"].states is models[role].states and KEPT not in models[role].meta
+    assert found["deployed"].meta[KEPT] == {"keep": role, "model": role, "validation": {}}
     assert len(said) == 1 and role in said[0]
 
 
@@ -46,15 +46,15 @@ def test_without_a_choice_nothing_changes(models: dict[str, Message]) -> None:
 
 def test_the_card_and_an_event_say_so(site: Site, tmp_path: Any) -> None:
     folder = SiteFolder(tmp_path, "A", DITTO, site.task, squares.SEED)
-    participant = Participant("A", lambda role: site, DITTO, {}, keeper=folder, chosen="global")
+    participant = Participant("A", lambda role: site, DITTO, {}, artifacts=folder, chosen="global")
     participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
     state = site.network().state_dict()
-    for step, phase in enumerate(("train", DELIVER)):
+    for step, phase in enumerate(("train", FINALIZE)):
         reply = participant.answer(phase, 0, Message({"model": state}, {"step": step, "run_rounds": 1}))
     weights = {role: load_model(tmp_path / role).message.states["model"] for role in ("global", "personal", "deployed")}
     assert squares.equal(weights["deployed"], weights["global"]) and not squares.equal(weights["deployed"], weights["personal"])
-    assert reply.facts["metrics"]["deployed"] == reply.facts["metrics"]["global"]
-    assert any("'global'" in event["message"] for event in reply.facts["events"])
+    assert reply.meta["metrics"]["deployed"] == reply.meta["metrics"]["global"]
+    assert any("'global'" in event["message"] for event in reply.meta["events"])
     cards = {role: load_model(tmp_path / role).card for role in ("global", "personal", "deployed")}
     assert cards["deployed"]["kept"] == {"keep": "global", "model": "global", "validation": {}}
     assert "kept" not in cards["global"] and "kept" not in cards["personal"]

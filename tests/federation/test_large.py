@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from delivered import weights
+from helpers.final_models import weights
+from helpers.small_tasks import tiny_phantom
 from medflare.core.backing import Backing, backed
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.local.loop import run_local
-from medflare.methods.base import ServerHalf
+from medflare.methods.base import ServerAlgorithm
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
-from small import tiny_phantom
 
 ROOT = Path(__file__).parents[2]
 TASK = tiny_phantom(network={"name": "unet", "channels": [32, 64], "norm": "batch"}, size=[16, 16], batch_size=32)
@@ -39,13 +39,13 @@ def run(method: str, folder: Path, **more: Any) -> dict[str, Any]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether models lay in files when a checkpoint was written."""
     found: list[bool] = []
-    state = ServerHalf.state
+    state = ServerAlgorithm.state
 
-    def noted(half: ServerHalf[Any]) -> Message:
+    def noted(algorithm: ServerAlgorithm[Any]) -> Message:
         found.append(backed())
-        return state(half)
+        return state(algorithm)
 
-    monkeypatch.setattr(ServerHalf, "state", noted)
+    monkeypatch.setattr(ServerAlgorithm, "state", noted)
     return found
 
 

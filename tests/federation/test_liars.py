@@ -19,10 +19,10 @@ from medflare.core.manifest import non_finite
 from medflare.core.message import Message
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import REPORT_FILE, append_round
-from medflare.federation.exchange import Courier, Reply
+from medflare.federation.exchange import Reply, Transport
 from medflare.federation.outcome import Outcome
-from medflare.federation.screening.updates import lost_votes, screen
-from medflare.federation.settings import DELIVER, ENROL
+from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.update_validation.updates import lost_votes, screen
 from medflare.methods.base import Step
 
 NAMED: Final = ("rejected", "suspicious", "undefined", "warning")
@@ -31,7 +31,7 @@ Lie = Callable[[Recorded, Place], Message]
 
 
 def numbers(change: Callable[[Any], Any], *only: str) -> Lie:
-    """Every number among the facts, or within those that are named, replaced."""
+    """Every number among the meta, or within those that are named, replaced."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
@@ -42,18 +42,18 @@ def numbers(change: Callable[[Any], Any], *only: str) -> Lie:
 
     def lie(found: Recorded, place: Place) -> Message:
         reply = copied(found.replies[place][LIAR])
-        reply.facts = {name: replaced(value) if name in only or not only else value for name, value in reply.facts.items()}
+        reply.meta = {name: replaced(value) if name in only or not only else value for name, value in reply.meta.items()}
         return reply
 
     return lie
 
 
-def facts(**more: Any) -> Lie:
-    """Facts added, or replaced."""
+def meta(**more: Any) -> Lie:
+    """Metadata added, or replaced."""
 
     def lie(found: Recorded, place: Place) -> Message:
         reply = copied(found.replies[place][LIAR])
-        reply.facts |= more
+        reply.meta |= more
         return reply
 
     return lie
@@ -84,10 +84,10 @@ LIES: Final[dict[str, Lie]] = {
     "1e308": numbers(lambda value: 1e308),
     "negative": numbers(lambda value: -1 - value),
     "false counts": numbers(lambda value: 1000 * value, "n_samples"),
-    "events in another's name": facts(events=[{"kind": "warning", "message": "it was A", "site": "A"}]),
-    "the server's events": facts(events=[{"kind": "rejected", "message": "A"}]),
-    "names that look alike": facts(**{"n_s\u0430mples": 3, "B\u200b": 0.5}),
-    "nested without end": facts(validation=strategies.nested(3000), metrics=strategies.nested(3000), n=strategies.nested(3000)),
+    "events in another's name": meta(events=[{"kind": "warning", "message": "it was A", "site": "A"}]),
+    "the server's events": meta(events=[{"kind": "rejected", "message": "A"}]),
+    "names that look alike": meta(**{"n_s\u0430mples": 3, "B\u200b": 0.5}),
+    "nested without end": meta(validation=strategies.nested(3000), metrics=strategies.nested(3000), n=strategies.nested(3000)),
     "of another step": of_another_step,
     "largest": tensors(lambda tensor: torch.full_like(tensor, torch.finfo(tensor.dtype).max)),
     "NaN in tensors": tensors(lambda tensor: tensor * math.nan),
@@ -98,7 +98,7 @@ PLAUSIBLE: Final[dict[str, Lie]] = {
     "best of all": numbers(lambda value: 1.0, "validation", "metrics", "gains", "scores"),
     "turned": tensors(lambda tensor: -tensor),
     "another site's": lambda found, place: copied(found.replies[place].get("A") or found.replies[place][LIAR]),
-    "no states": lambda found, place: Message({}, copied(found.replies[place][LIAR]).facts),
+    "no states": lambda found, place: Message({}, copied(found.replies[place][LIAR]).meta),
 }
 
 
@@ -112,7 +112,7 @@ def lied(name: str, lie: Lie, places: list[Place] | None = None, folder: Path | 
     validate_results(results)
     json.dumps(results, allow_nan=False).encode()
     assert all(non_finite(message) is None for sent in exchange.sent.values() for message in sent.values())
-    assert exchange.sent[DELIVER, ROUNDS, 0].keys() >= set(SITES) - {LIAR}
+    assert exchange.sent[FINALIZE, ROUNDS, 0].keys() >= set(SITES) - {LIAR}
     assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} <= {LIAR}, results["events"]
     return results
 
@@ -142,18 +142,18 @@ BELOW_ZERO = tensors(lambda tensor: -tensor.abs() - 0.1)
 # What once ended a run: (federation, phase, round, lie, token of the event).
 FOUND: Final[dict[str, tuple[str, str, int, Lie, str]]] = {
     "mean squares below 0": ("fedsm synced", "train", 0, BELOW_ZERO, "below 0"),
-    "a gain that no metric has": ("fedsm", "tune", ROUNDS, facts(gains={"0": 1e308}), "gains"),
-    "a thousand temperatures": ("fedsm", "calibrate", ROUNDS, facts(calibration=[0.5] * 1000), "calibration"),
-    "a stage that there is not": ("prr", "train", 0, facts(stages=[7]), "stages"),
-    "an A-distance of 1e300": ("grace", "train", 0, facts(a_distance=1e300), "a_distance"),
-    "a selected round as text": ("iop_fl", "submit", ROUNDS, facts(selected_round="last"), "selected_round"),
-    "a loss that cannot be drawn": ("fedavg", "train", 0, facts(loss=1e308), "loss"),
-    "a model that cannot be drawn": ("fedavg", "train", 0, facts(validation={"$\\frac{$": 0.5}), "validation"),
-    "a distance beyond all images": ("fedavg", DELIVER, ROUNDS, facts(metrics={"global": {"hd95": 1e308}}), "hd95"),
-    "too few class counts": ("prr", ENROL, 0, facts(class_counts=[1]), "class_counts"),
-    "counts that are text": ("fedavg", ENROL, 0, facts(n="many"), "n:"),
-    "half a character": ("fedavg", "train", 0, facts(**{"\ud800": 1}), "name"),
-    "votes on a thousand models": ("fedavg", "train", 0, facts(validation={str(place): 0.5 for place in range(1000)}), "validation"),
+    "a gain that no metric has": ("fedsm", "tune", ROUNDS, meta(gains={"0": 1e308}), "gains"),
+    "a thousand temperatures": ("fedsm", "calibrate", ROUNDS, meta(calibration=[0.5] * 1000), "calibration"),
+    "a stage that there is not": ("prr", "train", 0, meta(stages=[7]), "stages"),
+    "an A-distance of 1e300": ("grace", "train", 0, meta(a_distance=1e300), "a_distance"),
+    "a selected round as text": ("iop_fl", "submit", ROUNDS, meta(selected_round="last"), "selected_round"),
+    "a loss that cannot be drawn": ("fedavg", "train", 0, meta(loss=1e308), "loss"),
+    "a model that cannot be drawn": ("fedavg", "train", 0, meta(validation={"$\\frac{$": 0.5}), "validation"),
+    "a distance beyond all images": ("fedavg", FINALIZE, ROUNDS, meta(metrics={"global": {"hd95": 1e308}}), "hd95"),
+    "too few class counts": ("prr", ENROL, 0, meta(class_counts=[1]), "class_counts"),
+    "counts that are text": ("fedavg", ENROL, 0, meta(n="many"), "n:"),
+    "half a character": ("fedavg", "train", 0, meta(**{"\ud800": 1}), "name"),
+    "votes on a thousand models": ("fedavg", "train", 0, meta(validation={str(place): 0.5 for place in range(1000)}), "validation"),
 }
 
 
@@ -192,14 +192,14 @@ class Once:
 
 
 @cases(1000)
-@given(st.sampled_from(["enrol", "train", "deliver"]), strategies.states, strategies.facts, st.booleans())
-def test_nothing_that_a_site_sends_raises_an_error(tmp_path: Path, phase: str, states: Any, facts: Any, with_states: bool) -> None:
-    message = Message(states if with_states else {}, {} if with_states else facts)
-    (reply,) = Courier(Once(Reply(message)), Outcome()).ask(Step(phase, 0), {LIAR: Message()}).values()
+@given(st.sampled_from(["enrol", "train", "finalize"]), strategies.states, strategies.meta, st.booleans())
+def test_nothing_that_a_site_sends_raises_an_error(tmp_path: Path, phase: str, states: Any, meta: Any, with_states: bool) -> None:
+    message = Message(states if with_states else {}, {} if with_states else meta)
+    (reply,) = Transport(Once(Reply(message)), Outcome()).ask(Step(phase, 0), {LIAR: Message()}).values()
     if reply.message is None:
         assert reply.kind == "rejected" and reply.problem.strip() and "\n" not in reply.problem and len(reply.problem) <= 2000
         return
     for accepted in screen({LIAR: message}, {}, {}, {}).accepted.values():  # and on, as the schedule does
-        lost_votes(accepted.facts)
-        EventLog().extend(accepted.facts.get("events", []), site=LIAR)
-        append_round(tmp_path, {"sites": {LIAR: accepted.facts}})
+        lost_votes(accepted.meta)
+        EventLog().extend(accepted.meta.get("events", []), site=LIAR)
+        append_round(tmp_path, {"sites": {LIAR: accepted.meta}})

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import medflare
-from delivered import weights
+from helpers.final_models import weights
+from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.data.sites.local import Bounds
 from medflare.data.sites.opening import open_site
@@ -19,7 +20,6 @@ from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.tasks.config import load_task
-from small import tiny_phantom
 
 TINY = tiny_phantom()
 
@@ -167,10 +167,10 @@ class TestDefinedBehaviour:
         """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
         fit = FedAvgSite.fit
 
-        def broken(half: FedAvgSite, *arguments: Any) -> float | None:
-            return 1 / 0 if half.site.name == "site-2" else fit(half, *arguments)
+        def broken(algorithm: FedAvgSite, *arguments: Any) -> float | None:
+            return 1 / 0 if algorithm.site.name == "site-2" else fit(algorithm, *arguments)
 
-        monkeypatch.setattr(FedAvgSite, "fit", broken)
+        monkeypatch.setattr(FedAvgSite, "image_mode", broken)
         with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
             run("fedavg", min_sites=1, out=tmp_path, **options)
         results = load_results(tmp_path)

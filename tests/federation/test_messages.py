@@ -17,8 +17,8 @@ from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.federation.exchange import numbered
 from medflare.federation.participant import Participant
-from medflare.federation.screening.messages import DELIVERS, ENROLS, INVITES, NUMBERED, unfit, unreadable
-from medflare.federation.settings import DELIVER, ENROL
+from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.update_validation.messages import DELIVERS, ENROLS, INVITES, NUMBERED, unfit, unreadable
 from medflare.methods.base import MEASURED
 from medflare.methods.catalogue import get_method, method_names
 from methods import squares
@@ -51,7 +51,7 @@ FACTS: dict[str, Any] = {
     "a tensor": {"loss": torch.ones(2)},
     "a huge number": {"n_samples": 10**5000},
     "half a character": {"validation": {"\ud800": 0.5}},
-    "a million facts": {str(number): number for number in range(100_000)},
+    "a million meta": {str(number): number for number in range(100_000)},
     "a set": {"validation": {1, 2}},
     "a number for a name": {"validation": {3: 0.5}},
     "nested without end": {"validation": strategies.nested(5000)},
@@ -68,22 +68,22 @@ FACTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("message", [Message(made(), {}) for made in STATES.values()] + [Message({}, facts) for facts in FACTS.values()])
+@pytest.mark.parametrize("message", [Message(made(), {}) for made in STATES.values()] + [Message({}, meta) for meta in FACTS.values()])
 def test_a_reply_that_cannot_be_read_is_refused_in_one_line(message: Message) -> None:
     reason = unreadable(message, "A")
     assert reason and "\n" not in reason and len(reason) < 200
 
 
 def test_an_ordinary_reply_is_taken() -> None:
-    facts = {"n_samples": 7, "loss": 0.5, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
-    message = Message({"model": {"w": torch.ones(2, 2).T, "count": torch.tensor(3)}}, facts)
+    meta = {"n_samples": 7, "loss": 0.5, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
+    message = Message({"model": {"w": torch.ones(2, 2).T, "count": torch.tensor(3)}}, meta)
     assert unreadable(message, "A") is None and unfit(message, MEASURED) is None
     assert unfit(Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}), DELIVERS, ("metrics",)) is None
     assert "'n'" in str(unfit(Message(), ENROLS, ("n",)))
 
 
 @pytest.mark.parametrize(
-    ("declared", "facts"),
+    ("declared", "meta"),
     [
         (MEASURED, {"validation": "good"}),
         (MEASURED, {"validation": {"$\\frac{$": 0.5}}),
@@ -111,9 +111,9 @@ def test_an_ordinary_reply_is_taken() -> None:
     ],
     ids=str,
 )
-def test_a_fact_that_its_declaration_does_not_take_is_named(declared: Any, facts: dict[str, Any]) -> None:
-    problem = unfit(Message({}, facts), declared)
-    assert problem and next(iter(facts)) in problem and "\n" not in problem
+def test_a_fact_that_its_declaration_does_not_take_is_named(declared: Any, meta: dict[str, Any]) -> None:
+    problem = unfit(Message({}, meta), declared)
+    assert problem and next(iter(meta)) in problem and "\n" not in problem
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------------
@@ -148,12 +148,12 @@ WRONG: dict[str, tuple[Callable[[Message], Any], str]] = {
     "a variance below 0": (changed("running_var", lambda tensor: -tensor), "running_var"),
     "no memory": (changed("weight", lambda tensor: torch.empty_like(tensor, device="meta")), "weight"),
     "no tensor": (changed("weight", lambda tensor: tensor.tolist()), "weight"),
-    "a fact more": (lambda message: message.facts.update(rate=0.5), "rate"),
-    "no step": (lambda message: message.facts.pop("step"), "step"),
-    "a step as text": (lambda message: message.facts.update(step="first"), "step"),
-    "no rounds": (lambda message: message.facts.update(run_rounds=None), "run_rounds"),
-    "a million facts": (lambda message: message.facts.update({"more": list(range(2**20))}), "262144"),
-    "an object": (lambda message: message.facts.update(more=object()), "object"),
+    "a metadata item more": (lambda message: message.meta.update(rate=0.5), "rate"),
+    "no step": (lambda message: message.meta.pop("step"), "step"),
+    "a step as text": (lambda message: message.meta.update(step="first"), "step"),
+    "no rounds": (lambda message: message.meta.update(run_rounds=None), "run_rounds"),
+    "a million meta": (lambda message: message.meta.update({"more": list(range(2**20))}), "262144"),
+    "an object": (lambda message: message.meta.update(more=object()), "object"),
 }
 
 
@@ -174,7 +174,7 @@ def test_a_wrong_request_costs_the_site_the_task_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "token"),
+    ("meta", "token"),
     [
         ({"role": "lead"}, "role"),
         ({"sites": "A, B"}, "sites"),
@@ -187,11 +187,11 @@ def test_a_wrong_request_costs_the_site_the_task_alone(name: str) -> None:
         ({"patients": 3}, "patients"),
     ],
 )
-def test_a_wrong_invitation_is_refused(facts: dict[str, Any], token: str) -> None:
+def test_a_wrong_invitation_is_refused(meta: dict[str, Any], token: str) -> None:
     site = participant()
     with pytest.raises(MessageError, match=token):
-        site.answer(ENROL, 0, Message({}, {**INVITATION, **facts}))
-    assert site.answer(ENROL, 0, Message({}, dict(INVITATION))).facts["n"] == squares.site("A").n
+        site.answer(ENROL, 0, Message({}, {**INVITATION, **meta}))
+    assert site.answer(ENROL, 0, Message({}, dict(INVITATION))).meta["n"] == squares.site("A").n
 
 
 def test_weights_to_start_from_that_the_task_does_not_name_are_refused() -> None:
@@ -213,19 +213,19 @@ def test_a_step_that_the_run_does_not_have_is_refused_and_an_earlier_one_answere
         assert squares.equal(member.answer("train", 0, training()).states["model"], first.states["model"])
 
 
-@pytest.mark.parametrize(("fact", "value"), [("selector", {"name": "vgg11"}), ("sites", ["A", "B"]), ("gamma", 1.5)])
-def test_a_super_model_that_is_not_the_runs_is_refused(fact: str, value: Any) -> None:
+@pytest.mark.parametrize(("item", "value"), [("selector", {"name": "vgg11"}), ("sites", ["A", "B"]), ("gamma", 1.5)])
+def test_a_super_model_that_is_not_the_runs_is_refused(item: str, value: Any) -> None:
     found = recorded("fedsm")
-    message = copied(found.sent[DELIVER, ROUNDS, 0][LIAR])
-    message.facts[fact] = value
-    with pytest.raises(MessageError, match=fact):
-        found.participants[LIAR].answer(DELIVER, ROUNDS, message)
+    message = copied(found.sent[FINALIZE, ROUNDS, 0][LIAR])
+    message.meta[item] = value
+    with pytest.raises(MessageError, match=item):
+        found.participants[LIAR].answer(FINALIZE, ROUNDS, message)
 
 
 def test_class_totals_of_other_classes_are_refused() -> None:
     found = recorded("prr")
     message = copied(found.sent["share_normalisation", ROUNDS, 0][LIAR])
-    message.facts["class_totals"] = [[1.0, 2.0, 3.0]]
+    message.meta["class_totals"] = [[1.0, 2.0, 3.0]]
     with pytest.raises(MessageError, match="class_totals"):
         found.participants[LIAR].answer("share_normalisation", ROUNDS, message)
 
@@ -242,29 +242,29 @@ def test_a_selector_is_not_trained_without_the_models_that_it_chooses_from() -> 
 
 def test_every_fact_and_every_delivery_of_every_method_is_declared() -> None:
     for name in method_names():
-        half = get_method(name).site_class
-        assert half.delivery is not None, name
-        for phase in (*half.phases, half.delivery):
-            loose = [fact for fact in (*phase.tells, *phase.reports) if fact.takes is anything]
+        algorithm = get_method(name).site_class
+        assert algorithm.delivery is not None, name
+        for phase in (*algorithm.phases, algorithm.delivery):
+            loose = [item for item in (*phase.request_meta, *phase.reply_meta) if item.validator is anything]
             assert not loose, (name, phase.name, loose)
-    assert all(fact.takes is not anything for fact in (*INVITES, *NUMBERED, *ENROLS, *DELIVERS))
+    assert all(item.validator is not anything for item in (*INVITES, *NUMBERED, *ENROLS, *DELIVERS))
 
 
 @pytest.mark.parametrize("name", [name for name in FEDERATIONS if name != "scaffold"])
 def test_a_request_that_is_nearly_right_is_answered_or_refused_in_one_line(name: str) -> None:
     found = recorded(name)
     member = found.participants[LIAR]
-    (place,) = [place for place in found.sent if place[0] == DELIVER]
+    (place,) = [place for place in found.sent if place[0] == FINALIZE]
 
     @cases(4)
     @given(st.data())
     def one(data: st.DataObject) -> None:
         problem = ""
         try:
-            assert member.answer(DELIVER, place[1], data.draw(strategies.nearly(found.sent[place][LIAR]))).facts["metrics"]["deployed"]
+            assert member.answer(FINALIZE, place[1], data.draw(strategies.nearly(found.sent[place][LIAR]))).meta["metrics"]["deployed"]
         except MedflareError as error:
             problem = str(error)
         assert "\n" not in problem
 
     one()
-    assert member.answer(DELIVER, place[1], copied(found.sent[place][LIAR])).facts["metrics"] == found.replies[place][LIAR].facts["metrics"]
+    assert member.answer(FINALIZE, place[1], copied(found.sent[place][LIAR])).meta["metrics"] == found.replies[place][LIAR].meta["metrics"]

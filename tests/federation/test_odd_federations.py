@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import medflare
-import small
+from helpers import small_tasks
 from medflare.core.errors import ConfigError
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
@@ -25,11 +25,11 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedsm": {"selector": "compact_selector", "selector_updates": 1},
 }
 SEED = 5
-DISC = {**small.SEGMENTATION, "name": "disc", "labels": ["disc"]}
-GRADE = {**small.CLASSIFICATION, "name": "grade", "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
+DISC = {**small_tasks.SEGMENTATION, "name": "disc", "labels": ["disc"]}
+GRADE = {**small_tasks.CLASSIFICATION, "name": "grade", "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
 BATCH_NORM = {"segmentation": DISC, "classification": GRADE}
 NO_BATCH_NORM = {
-    "segmentation": {**DISC, "network": small.INSTANCE_UNET},
+    "segmentation": {**DISC, "network": small_tasks.INSTANCE_UNET},
     "classification": {**GRADE, "network": {"name": "small_cnn", "channels": [4, 8]}},
 }
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from interrupted import in_pieces
+from helpers.killed_runs import in_pieces
+from helpers.small_tasks import tiny_phantom
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.schedule import Federation, cut_short
-from medflare.methods.base import SiteHalf, Step
-from small import tiny_phantom
+from medflare.methods.base import SiteAlgorithm, Step
 
 TASK = tiny_phantom(batch_size=32)
 CURVE = (0.1, 0.4, 0.5, 0.5, 0.45, 0.4, 0.7)  # of every site's models by rounds of training
@@ -21,19 +21,19 @@ CURVE = (0.1, 0.4, 0.5, 0.5, 0.45, 0.4, 0.7)  # of every site's models by rounds
 @pytest.fixture
 def curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sites say of their models depends on the round alone."""
-    facts = SiteHalf.facts
+    meta = SiteAlgorithm.meta
     rounds: dict[int, int] = {}
-    perform = SiteHalf.perform
+    perform = SiteAlgorithm.perform
 
-    def performed(half: Any, phase: str, round: int, incoming: Any) -> Any:
-        rounds[id(half)] = round
-        return perform(half, phase, round, incoming)
+    def performed(algorithm: Any, phase: str, round: int, incoming: Any) -> Any:
+        rounds[id(algorithm)] = round
+        return perform(algorithm, phase, round, incoming)
 
-    def told(half: Any, *, validation: Mapping[str, float | None], **more: Any) -> dict[str, Any]:
-        return facts(half, validation=dict.fromkeys(validation, CURVE[rounds[id(half)]]), **more)
+    def told(algorithm: Any, *, validation: Mapping[str, float | None], **more: Any) -> dict[str, Any]:
+        return meta(algorithm, validation=dict.fromkeys(validation, CURVE[rounds[id(algorithm)]]), **more)
 
-    monkeypatch.setattr(SiteHalf, "perform", performed)
-    monkeypatch.setattr(SiteHalf, "facts", told)
+    monkeypatch.setattr(SiteAlgorithm, "perform", performed)
+    monkeypatch.setattr(SiteAlgorithm, "meta", told)
 
 
 def run(method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **more: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class TestEarlyEnd:
         (event,) = (event for event in early["events"] if event["kind"] == "stopped_early")
         assert (event["round"], event["site"]) == (4, None)
         assert "5 of 6" in event["message"]
-        assert early["elections"]["global"] == plain["elections"]["global"] and early["elections"]["global"]["round"] == 2
+        assert early["model_selectors"]["global"] == plain["model_selectors"]["global"] and early["model_selectors"]["global"]["round"] == 2
         assert same(tmp_path / "early", tmp_path / "plain")
         cards = sorted((tmp_path / "early" / "models").rglob("card.json"))
         assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
@@ -72,7 +72,7 @@ class TestEarlyEnd:
         pieced, _ = in_pieces(lambda say: run(folder=folder, patience=2, say=say), lambda say: resume_local(folder, say=say))
         kinds = [event["kind"] for event in pieced["events"]]
         assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
-        assert whole["elections"] == pieced["elections"] and same(tmp_path / "whole", tmp_path / "pieced")
+        assert whole["model_selectors"] == pieced["model_selectors"] and same(tmp_path / "whole", tmp_path / "pieced")
 
     @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
     def test_one_that_is_taken_up_after_its_end_trains_no_more(self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

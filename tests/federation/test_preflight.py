@@ -7,45 +7,45 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Phase
+from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.federation.local.loop import run_local
 from medflare.federation.preflight import check_run
 from medflare.inference.deployed import plain_message
 from medflare.methods import catalogue
-from medflare.methods.base import MEASURED, ServerHalf, SiteHalf, Step
+from medflare.methods.base import MEASURED, ServerAlgorithm, SiteAlgorithm, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.method import Method, paired
 from medflare.tasks.config import load_task
 
 TASK = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4]}})
-STYLE = Entry("style", "mean intensity of the training images", lambda plan: {"mean": torch.empty(1, device="meta")})
+STYLE = TensorSpec("style", "mean intensity of the training images", lambda plan: {"mean": torch.empty(1, device="meta")})
 
 
-class StyleSite(SiteHalf[Any]):
+class StyleSite(SiteAlgorithm[Any]):
     """Shares a mean intensity and keeps its network to itself: there is no global model."""
 
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", sends=(STYLE,), answers=(STYLE,), reports=MEASURED),
-        Phase("validate", sends=(STYLE,), reports=MEASURED),
+        Phase("train", request=(STYLE,), reply=(STYLE,), reply_meta=MEASURED),
+        Phase("validate", request=(STYLE,), reply_meta=MEASURED),
     )
 
     def train(self, round: int, incoming: Message) -> Message:
         mean = torch.stack([batch.images.mean() for batch in self.site.ordered("train")]).mean()
-        return Message({"style": {"mean": mean[None]}}, self.facts(validation={}))
+        return Message({"style": {"mean": mean[None]}}, self.meta(validation={}))
 
     def validate(self, round: int, incoming: Message) -> Message:
-        return Message({}, self.facts(validation={}))
+        return Message({}, self.meta(validation={}))
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         if not self.inside:
             return {}
         model = plain_message(self.site.network().state_dict())
         return {"personal": model, "deployed": model}
 
 
-class StyleServer(ServerHalf[Any]):
+class StyleServer(ServerAlgorithm[Any]):
     """Averages the intensities."""
 
     mean = torch.zeros(1)
@@ -57,7 +57,7 @@ class StyleServer(ServerHalf[Any]):
         if step.phase == "train":
             self.mean = torch.stack([reply.states["style"]["mean"] for reply in replies.values()]).mean(dim=0)
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         return Message()
 
 
@@ -124,7 +124,7 @@ class Quiet(FedAvgSite[Any]):
     """Takes FedAvg's message and answers with something else than a model."""
 
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", FedAvgSite.phase("train").sends, (STYLE,), reports=MEASURED),
+        Phase("train", FedAvgSite.phase("train").request, (STYLE,), reply_meta=MEASURED),
         FedAvgSite.phase("validate"),
     )
 

@@ -13,15 +13,15 @@ import pytest
 from safetensors.torch import load_file
 
 import medflare
-from interrupted import Killed
+from helpers.killed_runs import Killed
+from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore
 from medflare.federation.checkpoint import CHECKPOINT
 from medflare.federation.local.loop import resume_local
-from medflare.federation.memory import HalfMemory, RememberedHalf
+from medflare.federation.memory import HalfMemory, RememberedAlgorithm
 from medflare.federation.outcome import StepReport
-from small import tiny_phantom
 
 TINY = tiny_phantom(batch_size=32)
 ROUNDS = 2
@@ -119,7 +119,7 @@ class TestMissedResumption:
         return tmp_path
 
     def test_the_site_goes_on_from_what_it_remembers(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(RememberedHalf, "begin", lambda half, *_: pytest.fail(f"{half.name} begins afresh"))
+        monkeypatch.setattr(RememberedAlgorithm, "begin", lambda algorithm, *_: pytest.fail(f"{algorithm.name} begins afresh"))
         results = self.leg(folder, None, resume=True)
         assert results["status"] == "COMPLETED" and not [event for event in results["events"] if event["kind"] == "rejected"]
 
@@ -152,7 +152,7 @@ class TestDamagedStates:
 
     @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:40]), lambda path: path.write_bytes(b"")])
     def test_a_site_with_a_damaged_state_is_named(self, folder: Path, damage: Any) -> None:
-        for path in (folder / "sites" / "site-2" / "state").glob("half-*"):
+        for path in (folder / "sites" / "site-2" / "state").glob("algorithm-*"):
             damage(path)
         results = resume_local(folder)
         assert results["status"] == "FAILED"

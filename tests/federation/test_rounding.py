@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import INSTANCE_UNET, tiny_phantom
 from medflare.core.errors import MessageError
 from medflare.core.manifest import violation
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.federation.exchange import numbered
 from medflare.federation.local.loop import run_local
-from medflare.federation.screening.messages import SiteGate
-from medflare.federation.screening.rounding import WIRE, Rounding
+from medflare.federation.update_validation.messages import SiteGate
+from medflare.federation.update_validation.rounding import WIRE, Rounding
 from medflare.inference.deployed import load_model
 from medflare.methods.base import Plan
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
 from methods import squares
-from small import INSTANCE_UNET, tiny_phantom
 
 TASK = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"})
 SITES = ("A", "B")
@@ -50,12 +50,14 @@ class TestWhatTravels:
     def test_kernels_come_rounded_and_all_else_as_it_is(self) -> None:
         weights = model(self.plan, 1)
         sent = self.rounding.down(self.train, Message({"model": weights}, {"step": 0}), {})
-        assert sent.facts == {"step": 0, WIRE: "bf16"}
+        assert sent.meta == {"step": 0, WIRE: "bf16"}
         assert 0 < len(large(weights)) < len(weights)
         for name, tensor in weights.items():
             found = sent.states["model"][name]
             assert torch.equal(found, tensor.to(HALF)) and found.dtype == HALF if tensor.ndim > 1 else found is tensor
-        assert not violation(Message(sent.states), {"model": self.rounding.sent(self.train.sends[0], self.train.sends[0].spec(self.plan))})
+        assert not violation(
+            Message(sent.states), {"model": self.rounding.sent(self.train.request[0], self.train.request[0].spec(self.plan))}
+        )
 
     def test_sites_that_are_sent_the_same_share_it(self) -> None:
         message, shared = Message({"model": model(self.plan, 1)}), dict[int, torch.Tensor]()
@@ -67,7 +69,7 @@ class TestWhatTravels:
         came_in = self.rounding.widened(self.rounding.down(self.train, Message({"model": weights}), {}))
         assert all(came_in.states["model"][name].dtype == tensor.dtype for name, tensor in weights.items())
         reply = self.rounding.up(self.train, Message({"model": trained}, {"loss": 1.0}), came_in)
-        assert not violation(reply, self.rounding.manifest(self.train)) and reply.facts == {"loss": 1.0}
+        assert not violation(reply, self.rounding.manifest(self.train)) and reply.meta == {"loss": 1.0}
         taken = self.rounding.restored(reply, Message({"model": weights})).states["model"]
         for name, tensor in trained.items():
             update = (tensor - weights[name].to(HALF).float()).to(HALF) if tensor.ndim > 1 else None
@@ -86,7 +88,7 @@ class TestWhatTravels:
         [
             ("scaffold", "train", {"model"}, {"control_update"}),
             ("fedsm", "train", {"model", "personal"}, set()),
-            ("fedsm", "describe", set(), {"selector_statistics"}),
+            ("fedsm", "selector_features", set(), {"selector_statistics"}),
             ("prr", "train", {"model"}, {"prototypes"}),
             ("prr", "share_normalisation", set(), {"normalisation"}),
             ("fedrep", "share", set(), {"own"}),
@@ -96,8 +98,8 @@ class TestWhatTravels:
     def test_only_new_versions_of_weights_come_back_rounded(self, method: str, phase: str, rounded: set[str], exact: set[str]) -> None:
         found = get_method(method)
         manifest = Rounding(planned(method)).manifest(found.site_class.phase(phase))
-        halves = {entry for entry, spec in manifest.items() if HALF in {dtype for _, dtype in spec.tensors.values()}}
-        assert halves == rounded and exact <= manifest.keys()
+        algorithms = {entry for entry, spec in manifest.items() if HALF in {dtype for _, dtype in spec.tensors.values()}}
+        assert algorithms == rounded and exact <= manifest.keys()
 
     def test_control_variates_stay_exact_on_their_way_down(self) -> None:
         plan = planned("scaffold")
@@ -110,8 +112,8 @@ class TestWhatTravels:
 # -- runs ----------------------------------------------------------------------------------------------------------------------
 
 
-def run(method: str = "fedavg", folder: Path | None = None, wire: str = "bf16", rounds: int = 3, **more: Any) -> dict[str, Any]:
-    results = run_local(method, TASK, 2, rounds=rounds, seed=1, out=folder, wire=wire, **more)
+def run(method: str = "fedavg", folder: Path | None = None, transport_dtype: str = "bf16", rounds: int = 3, **more: Any) -> dict[str, Any]:
+    results = run_local(method, TASK, 2, rounds=rounds, seed=1, out=folder, transport_dtype=transport_dtype, **more)
     assert results["status"] == "COMPLETED", results["reason"]
     return results
 
@@ -126,11 +128,20 @@ def test_a_trained_run_ends_where_one_in_fp32_does(method: str) -> None:
     task = squares.task(network=INSTANCE_UNET, local_epochs=4)
     found = []
     fresh: dict[str, Any] = {} if method == "prr" else {"reset_optimizer": True}  # as prr: with it six rounds are enough
-    for wire in ("fp32", "bf16"):
+    for transport_dtype in ("fp32", "bf16"):
         results = run_local(
-            method, task, ["A", "B"], rounds=6, seed=squares.SEED, wire=wire, opener=lambda name, role: squares.site(name, task), **fresh
+            method,
+            task,
+            ["A", "B"],
+            rounds=6,
+            seed=squares.SEED,
+            transport_dtype=transport_dtype,
+            opener=lambda name, role: squares.site(name, task),
+            **fresh,
         )
-        assert results["status"] == "COMPLETED" and results["configuration"]["settings"]["wire"] == wire, results["reason"]
+        assert results["status"] == "COMPLETED" and results["configuration"]["settings"]["transport_dtype"] == transport_dtype, results[
+            "reason"
+        ]
         found.append([site["metrics"]["deployed"]["dice"] for site in results["sites"].values()])
         found.append([event["kind"] for event in results["events"]])
     exact, events, rounded, same_events = found
@@ -139,7 +150,7 @@ def test_a_trained_run_ends_where_one_in_fp32_does(method: str) -> None:
 
 
 def test_traffic_of_the_rounds_halves_and_final_models_are_whole(tmp_path: Path) -> None:
-    history = [run("fedavg", tmp_path / wire, wire)["traffic"] for wire in ("fp32", "bf16")]
+    history = [run("fedavg", tmp_path / transport_dtype, transport_dtype)["traffic"] for transport_dtype in ("fp32", "bf16")]
     up = [traffic["up_bytes"] for traffic in history]
     assert 0.5 <= up[1] / up[0] < 0.6  # this network is small: a tenth of its weights are no kernels
     assert all(tensor.dtype != HALF for tensor in delivered(tmp_path / "bf16").values())
@@ -162,13 +173,13 @@ def test_a_site_that_sends_fp32_is_rejected_by_name(monkeypatch: pytest.MonkeyPa
 
 def test_a_site_takes_rounded_weights_only_where_the_server_says_so() -> None:
     method = get_method("fedavg")
-    half = method.make_site(squares.site("A"), method.plan(squares.site("A").task, ("A", "B"), {}))
+    algorithm = method.make_site(squares.site("A"), method.plan(squares.site("A").task, ("A", "B"), {}))
     weights = Message({"model": squares.start(squares.site("A").task)})
-    sent = numbered(Rounding(half.plan).down(half.phase("train"), weights, {}), 0, 1)
+    sent = numbered(Rounding(algorithm.plan).down(algorithm.phase("train"), weights, {}), 0, 1)
     gate = SiteGate("A")
     assert gate.numbers("train", 0, sent) == (0, 1, True)
-    gate.refuse("train", 0, sent, half, rounded=True)
+    gate.refuse("train", 0, sent, algorithm, rounded=True)
     with pytest.raises(MessageError, match="bfloat16"):
-        gate.refuse("train", 0, sent, half)
+        gate.refuse("train", 0, sent, algorithm)
     with pytest.raises(MessageError, match="float32"):
-        gate.refuse("train", 0, weights, half, rounded=True)
+        gate.refuse("train", 0, weights, algorithm, rounded=True)

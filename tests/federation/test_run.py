@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.small_tasks import tiny_phantom
 from medflare.evaluation import report
 from medflare.evaluation.results import load_results, read_rounds
 from medflare.federation.local.loop import run_local
@@ -12,7 +13,6 @@ from medflare.federation.settings import WAITS, RunSettings
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
-from small import tiny_phantom
 
 TINY = tiny_phantom()
 
@@ -74,7 +74,7 @@ def test_a_run_may_be_taken_up_with_other_patience(tmp_path: Path) -> None:
         assert checkpoint is not None
         return checkpoint.plan
 
-    assert plan() == plan(**dict.fromkeys(WAITS, 5.0)) != plan(max_share=0.5)
+    assert plan() == plan(**dict.fromkeys(WAITS, 5.0)) != plan(max_client_weight=0.5)
 
 
 def test_a_run_that_was_interrupted_says_so(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_run_that_begins_anew_has_nothing_of_an_earlier_one(tmp_path: Path) ->
 @pytest.mark.parametrize(("method", "selection"), [("fedavg", "median"), ("fedavg", "last"), ("fedsm", "median"), ("fedrep", "median")])
 def test_a_card_says_after_how_many_rounds(method: str, selection: str, tmp_path: Path) -> None:
     results = run_local(method, TINY, 2, rounds=3, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
-    chosen = results["elections"].get("global", {"round": 3})["round"]
+    chosen = results["model_selectors"].get("global", {"round": 3})["round"]
     card = load_model(tmp_path / "models" / "global").card
     assert (card["round"], card["rounds"]) == (chosen, 3)
     if method == "fedsm":
@@ -121,6 +121,6 @@ def test_every_card_of_a_site_says_after_how_many_rounds(method: str, selection:
     results = run_local(method, task, 2, rounds=2, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
     found = {card.parent.relative_to(tmp_path): load_model(card.parent).card["round"] for card in (tmp_path / "sites").rglob("card.json")}
     assert len(found) >= 8 and set(found.values()) <= {1, 2}
-    chosen = results["elections"].get("global", {"round": 2})["round"]
+    chosen = results["model_selectors"].get("global", {"round": 2})["round"]
     assert found[Path("sites/site-3/global")] == load_model(tmp_path / "models" / "global").card["round"] == chosen
     assert selection != "last" or set(found.values()) == {2}

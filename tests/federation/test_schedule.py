@@ -55,9 +55,9 @@ def run() -> Callable[..., Federation]:
         plan = FEDAVG.plan(task, SITES, FRESH)
         server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
         own = {**identity_of(FEDAVG, FRESH, task.fingerprint(), squares.SEED), **identity}
-        half = FEDAVG.site_class
-        federation = Federation(server, exchange, lambda phase: half.manifest(phase, plan), rules or Rules(), own)
-        federation.reports = lambda phase: half.phase(phase).reports
+        algorithm = FEDAVG.site_class
+        federation = Federation(server, exchange, lambda phase: algorithm.manifest(phase, plan), rules or Rules(), own)
+        federation.reply_meta = lambda phase: algorithm.phase(phase).reply_meta
         federation.run()
         return federation
 
@@ -79,10 +79,10 @@ def poison(entry: Callable[[dict[str, torch.Tensor]], Any], victims: tuple[str, 
     return spoil
 
 
-def facts(**changes: Any) -> Any:
+def meta(**changes: Any) -> Any:
     def spoil(site: str, step: Step, message: Message) -> Message:
         if site == "B" and step.phase == "train":
-            message.facts.update(changes)
+            message.meta.update(changes)
         return message
 
     return spoil
@@ -102,8 +102,8 @@ FAULTS = {
     "huge": (poison(lambda s: s[first(s)].fill_(1e30)), "median"),
     "missing tensor": (poison(lambda s: s.pop(first(s))), "missing"),
     "shape": (poison(lambda s: s.update({first(s): torch.zeros(1)})), "shape"),
-    "n_samples": (facts(n_samples=10**6), "n_samples"),
-    "loss NaN": (facts(loss=math.nan), "diverged"),
+    "n_samples": (meta(n_samples=10**6), "n_samples"),
+    "loss NaN": (meta(loss=math.nan), "diverged"),
 }
 
 
@@ -121,7 +121,7 @@ class TestBadUpdates:
 
     def test_a_metric_that_is_not_a_number_does_not_cost_the_update(self, run: Any) -> None:
         exchange = Sites()
-        exchange.spoil = facts(validation={"global": math.nan})
+        exchange.spoil = meta(validation={"global": math.nan})
         federation = run(exchange)
         assert ("undefined", "B", 0) in kinds(federation)
         assert not federation.events.of("rejected")
@@ -139,7 +139,7 @@ class TestBadUpdates:
         def once(site: str, step: Step, message: Message) -> Message:
             if step.phase == "train" and site not in seen:
                 seen.append(site)
-                message.facts["n_samples"] = 0
+                message.meta["n_samples"] = 0
             return message
 
         exchange.spoil = once
@@ -171,43 +171,43 @@ class TestVotes:
 
         def lie(site: str, step: Step, message: Message) -> Message:
             if step.phase in ("train", "validate"):
-                message.facts["validation"]["global"] = float(step.round == 1) if site == "B" else 0.2 * step.round
+                message.meta["validation"]["global"] = float(step.round == 1) if site == "B" else 0.2 * step.round
             return message
 
         exchange.spoil = lie
         federation = run(exchange, rounds=4)
-        election = federation.outcome.elections["global"]
+        election = federation.outcome.model_selectors["global"]
         assert (election["round"], election["rule"]) == (4, "median")
         assert election["candidates"][0] == {"round": 1, "value": 0.2, "votes": {"A": 0.2, "B": 1.0, "C": 0.2}}
 
     def test_a_metric_outside_its_range_is_no_vote(self, run: Any) -> None:
         exchange = Sites()
-        exchange.spoil = facts(validation={"global": 1e9})
+        exchange.spoil = meta(validation={"global": 1e9})
         federation = run(exchange)
         assert [event["round"] for event in federation.events.of("rejected", site="B")] == [0, 1]
         assert "its vote does not count" in federation.events.of("rejected")[0]["message"]
-        assert federation.outcome.elections["global"]["candidates"][0]["votes"].keys() == {"A", "C"}
+        assert federation.outcome.model_selectors["global"]["candidates"][0]["votes"].keys() == {"A", "C"}
 
 
 class TestCounts:
     def test_a_changed_count_is_rejected(self, run: Any) -> None:
         exchange = Sites()
-        exchange.spoil = facts(n_samples=7)
+        exchange.spoil = meta(n_samples=7)
         assert "n_samples" in run(exchange).events.of("rejected", site="B")[0]["message"]
 
     def test_no_site_counts_for_more_than_its_share(self, run: Any) -> None:
-        """B enrols with a thousand million images; capped at a half it counts for as much as the two others together."""
+        """B enrols with a thousand million images; capped at an algorithm it counts for as much as the two others together."""
         exchange = Sites()
 
         def lie(site: str, step: Step, message: Message) -> Message:
             if site == "B" and step.phase == "enrol":
-                message.facts |= {"n": {**message.facts["n"], "train": 10**9}, "class_counts": [10**9 * 16 * 16 - 4, 4]}
-            if site == "B" and "n_samples" in message.facts:
-                message.facts["n_samples"] = 10**9
+                message.meta |= {"n": {**message.meta["n"], "train": 10**9}, "class_counts": [10**9 * 16 * 16 - 4, 4]}
+            if site == "B" and "n_samples" in message.meta:
+                message.meta["n_samples"] = 10**9
             return message
 
         exchange.spoil = lie
-        free, bound = run(exchange, rounds=1), run(exchange, rounds=1, rules=Rules(max_share=0.5))
+        free, bound = run(exchange, rounds=1), run(exchange, rounds=1, rules=Rules(max_client_weight=0.5))
         for federation, counts in ((free, 10**9), (bound, 24)):
             assert federation.outcome.history[0]["sites"]["B"]["n_samples"] == counts
             assert "has 100% of all training images" in federation.events.of("warning", site="B")[0]["message"]

@@ -17,10 +17,10 @@ GIVEN: dict[str, Any] = {
     "outside": ["X", "Y"],
     "min_sites": 2,
     "sites_per_round": 3,
-    "max_share": 0.5,
-    "suspects": "rejected",
+    "max_client_weight": 0.5,
+    "outlier_policy": "rejected",
     "patience": 4,
-    "wire": "bf16",
+    "transport_dtype": "bf16",
     "step_timeout": 60,
     "enrol_timeout": 0.5,
     "silence": 30.5,
@@ -30,8 +30,8 @@ GIVEN: dict[str, Any] = {
 
 def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
     assert {*RUN_SETTINGS} == GIVEN.keys()
-    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None, "suspects": "used", "patience": None}
-    defaults = {**few, "wire": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "silence": 120.0, "resume": ""}
+    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_client_weight": None, "outlier_policy": "used", "patience": None}
+    defaults = {**few, "transport_dtype": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "silence": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
@@ -54,11 +54,11 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
         {"outside": [3]},
         {"min_sites": 0},
         {"sites_per_round": "all"},
-        {"max_share": 1.5},
-        {"max_share": 0},
+        {"max_client_weight": 1.5},
+        {"max_client_weight": 0},
         {"patience": 0},
-        {"suspects": "hanged"},
-        {"wire": "fp8"},
+        {"outlier_policy": "hanged"},
+        {"transport_dtype": "fp8"},
         {"step_timeout": -1},
         {"step_timeout": "1"},
         {"silence": float("nan")},

@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from medflare.core.manifest import Entry, Fact, PerClass, Phase
+from helpers.small_tasks import stacked
+from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.federation.exchange import Reply
@@ -20,13 +21,12 @@ from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.federation.screening.withholding import Suppression, small_classes
 from medflare.federation.settings import ENROL
+from medflare.federation.update_validation.suppression import Suppression, small_classes
 from medflare.methods.base import Step
 from medflare.methods.catalogue import SURVEYS, get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
-from small import stacked
 
 MINIMUM: Final = 5
 # Training images of each class, and how many patients show it: "a" and "b" withhold all counts, "c" has no rare class.
@@ -78,7 +78,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
-    """Every number among facts with its place, those in texts too."""
+    """Every number among meta with its place, those in texts too."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from numbers(inner, f"{place}/{name}")
@@ -94,7 +94,7 @@ def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
 def betrayals(message: Message, counts: tuple[int, ...]) -> list[str]:
     """Where a message holds one of these counts, or its share of them all."""
     secrets = [float(number) for count in counts for number in (count, count / sum(counts))]
-    found = [place for place, value in numbers(message.facts, "facts") if any(abs(value - secret) < 1e-9 for secret in secrets)]
+    found = [place for place, value in numbers(message.meta, "meta") if any(abs(value - secret) < 1e-9 for secret in secrets)]
     for entry, state in message.states.items():
         for name, tensor in state.items():
             values = tensor.double()
@@ -169,7 +169,7 @@ def test_a_prototype_of_few_patients_stays_at_the_site(kind: str) -> None:
     site, method = rare_square(task), get_method("prr")
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
     participants = [Participant("A", lambda role: site, method, {}, minimum_patients=minimum) for minimum in (0, 3)]
-    server = squares.server(method.server_class, task, halves={"A": squares.half(method.site_class, "A", task)}, outside=())
+    server = squares.server(method.server_class, task, algorithms={"A": squares.algorithm(method.site_class, "A", task)}, outside=())
     told = [_trained(participant, server) for participant in participants]
     whole, guarded = (reply.states["prototypes"] for reply in told)
     assert whole["present"].all() and whole["prototypes"][row].any()
@@ -177,51 +177,51 @@ def test_a_prototype_of_few_patients_stays_at_the_site(kind: str) -> None:
     others = [other for other in range(len(whole["present"])) if other != row]
     assert guarded["present"][others].all() and guarded["prototypes"][others].equal(whole["prototypes"][others])
     assert all(told[0].states["model"][name].equal(tensor) for name, tensor in told[1].states["model"].items())
-    own = participants[1]._half.recall(1).memory.states["prototypes"]["prototypes"]
+    own = participants[1]._algorithm.recall(1).memory.states["prototypes"]["prototypes"]
     assert own.equal(whole["prototypes"]), "the site itself goes on with all of them"
 
 
 def _trained(participant: Participant, server: Any) -> Message:
     participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B", "C"]}))
     outgoing = server.configure(Step("train", 0), "A")
-    return participant.answer("train", 0, Message(outgoing.states, {**outgoing.facts, "step": 0, "run_rounds": 1}))
+    return participant.answer("train", 0, Message(outgoing.states, {**outgoing.meta, "step": 0, "run_rounds": 1}))
 
 
 def test_gamma_of_a_rare_class_stays_too() -> None:
-    half = squares.half(get_method("prr").site_class, "A", squares.CLASSIFICATION)
-    facts = {"gamma": {"dark": 1.0, "medium": 1.5, "bright": 2.0}, "gammas": {name: [1.0, 2.0] for name in CLASSES}}
+    algorithm = squares.algorithm(get_method("prr").site_class, "A", squares.CLASSIFICATION)
+    meta = {"gamma": {"dark": 1.0, "medium": 1.5, "bright": 2.0}, "gammas": {name: [1.0, 2.0] for name in CLASSES}}
     site = rare_square(squares.CLASSIFICATION)
-    told = Suppression(site, 3).suppressed(Message({}, {**facts, "n_samples": 12}), half.phase("train")).facts
+    told = Suppression(site, 3).suppressed(Message({}, {**meta, "n_samples": 12}), algorithm.phase("train")).meta
     assert told == {"gamma": {"dark": 1.0, "medium": 1.5}, "gammas": {"dark": [1.0, 2.0], "medium": [1.0, 2.0]}, "n_samples": 12}
-    assert Suppression(site, 2).suppressed(Message({}, dict(facts)), half.phase("train")).facts == facts
+    assert Suppression(site, 2).suppressed(Message({}, dict(meta)), algorithm.phase("train")).meta == meta
 
 
 def test_a_site_of_few_patients_has_no_part_in_the_ridge_selector() -> None:
     """Statistics of its images are zeros, which the server takes for none."""
     method = get_method("fedsm")
-    log, server, halves = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
-    step, _, replies = next(turn for turn in log if turn.step.phase == "describe")
-    phase = method.site_class.phase("describe")
+    log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
+    step, _, replies = next(turn for turn in log if turn.step.phase == "selector_features")
+    phase = method.site_class.phase("selector_features")
 
     def solved(replies: dict[str, Message]) -> dict[str, torch.Tensor]:
         server.aggregate(step, replies)
         return dict(server.selector.state)
 
     without = solved({name: replies[name] for name in ("A", "C")})
-    guarded = {**replies, "B": Suppression(halves["B"].site, 13).suppressed(replies["B"], phase)}
+    guarded = {**replies, "B": Suppression(algorithms["B"].site, 13).suppressed(replies["B"], phase)}
     assert not any(tensor.any() for tensor in guarded["B"].states["selector_statistics"].values())
     assert squares.equal(solved(guarded), without) and not squares.equal(solved(replies), without)
-    nobody = {name: Suppression(halves[name].site, 13).suppressed(reply, phase) for name, reply in replies.items()}
+    nobody = {name: Suppression(algorithms[name].site, 13).suppressed(reply, phase) for name, reply in replies.items()}
     assert squares.equal(solved(nobody), solved(replies)), "the selector stays as it was"
 
 
 # ---- methods of other distributions ----------------------------------------------------------------------------------------------
 
 
-def suppressed(per_class: PerClass, states: dict[str, Any], facts: dict[str, Any], measured: str = "", minimum: int = 3) -> Message:
-    entry = Entry("cells", "for a test", per_class=per_class, measured=measured)
-    phase = Phase("train", answers=(entry, Entry("model")), reports=(Fact("table", per_class=per_class, measured=measured),))
-    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(Message(states, facts), phase)
+def suppressed(per_class: PerClass, states: dict[str, Any], meta: dict[str, Any], measured: str = "", minimum: int = 3) -> Message:
+    entry = TensorSpec("cells", "for a test", per_class=per_class, measured=measured)
+    phase = Phase("train", reply=(entry, TensorSpec("model")), reply_meta=(MetaSpec("table", per_class=per_class, measured=measured),))
+    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(Message(states, meta), phase)
 
 
 def test_values_of_a_class_go_and_counts_of_all_classes_go() -> None:
@@ -236,10 +236,10 @@ def test_values_of_a_class_go_and_counts_of_all_classes_go() -> None:
     assert not values.states["cells"]["total"].any() and not values.states["cells"]["pair"].any(), (
         "which of it is of the class is not known"
     )
-    assert values.facts["table"] == {"dark": 1.0, "more": {"medium": 3.0, "sum": None}}
+    assert values.meta["table"] == {"dark": 1.0, "more": {"medium": 3.0, "sum": None}}
     counts = suppressed("counts", {"cells": {"share": torch.ones(3)}, "model": model}, {"table": [0.5, 0.3, 0.2]})
-    assert not counts.states["cells"]["share"].any() and counts.facts["table"] == []
-    assert suppressed("values", {}, {"table": [[1.0], [2.0], [3.0]]}).facts["table"] == [[1.0], [2.0], []]
+    assert not counts.states["cells"]["share"].any() and counts.meta["table"] == []
+    assert suppressed("values", {}, {"table": [[1.0], [2.0], [3.0]]}).meta["table"] == [[1.0], [2.0], []]
     for kept in (values, counts):
         assert kept.states["model"] is model
     assert cells["mean"].all() and cells["count"].tolist() == [6, 4, 2], "what the method itself holds is left as it is"
@@ -248,7 +248,7 @@ def test_values_of_a_class_go_and_counts_of_all_classes_go() -> None:
 def test_a_declared_entry_of_enough_patients_leaves_as_it_is() -> None:
     cells = {"mean": torch.ones(3, 2), "count": torch.tensor([6, 4, 2])}
     left = suppressed("counts", {"cells": cells}, {"table": [6, 4, 2]}, minimum=2)
-    assert left.states["cells"] is cells and left.facts["table"] == [6, 4, 2]
+    assert left.states["cells"] is cells and left.meta["table"] == [6, 4, 2]
 
 
 def test_an_entry_that_was_measured_on_few_patients_is_zero() -> None:

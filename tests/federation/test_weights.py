@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import medflare
+from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
@@ -15,7 +16,6 @@ from medflare.federation.local.loop import SITES, STATE
 from medflare.inference.deployed import load_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
-from small import tiny_phantom
 
 
 @pytest.fixture(scope="module")

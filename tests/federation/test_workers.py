@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -22,7 +23,6 @@ from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.local.workers import receive, send, threads_of_a_site
 from medflare.tasks.config import load_task
-from small import tiny_phantom
 
 TINY = tiny_phantom(size=[16, 16])
 SITES = ("A", "B", "C")
@@ -114,7 +114,7 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
 
 
 def test_a_message_goes_from_process_to_process_with_all_its_tensors() -> None:
-    numbers = {"count": torch.tensor(7), "none": torch.zeros(0, 3), "half": torch.tensor([1.5], dtype=torch.bfloat16)}
+    numbers = {"count": torch.tensor(7), "none": torch.zeros(0, 3), "algorithm": torch.tensor([1.5], dtype=torch.bfloat16)}
     states = {"model": {"w": torch.arange(12.0).reshape(3, 4).T, **numbers}, "flags": {"on": torch.tensor([True, False])}, "empty": {}}
     here, there = Pipe()
     Thread(target=send, args=(here, {"round": 1}, Message(states, {"n": 3}))).start()
@@ -122,7 +122,7 @@ def test_a_message_goes_from_process_to_process_with_all_its_tensors() -> None:
     here.close()
     with pytest.raises(EOFError):
         receive(there)
-    assert words == {"round": 1} and message.facts == {"n": 3} and message.states.keys() == states.keys()
+    assert words == {"round": 1} and message.meta == {"n": 3} and message.states.keys() == states.keys()
     for entry, state in states.items():
         assert {name: one.dtype for name, one in message.states[entry].items()} == {name: one.dtype for name, one in state.items()}
         assert all(torch.equal(message.states[entry][name], tensor) for name, tensor in state.items())

@@ -13,6 +13,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
 from e2e.simulation import ROOT
+from helpers.small_tasks import small_task
 from medflare.cli.kits.setup import template
 from medflare.data.sites.local import kept_of, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
@@ -20,7 +21,6 @@ from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS
 from medflare.flare.recipes import RECIPES
 from medflare.methods.catalogue import SURVEYS, get_method, method_names
-from small import small_task
 
 FILES = {"site": "config_fed_client.json", "server": "config_fed_server.json"}
 EXECUTOR = "medflare.flare.executors.FedAvgExecutor"
@@ -39,7 +39,7 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
     options: dict[str, dict[str, Any]] = {
         "grace": {"byoc": True, "outside": ["site-2"]},
         "fedsm": {"track": "mlflow", "min_sites": 2},
-        "moon": {"server_half": "grace", "embed_code": True, "byoc": True},
+        "moon": {"server_algorithm": "grace", "embed_code": True, "byoc": True},
         "fedavg": {"hyper": {"dp_noise": 1.0}},
     }
     for method in (*method_names(), *SURVEYS):

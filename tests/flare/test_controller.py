@@ -14,6 +14,7 @@ from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
 from flare.server import SITES, Server
+from helpers.small_tasks import tiny_phantom
 from medflare.cli import main
 from medflare.core.errors import FederationFailed
 from medflare.core.events import Event
@@ -27,7 +28,6 @@ from medflare.flare.controller import MedflareController
 from medflare.flare.server_run import Ending
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
-from small import tiny_phantom
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_job_that_is_wrong_leaves_results(
         ({"rounds": -1}, "rounds"),
         ({"seed": None}, "seed"),
         ({"outside": 5}, "outside"),
-        ({"site_half": "fedms"}, "fedms"),
+        ({"site_algorithm": "fedms"}, "fedms"),
         ({"aggregator_id": "mine"}, "mine"),
         ({"resume": "../other"}, "../other"),
         ({"resume": "gone"}, "gone"),

@@ -17,6 +17,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
+from helpers.waiting import eventually
 from medflare.core.errors import Aborted, ConfigError, DataError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
@@ -34,7 +35,6 @@ from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-from waiting import eventually
 
 SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}
 
@@ -92,12 +92,12 @@ def answered(executor: MedflareExecutor, fl_ctx: FLContext, phase: str, message:
 
 def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
     executor = FedAvgExecutor(seed=0)
-    assert to_message(answered(executor, fl_ctx, "enrol", enrolment(task))).facts["n"]["train"] > 0
+    assert to_message(answered(executor, fl_ctx, "enrol", enrolment(task))).meta["n"]["train"] > 0
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
-    assert reply.facts["n_samples"] > 0
+    assert reply.meta["n_samples"] > 0
     assert reply.states["model"].keys() == model(task).states["model"].keys()
-    delivered = to_message(answered(executor, fl_ctx, "deliver", model(task, step=1), round=1))
-    assert 0 <= delivered.facts["metrics"]["deployed"]["dice"] <= 1
+    delivered = to_message(answered(executor, fl_ctx, "finalize", model(task, step=1), round=1))
+    assert 0 <= delivered.meta["metrics"]["deployed"]["dice"] <= 1
     kept = load_model(place / "medflare" / "run" / "personal")
     assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
     assert len(list((place / "medflare-cache").iterdir())) == 1, "decoded images are kept for all jobs of the site"
@@ -137,7 +137,7 @@ def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task:
 
 
 def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    """Kept beside local/medflare.json over processes; what it costs is told, and may leave; what would exceed it is refused."""
+    """PersistentState beside local/medflare.json over processes; what it costs is told, and may leave; what would exceed it is refused."""
     pytest.importorskip("opacus", reason="needs medflare[privacy]")
     write_json(place / "local" / "medflare.json", {"privacy": {"epsilon": 4.8, "delta": 1e-5}})
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
@@ -146,7 +146,7 @@ def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskCo
     executor = FedAvgExecutor(seed=0, hyper=hyper)
     answered(executor, fl_ctx, "enrol", enrolment(task, hyper=hyper))
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
-    assert 0 < reply.facts["privacy"]["epsilon"] < 4.8
+    assert 0 < reply.meta["privacy"]["epsilon"] < 4.8
     method = get_method("fedavg")
     refuse_undeclared(reply, method.site_class.manifest("train", method.plan(task, ("CS", "DU"), hyper)), OutboundLimits())
     assert (place / "local" / "privacy" / "privacy-CS.safetensors").is_file()
@@ -261,7 +261,7 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
 
 
 def same(one: Message, other: Message) -> None:
-    assert one.facts == other.facts
+    assert one.meta == other.meta
     states = [message.states.get("model", {}) for message in (one, other)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())

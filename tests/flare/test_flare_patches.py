@@ -22,8 +22,8 @@ from nvflare.private.fed.app.simulator import simulator_runner
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 
+from helpers.waiting import eventually
 from medflare.flare.flare_patches import keep_ports_apart, quiet_ports, share_cleanup_thread, survive_resends
-from waiting import eventually
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flare.server import SITES, Server, in_this_process
+from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict
 from medflare.evaluation.results import load_results
@@ -16,7 +17,6 @@ from medflare.flare.server_run import ServerSpec
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
-from small import tiny_phantom
 
 ROUNDS, SEED = 1, 3
 LAST: dict[str, Any] = {"server": {"selection": "last"}}  # the best round may be the one before anything was aggregated
@@ -70,12 +70,12 @@ def test_the_component_makes_the_next_model(method: str, task: TaskConfig, tmp_p
     component = AGGREGATORS[method](LAST)
     calls = doctor(component.aggregation)
     found = served(tmp_path / "wrong", component, task, monkeypatch)
-    assert calls, "the server half has a formula of its own"
+    assert calls, "the server algorithm has a formula of its own"
     assert found.keys() == expected.keys() and found != expected
 
 
 class TestWhatShapesTheFormula:
-    """The server half's hyper-parameters, whichever way somebody spells them."""
+    """The server algorithm's hyper-parameters, whichever way somebody spells them."""
 
     @pytest.mark.parametrize(
         "hyper",
@@ -97,12 +97,12 @@ class TestWhatShapesTheFormula:
             _ = MethodAggregator({"server": {"lamb": 0.3}}, "fedsm").aggregation
 
     def test_the_site_half_may_be_another_methods(self) -> None:
-        """A job of two halves holds both halves' values; the formula looks at its own."""
+        """A job of two algorithms holds both algorithms' values; the formula looks at its own."""
         formula = MethodAggregator({"site": {"mu": 0.7}, "server": {"server_rate": 0.5}}, "grace").aggregation
         assert formula.hyper.server_rate == 0.5
 
     def test_bare_names_of_two_methods_halves(self, task: TaskConfig, tmp_path: Path) -> None:
-        """`mu` is MOON's: the controller, which knows both halves, sorts them before the formula is made."""
+        """`mu` is MOON's: the controller, which knows both algorithms, sorts them before the formula is made."""
         server = Server(tmp_path, MethodAggregator({"mu": 0.7, "server_rate": 0.5}, "grace"), task)
         settings = {"rounds": ROUNDS, "seed": SEED}
         run = ServerSpec.of(server.context(), server.aggregator, "moon", settings, SITES).run(server.aggregator)

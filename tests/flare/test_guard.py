@@ -24,8 +24,8 @@ from nvflare.private.privacy_manager import Scope
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
-from medflare.federation.screening.rounding import Rounding
 from medflare.federation.settings import FACTS_LIMIT
+from medflare.federation.update_validation.rounding import Rounding
 from medflare.flare.guard import OutboundGuard, own_limits, planned
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
@@ -64,7 +64,7 @@ def prepared(spec: ParticipantSpec, incoming: Message) -> FLContext:
 
 @pytest.fixture
 def update(task: Any) -> Message:
-    """What FedAvg's site half sends: real tensors for the manifest's shapes."""
+    """What FedAvg's site algorithm sends: real tensors for the manifest's shapes."""
     template = get_method("fedavg").plan(task, (SITE, "other"), {}).template()
     model = {name: torch.ones(tensor.shape, dtype=tensor.dtype) for name, tensor in template.items()}
     return Message({"model": model}, {"n_samples": 12, "loss": 0.5, "validation": {"global": 0.7}})
@@ -85,13 +85,13 @@ def report(spec: ParticipantSpec) -> list[dict[str, str]]:
 
 def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
     sent = to_message(OutboundGuard().process(to_shareable(update), context))
-    assert sent.facts == update.facts and sent.states.keys() == {"model"}
+    assert sent.meta == update.meta and sent.states.keys() == {"model"}
     assert all(sent.states["model"][name].equal(tensor) for name, tensor in update.states["model"].items())
-    model, *facts = report(spec)
+    model, *meta = report(spec)
     assert (model["phase"], model["round"], model["entry"], model["sent"]) == ("train", "4", "model", "yes")
     assert int(model["bytes"]) == update.nbytes and int(model["tensors"]) == len(update.states["model"])
     assert model["purpose"]
-    assert [(row["entry"], int(row["bytes"]), row["sent"]) for row in facts] == [
+    assert [(row["entry"], int(row["bytes"]), row["sent"]) for row in meta] == [
         ("loss", len("0.5"), "yes"),
         ("n_samples", len("12"), "yes"),
         ("validation", len('{"global": 0.7}'), "yes"),
@@ -105,8 +105,8 @@ def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: Parti
         (lambda m: m.states["model"].update(patient=torch.ones(3)), "patient"),
         (lambda m: m.states["model"].popitem(), "model"),
         (lambda m: m.states["model"].update({next(iter(m.states["model"])): torch.ones(2)}), "(2,)"),
-        (lambda m: m.facts.update(pixels=list(range(FACTS_LIMIT))), "bytes"),
-        (lambda m: m.facts.update(pixels=torch.ones(3)), "facts"),
+        (lambda m: m.meta.update(pixels=list(range(FACTS_LIMIT))), "bytes"),
+        (lambda m: m.meta.update(pixels=torch.ones(3)), "meta"),
     ],
 )
 def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update: Message, spoil: Any, words: str) -> None:
@@ -148,7 +148,7 @@ BESIDE: dict[str, Callable[[Shareable], object]] = {
     "a state's meta": lambda s: parts(s)["model"].set_meta_prop("patients", PIXELS),
     "nested in a state's meta": lambda s: parts(s)["model"].set_meta_prop("a", {"b": [DXO(DataKind.WEIGHTS, {"x": PIXELS}).to_dict()]}),
     "names of bfloat16 that there are not": lambda s: parts(s)["model"].set_meta_prop("bfloat16", [SECRET]),
-    "the facts' meta": lambda s: parts(s)["facts"].set_meta_prop("patients", SECRET),
+    "the meta' meta": lambda s: parts(s)["meta"].set_meta_prop("patients", SECRET),
     "a header of few letters": lambda s: s.set_header("patient", SECRET),
     "a cookie": lambda s: s.set_header(ReservedHeaderKey.COOKIE_JAR, SECRET),
 }
@@ -163,20 +163,20 @@ def test_what_lies_beside_the_message_stays(
     assert SECRET.encode() in contents(sent), "it would have left"
     left = OutboundGuard().process(sent, context)
     assert left.get_return_code() == ReturnCode.OK and SECRET.encode() not in contents(left)
-    assert to_message(left).facts == update.facts
-    assert sum(int(row["bytes"]) for row in report(spec)) == update.nbytes + sum(len(json.dumps(fact)) for fact in update.facts.values())
+    assert to_message(left).meta == update.meta
+    assert sum(int(row["bytes"]) for row in report(spec)) == update.nbytes + sum(len(json.dumps(item)) for item in update.meta.values())
 
 
 UNDECLARED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a fact": (lambda facts: facts.update(patients=SECRET), "patients"),
-    "a fact of another phase": (lambda facts: facts.update(metrics={SECRET: {}}), "metrics"),
-    "text for a number": (lambda facts: facts.update(loss=SECRET), "loss"),
-    "text for a metric": (lambda facts: facts.update(validation={"global": SECRET}), "validation"),
-    "nested in a metric": (lambda facts: facts.update(validation={"global": {"patients": [SECRET]}}), "validation"),
-    "in place of a count": (lambda facts: facts.update(n_samples=[SECRET]), "n_samples"),
-    "an event of no kind": (lambda facts: facts.update(events=[{"kind": SECRET, "message": "x"}]), "events"),
-    "more in an event": (lambda facts: facts.update(events=[{"kind": "warning", "message": "x", "patient": SECRET}]), "events"),
-    "in another's name": (lambda facts: facts.update(events=[{"kind": "warning", "message": SECRET, "site": "B"}]), "events"),
+    "a metadata item": (lambda meta: meta.update(patients=SECRET), "patients"),
+    "a metadata item of another phase": (lambda meta: meta.update(metrics={SECRET: {}}), "metrics"),
+    "text for a number": (lambda meta: meta.update(loss=SECRET), "loss"),
+    "text for a metric": (lambda meta: meta.update(validation={"global": SECRET}), "validation"),
+    "nested in a metric": (lambda meta: meta.update(validation={"global": {"patients": [SECRET]}}), "validation"),
+    "in place of a count": (lambda meta: meta.update(n_samples=[SECRET]), "n_samples"),
+    "an event of no kind": (lambda meta: meta.update(events=[{"kind": SECRET, "message": "x"}]), "events"),
+    "more in an event": (lambda meta: meta.update(events=[{"kind": "warning", "message": "x", "patient": SECRET}]), "events"),
+    "in another's name": (lambda meta: meta.update(events=[{"kind": "warning", "message": SECRET, "site": "B"}]), "events"),
 }
 
 
@@ -184,27 +184,27 @@ UNDECLARED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_an_undeclared_fact_keeps_the_reply_back(
     context: FLContext, spec: ParticipantSpec, update: Message, spoil: Callable[..., object], token: str
 ) -> None:
-    spoil(update.facts)
+    spoil(update.meta)
     left = OutboundGuard().process(to_shareable(update), context)
     assert token in kept_back(left)
-    assert SECRET.encode() not in contents(left), "the reason names the fact and not its value"
+    assert SECRET.encode() not in contents(left), "the reason names the item and not its value"
     assert [row["sent"] for row in report(spec)] == ["no"]
 
 
-@pytest.mark.parametrize("phase", ["enrol", "deliver"])
+@pytest.mark.parametrize("phase", ["enrol", "finalize"])
 def test_facts_of_enrolment_and_delivery_are_declared_too(spec: ParticipantSpec, phase: str) -> None:
     fl_ctx = prepared(spec, Message())
     fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 0, to_shareable(Message()), spec), private=True, sticky=False)
-    facts: dict[str, Any] = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
-    assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(facts))), fl_ctx)).facts == facts
-    left = OutboundGuard().process(to_shareable(Message({}, {**facts, "patients": SECRET})), fl_ctx)
+    meta: dict[str, Any] = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
+    assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(meta))), fl_ctx)).meta == meta
+    left = OutboundGuard().process(to_shareable(Message({}, {**meta, "patients": SECRET})), fl_ctx)
     assert "'patients'" in kept_back(left) and SECRET.encode() not in contents(left)
 
 
 def test_facts_leave_as_plain_values(context: FLContext, update: Message) -> None:
-    update.facts["validation"] = {Hiding("global"): np.float64(0.5)}
-    facts = to_message(OutboundGuard().process(to_shareable(update), context)).facts
-    ((name, value),) = facts["validation"].items()
+    update.meta["validation"] = {Hiding("global"): np.float64(0.5)}
+    meta = to_message(OutboundGuard().process(to_shareable(update), context)).meta
+    ((name, value),) = meta["validation"].items()
     assert (type(name), type(value), name, value) == (str, float, "global", 0.5)
 
 

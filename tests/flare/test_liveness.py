@@ -12,9 +12,9 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import make_reply
 from nvflare.apis.signal import Signal
 
+from helpers.waiting import eventually
 from medflare.flare import liveness
 from medflare.flare.liveness import Heartbeat, Liveness, wait_for_work
-from waiting import eventually
 
 
 class Engine:
@@ -89,7 +89,7 @@ def test_heartbeats_are_sent_until_they_are_ended(monkeypatch: pytest.MonkeyPatc
 
 def test_questions_of_a_site_that_gets_no_task_are_no_sign_of_life() -> None:
     """A preflight check of a running site voids its token: it asks for work for ever, and FLARE gives it none."""
-    heard = Liveness(silence=0.0)
+    heard = Liveness(heartbeat_timeout=0.0)
     heard.question("CS", ready=False)
     heard.question("CS", ready=True)
     assert heard.heard.pop("CS")

@@ -74,8 +74,8 @@ def test_tensor_survives(name: str) -> None:
 
 
 def test_facts_survive() -> None:
-    facts = {"n": {"train": 3}, "loss": 0.1, "none": None, "list": [1, "two", [3.5]], "flag": True, "text": "Zürich"}
-    assert sent(Message({}, facts)).facts == facts
+    meta = {"n": {"train": 3}, "loss": 0.1, "none": None, "list": [1, "two", [3.5]], "flag": True, "text": "Zürich"}
+    assert sent(Message({}, meta)).meta == meta
 
 
 def test_many_states_keep_their_names_and_order() -> None:
@@ -92,7 +92,7 @@ def test_everything_lies_in_dxos_that_filters_see() -> None:
     assert {name: leaf.data_kind for name, leaf in leaves.items()} == {
         "result.model": DataKind.WEIGHTS,
         "result.personal": DataKind.WEIGHTS,
-        "result.facts": DataKind.METRICS,
+        "result.meta": DataKind.METRICS,
     }
 
 
@@ -102,7 +102,7 @@ def test_sent_tensors_are_free_of_the_graph() -> None:
 
 
 def test_reserved_name_and_foreign_content_are_refused() -> None:
-    with pytest.raises(ValueError, match="facts"):
+    with pytest.raises(ValueError, match="meta"):
         to_shareable(Message({FACTS: {"w": torch.ones(1)}}))
     with pytest.raises(ValueError, match="model/w"):
         to_shareable(Message({"model": {"w": 1.0}}))  # type: ignore[dict-item]
@@ -121,7 +121,7 @@ def test_a_relayed_message_stays_what_it_is() -> None:
     relayed = from_bytes(to_bytes(shareable))
     assert relayed.get_header("cookie") is None
     after = to_message(relayed)
-    assert after.facts == {"n_samples": 4}
+    assert after.meta == {"n_samples": 4}
     assert all(torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num()) for name, tensor in TENSORS.items())
 
 
@@ -133,7 +133,7 @@ def test_what_messages_share_is_relayed_once() -> None:
     found = together_from_bytes(content)
     for site, message in messages.items():
         after = to_message(found[site])
-        assert after.facts == message.facts and after.states.keys() == message.states.keys()
+        assert after.meta == message.meta and after.states.keys() == message.states.keys()
         for entry, state in message.states.items():
             for name, tensor in state.items():
                 other = after.states[entry][name]
@@ -162,7 +162,7 @@ def test_tensors_that_a_filter_leaves_travel_as_arrays() -> None:
     """The simulator's server process has no torch: FLARE ends the whole job for a type that it cannot read."""
     shareable = to_shareable(Message({"model": {"w": torch.ones(2)}}, {"n": 1}))
     model = dxo_of(shareable).data["model"].data
-    model |= {"w": torch.ones(2), "half": torch.ones(1, dtype=torch.bfloat16)}
+    model |= {"w": torch.ones(2), "algorithm": torch.ones(1, dtype=torch.bfloat16)}
     shareable["more"] = [torch.zeros(1), {"x": torch.zeros(1)}]
     turn_into_arrays(shareable)
     found = [*model.values(), shareable["more"][0], shareable["more"][1]["x"]]

@@ -14,6 +14,7 @@ from nvflare.apis.fl_context import FLContext
 
 from flare.server import Server
 from foreign.install import METHOD, install
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
@@ -21,7 +22,6 @@ from medflare.flare.controller import MedflareController
 from medflare.flare.participants import ParticipantSpec, authorize, authorize_network, left_behind, load_ahead
 from medflare.methods import catalogue
 from medflare.networks import own
-from small import small_task
 
 
 @pytest.fixture(autouse=True)

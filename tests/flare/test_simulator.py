@@ -23,6 +23,8 @@ from nvflare.apis.signal import Signal
 from nvflare.private.fed.app.simulator import simulator_worker
 
 from flare.server import SITES, Server, in_this_process
+from helpers.small_tasks import tiny_phantom
+from helpers.waiting import eventually
 from medflare.core.errors import Aborted, MedflareError
 from medflare.core.events import DOUBTS, EventLog
 from medflare.evaluation.results import load_results
@@ -40,8 +42,6 @@ from medflare.flare.tracking import Progress
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
-from small import tiny_phantom
-from waiting import eventually
 
 SEED = 3
 SETTINGS: dict[str, Any] = {"rounds": 2, "seed": SEED, "outside": [], "resume": ""}

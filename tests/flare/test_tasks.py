@@ -65,10 +65,10 @@ class FakeController:
         return 1.0 if site in self.disconnected else None
 
 
-def answers(**facts: Any) -> Behaviour:
+def answers(**meta: Any) -> Behaviour:
     def behave(task: Any) -> Shareable:
         model = to_message(task.data).states["model"]
-        return to_shareable(Message({"model": model}, facts))
+        return to_shareable(Message({"model": model}, meta))
 
     return behave
 
@@ -142,7 +142,7 @@ def asked(controller: FakeController) -> dict[str, Message]:
 def test_every_site_gets_its_own_message_and_its_answer_comes_back() -> None:
     controller = FakeController(CS=answers(n_samples=3), DU=answers(n_samples=4))
     replies = exchange(controller)(STEP, asked(controller))
-    assert {site: received(reply).facts["n_samples"] for site, reply in replies.items()} == {"CS": 3, "DU": 4}
+    assert {site: received(reply).meta["n_samples"] for site, reply in replies.items()} == {"CS": 3, "DU": 4}
     assert {site: received(reply).states["model"]["w"].item() for site, reply in replies.items()} == {"CS": 0.0, "DU": 1.0}
     assert {task.name for task in controller.sent.values()} == {"train"}
     assert {task.data.get_header(AppConstants.CURRENT_ROUND) for task in controller.sent.values()} == {3}
@@ -212,7 +212,7 @@ def test_a_site_that_lives_but_works_far_longer_than_the_others_is_named(monkeyp
 
 def test_a_silent_site_is_given_up_until_it_is_heard_of() -> None:
     controller = FakeController(CS=answers(), DU=never_answers)
-    carrier = exchange(controller, silence=0.5)
+    carrier = exchange(controller, heartbeat_timeout=0.5)
     assert carrier(STEP, asked(controller))["DU"].kind == "missing"
     assert carrier.present(4) == ["CS"]
     carrier.tasks.liveness.heard_of("DU")
@@ -227,7 +227,7 @@ def test_heartbeats_keep_a_site_in_the_step() -> None:
         return answers()(task)
 
     controller = FakeController(CS=slow)
-    carrier = exchange(controller, silence=0.8)
+    carrier = exchange(controller, heartbeat_timeout=0.8)
     assert carrier(STEP, asked(controller))["CS"].message is not None
 
 
@@ -244,7 +244,7 @@ def test_a_site_may_wait_for_its_turn_while_another_one_works() -> None:
         return answers()(task)
 
     controller = FakeController(CS=first, DU=never_fetches)
-    carrier = exchange(controller, silence=0.8)
+    carrier = exchange(controller, heartbeat_timeout=0.8)
 
     def its_turn() -> None:
         controller.behaviours["DU"] = second
@@ -264,7 +264,7 @@ def test_a_site_that_flare_has_lost_is_not_waited_for() -> None:
 def test_a_site_whose_process_died_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_PROCESSES", 0.05)
     controller = FakeController(CS=later(0.3, answers()), DU=never_answers, FG=never_fetches)
-    carrier = exchange(controller, step_timeout=0.8, silence=LONG, dead=lambda: {"DU", "FG"})
+    carrier = exchange(controller, step_timeout=0.8, heartbeat_timeout=LONG, dead=lambda: {"DU", "FG"})
     replies = carrier(STEP, asked(controller))
     assert replies["CS"].message is not None
     assert replies["DU"].kind == "missing"
@@ -273,7 +273,7 @@ def test_a_site_whose_process_died_is_named_at_once(monkeypatch: pytest.MonkeyPa
     controller.behaviours["DU"] = never_fetches
     carrier.tasks.step_timeout = LONG
     started = time.monotonic()
-    assert carrier(Step("deliver", 4), {"DU": Message({})})["DU"].kind == "missing", "who is dead is not waited for a second time"
+    assert carrier(Step("finalize", 4), {"DU": Message({})})["DU"].kind == "missing", "who is dead is not waited for a second time"
     assert time.monotonic() - started < LONG / 2
     carrier.tasks.liveness.heard_of("DU")
     assert "DU" in carrier.present(5)
@@ -298,7 +298,7 @@ def test_an_answer_to_an_earlier_step_is_not_taken_for_a_later_one() -> None:
     threading.Timer(0.1, lambda: old.result_received_cb(client_task=late, fl_ctx=None)).start()
     carrier.tasks.step_timeout = 0.0
     reply = carrier(Step("train", 4), asked(controller))["CS"]
-    assert received(reply).facts == {"step": 4}
+    assert received(reply).meta == {"step": 4}
 
 
 def test_a_question_for_work_is_answered_when_there_is_some() -> None:

@@ -32,8 +32,8 @@ from medflare.methods.base import Step
 RECEIVER = "nvflare.app_opt.tracking.mlflow.mlflow_receiver"
 
 
-def report(round: int, aggregation: dict[str, Any] | None = None, **facts: dict[str, Any]) -> dict[str, Any]:
-    return StepReport(Step("train", round), round, facts, {}, 1.0, aggregation or {}).line()
+def report(round: int, aggregation: dict[str, Any] | None = None, **meta: dict[str, Any]) -> dict[str, Any]:
+    return StepReport(Step("train", round), round, meta, {}, 1.0, aggregation or {}).line()
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_long_run_keeps_its_last_lines_and_counts_all() -> None:
 
 def test_whom_the_step_waits_for_and_for_how_long() -> None:
     controller = FakeController(CS=answers(), DU=never_answers)
-    carrier = exchange(controller, step_timeout=0.7, silence=30.0)
+    carrier = exchange(controller, step_timeout=0.7, heartbeat_timeout=30.0)
     assert carrier.tasks.waiting() == {}
     step = threading.Thread(target=carrier, args=(STEP, asked(controller)))
     step.start()

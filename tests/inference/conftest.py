@@ -11,11 +11,11 @@ from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
+from helpers.small_tasks import small_task
 from medflare import run_local
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig
-from small import small_task
 
 SIDE = 16
 SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_ce"})

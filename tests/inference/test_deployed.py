@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.inference import deployed
-from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model, sealed
+from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model, signed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 
@@ -32,7 +32,7 @@ def test_plain_model_gives_the_networks_probabilities(message: Message) -> None:
 def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path / "model", TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5, "hd95": None}})
     stored = load_model(tmp_path / "model")
-    assert stored.task == TASK and stored.kind == "plain" and stored.message.facts["selected_round"] == 7
+    assert stored.task == TASK and stored.kind == "plain" and stored.message.meta["selected_round"] == 7
     images = torch.rand(1, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(stored.build()(images), plain_model(TASK, message)(images))
@@ -120,13 +120,13 @@ def test_a_card_of_a_later_medflare_is_refused(tmp_path: Path, message: Message)
     card = json.loads((tmp_path / "card.json").read_text())
     card["task"]["later_setting"] = 1
     card["versions"]["medflare"] = "99.0"
-    (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
+    (tmp_path / "card.json").write_text(json.dumps(signed(card)))
     with pytest.raises(StateError, match="later_setting"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "change", [{"labels": ["cup", "disc"]}, {"metrics": {"dice": 0.99}}, {"approved": "by all"}, {"task": {}}, {"seal": "0" * 64}]
+    "change", [{"labels": ["cup", "disc"]}, {"metrics": {"dice": 0.99}}, {"approved": "by all"}, {"task": {}}, {"signature": "0" * 64}]
 )
 def test_a_card_that_was_changed_is_refused(tmp_path: Path, message: Message, change: dict[str, Any]) -> None:
     save_model(tmp_path, TASK, message, {"method": "fedavg", "metrics": {"dice": 1 / 3, "hd95": None}})
@@ -135,21 +135,21 @@ def test_a_card_that_was_changed_is_refused(tmp_path: Path, message: Message, ch
     (tmp_path / "card.json").write_text(json.dumps(card))
     load_model(tmp_path)  # written otherwise, and the same
     (tmp_path / "card.json").write_text(json.dumps({**card, **change}))
-    with pytest.raises(StateError, match="seal"):
+    with pytest.raises(StateError, match="signature"):
         load_model(tmp_path)
 
 
 def test_a_card_whose_seal_was_taken_away_is_refused_unless_it_is_allowed(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
-    del card["seal"]
+    del card["signature"]
     (tmp_path / "card.json").write_text(json.dumps(card))
-    with pytest.raises(StateError, match="--unsealed"):
+    with pytest.raises(StateError, match="--unsigned"):
         load_model(tmp_path)
-    assert load_model(tmp_path, unsealed=True).kind == "plain"
-    (tmp_path / "card.json").write_text(json.dumps({**card, "seal": None}))
-    with pytest.raises(StateError, match="seal"):
-        load_model(tmp_path, unsealed=True)
+    assert load_model(tmp_path, unsigned=True).kind == "plain"
+    (tmp_path / "card.json").write_text(json.dumps({**card, "signature": None}))
+    with pytest.raises(StateError, match="signature"):
+        load_model(tmp_path, unsigned=True)
 
 
 @pytest.mark.parametrize("depth", [600, 100_000])
@@ -165,7 +165,7 @@ def test_a_card_with_images_beyond_the_bounds_is_refused_before_anything_is_buil
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
     card["task"]["size"] = [60_000, 60_000]
-    (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
+    (tmp_path / "card.json").write_text(json.dumps(signed(card)))
     with pytest.raises(ConfigError, match="--max-pixels"):
         load_model(tmp_path)
 

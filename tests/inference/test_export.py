@@ -12,17 +12,17 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from helpers.small_tasks import stacked
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.data.sites.opening import open_site
 from medflare.inference import export as exporting
 from medflare.inference.bundle import as_data, definition, inference_config
-from medflare.inference.deployed import StoredModel, load_model, plain_message, sealed
+from medflare.inference.deployed import StoredModel, load_model, plain_message, signed
 from medflare.inference.export import export, largest_difference
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
-from small import stacked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
@@ -43,7 +43,7 @@ def super_model(trained: Callable[..., Path], segmentation: TaskConfig) -> Store
     stored = load_model(trained("fedsm") / "models/deployed")
     with torch.no_grad():
         scores = built(stored).scores(IMAGES).amax(dim=1)
-    stored.message.facts["gamma"] = float(scores.median())
+    stored.message.meta["gamma"] = float(scores.median())
     return stored
 
 
@@ -58,7 +58,7 @@ def test_torchscript_of_super_models(combine: str | None, trained: Callable[...,
     result = export(stored, "torchscript", tmp_path, builder=build_deployed)
     assert result.difference < 1e-5
     card = json.loads((tmp_path / "card.json").read_text())
-    assert card["export"] == {"format": "torchscript", "largest_difference": result.difference} and sealed(card) == card
+    assert card["export"] == {"format": "torchscript", "largest_difference": result.difference} and signed(card) == card
     images, model = IMAGES, built(stored)
     with torch.no_grad():
         torch.testing.assert_close(torch.jit.load(tmp_path / "model.ts")(images), model(images), rtol=0, atol=1e-6)

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.volume_sites import beside_a_series
 from medflare.core.errors import ConfigError
 from medflare.inference.inputs import find_inputs
-from volumes import beside_a_series
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import DataError
 from medflare.data.geometry import Grid
 from medflare.data.reading import label_values, read_image, read_stored
@@ -17,7 +18,6 @@ from medflare.inference.inputs import Input
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import foreground
-from small import small_task
 
 PHANTOM = load_task("phantom")  # disc: values 1 and 2, cup: value 2
 

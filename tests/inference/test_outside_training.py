@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.small_tasks import small_task
+from helpers.volume_sites import TASK, make_sites
 from medflare.cli import main
 from medflare.core.message import Message
 from medflare.data.sites.opening import open_site
@@ -18,8 +20,6 @@ from medflare.data.sites.site import Site
 from medflare.federation.local import run_local
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
-from small import small_task
-from volumes import TASK, make_sites
 
 TOLD = "trained_on"
 
@@ -129,6 +129,6 @@ def test_a_site_of_few_patients_and_one_with_noise_tell_nothing_of_their_images(
 
     for minimum, hyper in ((0, {}), (4, {}), (5, {}), (1, {"site": {"dp_noise": 1.0, "dp_clip": 1.0, "dp_delta": 1e-5}})):
         site = Participant("A", opened, get_method("fedavg"), hyper, minimum_patients=minimum)
-        told[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).facts
+        told[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).meta
     assert [TOLD in told[minimum] for minimum in (0, 4, 5, 1)] == [True, True, False, False]
     assert told[4][TOLD]["medians"] != told[0][TOLD]["medians"]

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from delivered import probabilities
+from helpers.final_models import probabilities
+from helpers.small_tasks import predicted, score
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -31,7 +32,6 @@ from medflare.inference.predict import Prepared, predict, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.tasks.config import TaskConfig, load_task
-from small import predicted, score
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -90,7 +90,7 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
     refitted = probabilities(stored, data_root / "A/test", tmp_path)
     assert not torch.equal(refitted, probabilities(stored, data_root / "A/test", tmp_path, adapt="none"))
     states = {entry: state for entry, state in stored.message.states.items() if entry != "router"}
-    unfitted = StoredModel(stored.task, Message(states, stored.message.facts), {})
+    unfitted = StoredModel(stored.task, Message(states, stored.message.meta), {})
     assert torch.equal(refitted, probabilities(unfitted, data_root / "A/test", tmp_path)), "whatever it was fitted to before"
 
 

@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.small_tasks import SEGMENTATION as SLICES
+from helpers.small_tasks import predicted, score
+from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 from medflare.core import packages
 from medflare.core.errors import ConfigError
 from medflare.data.sites.opening import open_site
@@ -25,9 +28,6 @@ from medflare.inference.predict import fit, predict, prediction_model, predictio
 from medflare.methods.catalogue import build_deployed, method_names
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-from small import SEGMENTATION as SLICES
-from small import predicted, score
-from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def _bright(task: TaskConfig) -> StoredModel:
 @pytest.mark.parametrize("codes", ["RAS", "LIP"])
 @pytest.mark.parametrize("spacing", [None, [1.0, 1.0, 1.0]])
 def test_masks_lie_on_the_grid_of_the_file(codes: str, spacing: list[float] | None, tmp_path: Path) -> None:
-    task = cube_task(fit="patch", channels=1, orientation="ASL", spacing=spacing)
+    task = cube_task(image_mode="patch", channels=1, orientation="ASL", spacing=spacing)
     volume = np.zeros(SHAPE, np.float32)
     volume[2:7, 3:9, 4:8] = 100
     write(tmp_path / "scan.nii.gz", volume, affine(codes))
@@ -116,7 +116,7 @@ def test_a_dicom_series_gets_a_nifti_mask_where_the_patient_lies(tmp_path: Path,
     (tmp_path / "in/ct").mkdir(parents=True)
     for number in range(4):
         write_dicom(tmp_path / f"in/ct/{number}.dcm", pixels, number)
-    task = cube_task(fit="patch", channels=1)
+    task = cube_task(image_mode="patch", channels=1)
     summary = predict(_bright(task), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright())
     assert summary.failed == [] and summary.images == 1
     mask = nibabel.load(tmp_path / "out/ct_seg.nii.gz")
@@ -130,7 +130,7 @@ def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: P
     inputs, _ = find_inputs([tmp_path / "in"], tmp_path / "out", ("pre", "flair"))
     found = {source.name: [file and file.name for file in source.channels] for source in inputs}
     assert found == {"P1": ["P1_pre.nii.gz", "P1_flair.nii.gz"], "P2": [None, "P2-flair.nii.gz"], "P3": []}
-    summary = predict(_bright(cube_task(fit="patch")), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright())
+    summary = predict(_bright(cube_task(image_mode="patch")), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright())
     assert summary.images == 1 and len(summary.failed) == 2
     assert [sum(name in line for line in summary.failed) for name in ("P2", "P3")] == [1, 1]
 
@@ -151,9 +151,9 @@ def test_networks_of_volumes_are_exported(format: str, tmp_path: Path) -> None:
     [
         {},
         {"target": "multiclass", "labels": ["background", "cube"]},
-        {"fit": "resize", "patches_per_image": 1},
-        {"fit": "resize", "patches_per_image": 1, "size": [20, 12, 16]},
-        {"fit": "resize", "patches_per_image": 1, "size": [28, 24, 20]},
+        {"image_mode": "resize", "patches_per_image": 1},
+        {"image_mode": "resize", "patches_per_image": 1, "size": [20, 12, 16]},
+        {"image_mode": "resize", "patches_per_image": 1, "size": [28, 24, 20]},
     ],
     ids=["patches", "classes", "made smaller", "made smaller and larger", "made larger"],
 )
@@ -179,7 +179,7 @@ def test_a_bundle_of_volumes_predicts_as_medflare_does(changes: dict[str, Any], 
 def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) -> None:
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     dicom_series(tmp_path / "ct")
-    task = cube_task(fit="patch", channels=1) if dims == 3 else load_task({**SLICES, "size": [8, 8]})
+    task = cube_task(image_mode="patch", channels=1) if dims == 3 else load_task({**SLICES, "size": [8, 8]})
     for folder in ("first", "second"):
         summary = predict(_bright(task), [tmp_path / "ct"], tmp_path / folder, builder=lambda task, message: Bright(), seg=True)
         assert summary.failed == [] and summary.images == 1

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-import small
-from medflare.core.manifest import EntrySpec
+from helpers import small_tasks
+from helpers.small_tasks import small_task
+from medflare.core.manifest import StateSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.federation.screening.messages import Incoming, unreadable
-from medflare.federation.screening.updates import screen
-from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
+from medflare.federation.update_validation.messages import Incoming, unreadable
+from medflare.federation.update_validation.updates import screen
+from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
-from small import small_task
 
 SEED = 11
 SITES = ("A", "B", "C")
@@ -41,7 +41,7 @@ def task(kind: str = "segmentation", **changes: Any) -> TaskConfig:
 SEGMENTATION, CLASSIFICATION = task(), task("classification")
 MULTILABEL = task(target="multilabel", labels=["square", "corner"])
 MULTICLASS = task(target="multiclass", labels=["background", "square", "corner"])
-WITHOUT_BATCH_NORM = task(network=small.INSTANCE_UNET)
+WITHOUT_BATCH_NORM = task(network=small_tasks.INSTANCE_UNET)
 BINARY_CLASSIFICATION = task("classification", target="binary", labels=["bright"])
 VGG = task("classification", size=[32, 32], network={"name": "vgg16_slim", "dimension": 8}, batch_size=8)
 
@@ -85,74 +85,76 @@ def start(task: TaskConfig = SEGMENTATION) -> StateDict:
     return copy_state(site("A", task).network().state_dict())
 
 
-# -- a method's halves -----------------------------------------------------------------------------------------------------
+# -- a method's algorithms -----------------------------------------------------------------------------------------------------
 
 
 @cache
 def partner(cls: type[Any]) -> type[Any]:
-    """The other half of the method that a half belongs to; FedAvg's where it belongs to none."""
+    """The other algorithm of the method that an algorithm belongs to; FedAvg's where it belongs to none."""
     for method in sorted(map(get_method, method_names()), key=lambda method: method.name != "fedavg"):
         pair = (method.site_class, method.server_class)
         if cls in pair:
             return pair[1 - pair.index(cls)]
-    return FedAvgServer if issubclass(cls, SiteHalf) else FedAvgSite
+    return FedAvgServer if issubclass(cls, SiteAlgorithm) else FedAvgSite
 
 
 def plan_of(
-    site_class: type[SiteHalf[Any]],
-    server_class: type[ServerHalf[Any]],
+    site_class: type[SiteAlgorithm[Any]],
+    server_class: type[ServerAlgorithm[Any]],
     task: TaskConfig = SEGMENTATION,
     sites: tuple[str, ...] = SITES,
     **hyper: Any,
 ) -> Plan[Any, Any]:
-    """What a pair of halves knows, checked as their method checks it; hyper-parameters of either half go by name."""
+    """What a pair of algorithms knows, checked as their method checks it; hyper-parameters of either algorithm go by name."""
     pair = Method(f"{site_class.__name__}+{server_class.__name__}", "a pair", "none", site_class, server_class)
     pair.check(hyper, task)
     return pair.plan(task, sites, hyper)
 
 
-def half(
-    cls: type[SiteHalf[Any]],
+def algorithm(
+    cls: type[SiteAlgorithm[Any]],
     name: str = "A",
     task: TaskConfig = SEGMENTATION,
     counts: tuple[int, int, int] = COUNTS,
     missing: int | None = None,
     sites: tuple[str, ...] = SITES,
-    server_class: type[ServerHalf[Any]] | None = None,
+    server_class: type[ServerAlgorithm[Any]] | None = None,
     **hyper: Any,
 ) -> Any:
-    """A site half that plans with its own server half, or with another one."""
+    """A site algorithm that plans with its own server algorithm, or with another one."""
     return cls(site(name, task, counts, missing), plan_of(cls, server_class or partner(cls), task, sites, **hyper))
 
 
-def halves(cls: type[SiteHalf[Any]], task: TaskConfig = SEGMENTATION, sites: tuple[str, ...] = SITES, **options: Any) -> dict[str, Any]:
-    """site -> its half; options as of `half`."""
-    return {name: half(cls, name, task, sites=sites, **options) for name in sites}
+def algorithms(
+    cls: type[SiteAlgorithm[Any]], task: TaskConfig = SEGMENTATION, sites: tuple[str, ...] = SITES, **options: Any
+) -> dict[str, Any]:
+    """site -> its algorithm; options as of `algorithm`."""
+    return {name: algorithm(cls, name, task, sites=sites, **options) for name in sites}
 
 
 def server(
-    cls: type[ServerHalf[Any]],
+    cls: type[ServerAlgorithm[Any]],
     task: TaskConfig = SEGMENTATION,
     rounds: int = 3,
     outside: tuple[str, ...] = OUTSIDE,
-    halves: Mapping[str, SiteHalf[Any]] | None = None,
+    algorithms: Mapping[str, SiteAlgorithm[Any]] | None = None,
     **hyper: Any,
 ) -> Any:
-    """A server half for the sites of the same task and its own site half, or for `halves`.
+    """A server algorithm for the sites of the same task and its own site algorithm, or for `algorithms`.
 
     Args:
-        halves: of these it knows what they told when they enrolled; it plans with their hyper-parameters where none are given.
+        algorithms: of these it knows what they told when they enrolled; it plans with their hyper-parameters where none are given.
     """
-    if halves is None:
+    if algorithms is None:
         site_class = partner(cls)
         plan = plan_of(site_class, cls, task, **hyper)
         return cls(ServerContext(plan, SEED, rounds, outside, phases=site_class.phases))
-    one = next(iter(halves.values()))
-    plan = plan_of(type(one), cls, one.site.task, tuple(halves), **hyper)
+    one = next(iter(algorithms.values()))
+    plan = plan_of(type(one), cls, one.site.task, tuple(algorithms), **hyper)
     plan = replace(plan, site_hyper=one.plan.site_hyper)
     if not hyper and isinstance(one.plan.server_hyper, cls.Hyper):
         plan = replace(plan, server_hyper=one.plan.server_hyper)
-    known = {name: enrolled(half.site) for name, half in halves.items()}
+    known = {name: enrolled(algorithm.site) for name, algorithm in algorithms.items()}
     return cls(ServerContext(plan, SEED, rounds, outside, phases=one.phases, site_counts=known))
 
 
@@ -172,7 +174,7 @@ class Played(NamedTuple):
 
     log: list[Turn]
     server: Any
-    halves: dict[str, Any]
+    algorithms: dict[str, Any]
 
     @property
     def model(self) -> StateDict:
@@ -185,58 +187,58 @@ def nobody(step: Step, name: str) -> bool:
     return False
 
 
-def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool] = nobody, store: Path | None = None) -> Played:
+def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], bool] = nobody, store: Path | None = None) -> Played:
     """The whole schedule, with the screening of an engine; no update may be rejected.
 
     Args:
-        halves: site -> its half; those of `store` take the place of those given.
+        algorithms: site -> its algorithm; those of `store` take the place of those given.
         absent: whether a site misses a step.
-        store: a folder, to have every task answered and accepted by halves made anew from what lies on disk.
+        store: a folder, to have every task answered and accepted by algorithms made anew from what lies on disk.
     """
     log = []
     for step in server.steps():
-        outgoing = {name: server.configure(step, name) for name in halves if not absent(step, name)}
+        outgoing = {name: server.configure(step, name) for name in algorithms if not absent(step, name)}
         replies = {}
         for name, message in outgoing.items():
             if store is not None:
-                old = halves[name]
-                halves[name] = _restored(type(old)(old.site, old.plan), old.memory, store / name)
-            replies[name] = halves[name].perform(step.phase, step.round, message)
-        as_declared(halves, step.phase, outgoing, replies)
-        half = next(iter(halves.values()))
-        manifest = half.manifest(step.phase, half.plan)
-        network = EntrySpec.like(half.plan.template(), "").tensors.items()
+                old = algorithms[name]
+                algorithms[name] = _restored(type(old)(old.site, old.plan), old.memory, store / name)
+            replies[name] = algorithms[name].perform(step.phase, step.round, message)
+        as_declared(algorithms, step.phase, outgoing, replies)
+        algorithm = next(iter(algorithms.values()))
+        manifest = algorithm.manifest(step.phase, algorithm.plan)
+        network = StateSpec.like(algorithm.plan.template(), "").tensors.items()
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
-        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, weights=weights)
+        screened = screen(replies, manifest, outgoing, {name: algorithm.site.n for name, algorithm in algorithms.items()}, weights=weights)
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
         if store is not None:
             server = _restored(type(server)(server.context), server.state(), store / "server")
         log.append(Turn(step, outgoing, replies))
-    return Played(log, server, halves)
+    return Played(log, server, algorithms)
 
 
-def as_declared(halves: Mapping[str, Any], phase: str, outgoing: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
-    """Every message of a step holds what its phase declares and nothing else, and facts that can be written down."""
-    for name, half in halves.items():
+def as_declared(algorithms: Mapping[str, Any], phase: str, outgoing: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
+    """Every message of a step holds what its phase declares and nothing else, and meta that can be written down."""
+    for name, algorithm in algorithms.items():
         if name in outgoing:
-            assert Incoming(half.plan).refusal(half.phase(phase), outgoing[name]) is None, (phase, name)
+            assert Incoming(algorithm.plan).refusal(algorithm.phase(phase), outgoing[name]) is None, (phase, name)
         if name in replies:
-            assert half.phase(phase).undeclared(replies[name], half.plan) is None, (phase, name)
+            assert algorithm.phase(phase).undeclared(replies[name], algorithm.plan) is None, (phase, name)
             assert unreadable(replies[name], name) is None, (phase, name)
 
 
 def _restored(fresh: Any, memory: Message, folder: Path) -> Any:
     """`fresh` with a memory, by way of the disk."""
     kept = StateStore(folder)
-    kept.save("half", memory)
-    fresh.restore(kept.load("half"))
+    kept.save("algorithm", memory)
+    fresh.restore(kept.load("algorithm"))
     return fresh
 
 
 def federation(
-    site_class: type[SiteHalf[Any]],
-    server_class: type[ServerHalf[Any]],
+    site_class: type[SiteAlgorithm[Any]],
+    server_class: type[ServerAlgorithm[Any]],
     task: TaskConfig = SEGMENTATION,
     rounds: int = 2,
     sites: tuple[str, ...] = SITES,
@@ -245,19 +247,19 @@ def federation(
     store: Path | None = None,
     **hyper: Any,
 ) -> Played:
-    """A pair of halves with one plan, from the first step to the last one."""
-    members = halves(site_class, task, sites=sites, server_class=server_class, **hyper)
-    return play(server(server_class, rounds=rounds, outside=outside, halves=members), members, absent, store)
+    """A pair of algorithms with one plan, from the first step to the last one."""
+    members = algorithms(site_class, task, sites=sites, server_class=server_class, **hyper)
+    return play(server(server_class, rounds=rounds, outside=outside, algorithms=members), members, absent, store)
 
 
 def trained(
-    cls: type[SiteHalf[Any]], task: TaskConfig = SEGMENTATION, rounds: int = 1, counts: tuple[int, int, int] = COUNTS, **hyper: Any
+    cls: type[SiteAlgorithm[Any]], task: TaskConfig = SEGMENTATION, rounds: int = 1, counts: tuple[int, int, int] = COUNTS, **hyper: Any
 ) -> tuple[StateDict, Mapping[str, Any]]:
-    """One site alone, every round from the initial model: its last local model and facts."""
-    alone, first = half(cls, "A", task, counts, **hyper), start(task)
+    """One site alone, every round from the initial model: its last local model and meta."""
+    alone, first = algorithm(cls, "A", task, counts, **hyper), start(task)
     for round in range(rounds):
         reply = alone.perform("train", round, Message({"model": copy_state(first)}))
-    return reply.states["model"], reply.facts
+    return reply.states["model"], reply.meta
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_a_federation_tells_it_how_many_rounds_there_are() -> None:
 
 def test_replies_become_models() -> None:
     found = site_models({"A": Message({"model": state(1.0), "more": {}}, {"n_samples": 7, "loss": 0.5})}, "model")
-    assert found["A"].samples == 7.0 and found["A"].facts["loss"] == 0.5 and squares.equal(found["A"].state, state(1.0))
+    assert found["A"].samples == 7.0 and found["A"].meta["loss"] == 0.5 and squares.equal(found["A"].state, state(1.0))
 
 
 def test_a_reply_without_samples_is_refused_with_the_remedy() -> None:

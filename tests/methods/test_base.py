@@ -1,4 +1,4 @@
-"""What every half has: states that outlive the process, phases that are kept to, a plan that both halves share."""
+"""What every algorithm has: states that outlive the process, phases that are kept to, a plan that both algorithms share."""
 
 from typing import Any, ClassVar
 
@@ -8,11 +8,11 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.store import MemoryStore
-from medflare.methods.base import Kept, Plan, ServerContext, ServerHyper, SiteHalf, SiteHyper
+from medflare.methods.base import PersistentState, Plan, ServerContext, ServerHyper, SiteAlgorithm, SiteHyper
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import extended
 from methods import squares
@@ -28,17 +28,20 @@ class EchoHyper(SiteHyper):
     twice: bool = param(False, "send the copy too, which is declared")
 
 
-MODEL, COPY = Entry("model", "to be looked at", lambda plan: W), Entry("copy", "", lambda plan: W, lambda plan: plan.site_hyper.twice)
-LOSS = Fact("loss")
+MODEL, COPY = (
+    TensorSpec("model", "to be looked at", lambda plan: W),
+    TensorSpec("copy", "", lambda plan: W, lambda plan: plan.site_hyper.twice),
+)
+LOSS = MetaSpec("loss")
 
 
-class Echo(SiteHalf[EchoHyper]):
+class Echo(SiteAlgorithm[EchoHyper]):
     """Sends back what it is sent, or not quite."""
 
     Hyper: ClassVar[type] = EchoHyper
-    phases: ClassVar[tuple[Phase, ...]] = (Phase("train", sends=(MODEL,), answers=(MODEL, COPY), reports=(LOSS,)), Phase("look"))
-    last = Kept("last")
-    first = Kept("first")
+    phases: ClassVar[tuple[Phase, ...]] = (Phase("train", request=(MODEL,), reply=(MODEL, COPY), reply_meta=(LOSS,)), Phase("look"))
+    last = PersistentState("last")
+    first = PersistentState("first")
 
     def train(self, round: int, incoming: Message) -> Message:
         self.last = incoming.states["model"]
@@ -50,12 +53,12 @@ class Echo(SiteHalf[EchoHyper]):
     def look(self, round: int, incoming: Message) -> Message:
         return Message()
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         return {}
 
 
 def half(**hyper: Any) -> Echo:
-    return squares.half(Echo, **hyper)
+    return squares.algorithm(Echo, **hyper)
 
 
 class TestKept:
@@ -76,19 +79,19 @@ class TestKept:
     def test_it_outlives_the_process(self) -> None:
         one, again, store = half(), half(), MemoryStore()
         one.perform("train", 0, Message({"model": W}))
-        store.save("half", one.memory)
-        kept = store.load("half")
+        store.save("algorithm", one.memory)
+        kept = store.load("algorithm")
         assert kept is not None
         again.restore(kept)
         assert again.last is not None and squares.equal(again.last, W)
         again.first = W
-        assert again.memory.states.keys() == {"last", "first"}, "and memory goes on being the half's"
+        assert again.memory.states.keys() == {"last", "first"}, "and memory goes on being the algorithm's"
 
 
 class TestPhases:
     def test_a_reply_as_declared_passes(self) -> None:
         reply = half().perform("train", 0, Message({"model": W}))
-        assert reply.states == {"model": W} and reply.facts == {"loss": 1.0}
+        assert reply.states == {"model": W} and reply.meta == {"loss": 1.0}
         assert half(twice=True).perform("train", 0, Message({"model": W})).states.keys() == {"model", "copy"}
 
     @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ class TestPhases:
         [
             ({"more": True}, "unexpected entry 'copy'"),
             ({"less": True}, "missing entry 'model'"),
-            ({"talk": True}, "unexpected fact 'name'"),
+            ({"talk": True}, "unexpected item 'name'"),
         ],
     )
     def test_a_reply_that_holds_other_things_is_an_error_of_the_method(self, hyper: dict[str, bool], words: str) -> None:
@@ -116,14 +119,17 @@ class TestPhases:
 
 
 class TestExtended:
-    class Counting(SiteHalf[Any]):
+    class Counting(SiteAlgorithm[Any]):
         """What some server asks of any site."""
 
-        phases: ClassVar[tuple[Phase, ...]] = (Phase("train", reports=(Fact("count"),)), Phase("count", reports=(Fact("count"),)))
+        phases: ClassVar[tuple[Phase, ...]] = (
+            Phase("train", reply_meta=(MetaSpec("count"),)),
+            Phase("count", reply_meta=(MetaSpec("count"),)),
+        )
 
         def train(self, round: int, incoming: Message) -> Message:
             reply: Message = super().train(round, incoming)  # type: ignore[misc]
-            reply.facts["count"] = 3
+            reply.meta["count"] = 3
             return reply
 
         def count(self, round: int, incoming: Message) -> Message:
@@ -133,9 +139,9 @@ class TestExtended:
         both: Any = extended(Echo, self.Counting)
         assert [phase.name for phase in both.phases] == ["train", "look", "count"]
         assert both.__name__ == "CountingEcho" and issubclass(both, Echo)
-        member = squares.half(both)
-        assert member.perform("train", 0, Message({"model": W})).facts == {"loss": 1.0, "count": 3}
-        assert member.perform("count", 0, Message()).facts == {"count": 3}
+        member = squares.algorithm(both)
+        assert member.perform("train", 0, Message({"model": W})).meta == {"loss": 1.0, "count": 3}
+        assert member.perform("count", 0, Message()).meta == {"count": 3}
 
     def test_hyper_parameters_stay_the_sites(self) -> None:
         assert extended(Echo, self.Counting).Hyper is EchoHyper
@@ -185,10 +191,10 @@ def test_a_plans_network_has_no_memory() -> None:
 
 def test_networks_stay_where_they_are_from_round_to_round() -> None:
     """Built and brought to the device once; a round loads its weights into the memory that is there."""
-    half, weights = squares.half(FedAvgSite), squares.start()
-    network = half.network("model", weights)
+    algorithm, weights = squares.algorithm(FedAvgSite), squares.start()
+    network = algorithm.network("model", weights)
     places = [tensor.data_ptr() for tensor in network.state_dict().values()]
-    again = half.network("model", {name: tensor + 1 for name, tensor in weights.items()})
-    assert again is network and half.network("other", weights) is not network
+    again = algorithm.network("model", {name: tensor + 1 for name, tensor in weights.items()})
+    assert again is network and algorithm.network("other", weights) is not network
     assert [tensor.data_ptr() for tensor in network.state_dict().values()] == places
     assert squares.equal(network.state_dict(), {name: tensor + 1 for name, tensor in weights.items()})

@@ -1,4 +1,4 @@
-"""The whole catalogue by one set of tests, which a method joins by existing; methods of other distributions; halves in pairs."""
+"""The whole catalogue by one set of tests, which a method joins by existing; methods of other distributions; algorithms in pairs."""
 
 import importlib
 import inspect
@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 import medflare
 from foreign.install import METHOD as FOREIGN
 from foreign.install import describe, install
-from interrupted import in_pieces
+from helpers.killed_runs import in_pieces
 from medflare.cli import main
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import HALVES, described
+from medflare.core.hyper import ALGORITHMS, described
 from medflare.core.message import Message
 from medflare.core.store import read_message
 from medflare.evaluation.contract import validate_results
 from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.federation.screening.messages import Incoming
 from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
+from medflare.federation.update_validation.messages import Incoming
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step
@@ -72,8 +72,8 @@ class Finished(NamedTuple):
 
 
 def copied(messages: dict[str, Message]) -> dict[str, Message]:
-    """The messages as they are now: both sides add facts to those that they hold."""
-    return {site: Message(dict(message.states), dict(message.facts)) for site, message in messages.items()}
+    """The messages as they are now: both sides add meta to those that they hold."""
+    return {site: Message(dict(message.states), dict(message.meta)) for site, message in messages.items()}
 
 
 @pytest.fixture(scope="module", params=method_names())
@@ -129,7 +129,7 @@ class TestEveryMethod:
         for step, outgoing, replies in steps:
             phase = method.site_class.phase(step.phase)
             for site, message in outgoing.items():
-                assert message.facts.pop("step") >= 0 and message.facts.pop("run_rounds") == 2
+                assert message.meta.pop("step") >= 0 and message.meta.pop("run_rounds") == 2
                 assert gate.refusal(phase, message) is None, (step, site)
             for site, reply in replies.items():
                 assert phase.undeclared(reply, plan) is None, (step, site)
@@ -160,9 +160,9 @@ def test_rows_with_defaults_have_one_rule_for_the_optimizers_moments() -> None:
 @pytest.mark.parametrize("name", method_names())
 def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> None:
     """One that shared its name with an argument of `run_local` would be swallowed by it."""
-    taken = {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *HALVES}
-    for half, owner in get_method(name).hyper_classes.items():
-        assert not taken & described(owner).keys(), half
+    taken = {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *ALGORITHMS}
+    for algorithm, owner in get_method(name).hyper_classes.items():
+        assert not taken & described(owner).keys(), algorithm
         assert [about.name for about in described(owner).values() if not about.text] == []
     get_method(name).check({})
 
@@ -173,7 +173,7 @@ def test_a_module_on_the_shelf_holds_the_method_of_its_name(path: Path) -> None:
 
 
 def test_every_room_is_light_to_import() -> None:
-    """Names and descriptions of all that has a room come without torch; a shelf's module holds its halves as well."""
+    """Names and descriptions of all that has a room come without torch; a shelf's module holds its algorithms as well."""
     code = (
         "import importlib, sys\n"
         "from medflare.methods.catalogue import method_names, module_of\n"
@@ -198,11 +198,11 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong: str) -> None:
         get_method("fedavg", server=wrong)
 
 
-# ---- pairs of halves -----------------------------------------------------------------------------------------------------
+# ---- pairs of algorithms -----------------------------------------------------------------------------------------------------
 
 
 def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
-    """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter. Who pairs changes no setting of either half."""
+    """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter. Who pairs changes no setting of either algorithm."""
     refused: dict[tuple[str, str], str] = {}
     sites = {method.site: method.name for method in map(get_method, reversed(method_names()))}
     servers = {method.server: method.name for method in map(get_method, reversed(method_names()))}
@@ -229,9 +229,9 @@ def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
 
 def test_a_pair_that_cannot_work_ends_before_a_site_is_asked() -> None:
     with pytest.raises(ConfigError, match="prr"):
-        run("prr", server_half="sha")
+        run("prr", server_algorithm="sha")
     with pytest.raises(ConfigError, match="at home"):
-        run("fedbn", server_half="sha")
+        run("fedbn", server_algorithm="sha")
 
 
 @pytest.mark.parametrize("name", ["moon", "iop_fl"])
@@ -239,9 +239,9 @@ def test_a_server_half_leaves_the_sites_training_alone(squares: ModuleType, name
     """SHA's defaults once overwrote MOON's temperature and IOP-FL's beta."""
     trained = []
     for method in (get_method(name), get_method(name, server="sha")):
-        half = method.make_site(squares.site("A"), method.plan(squares.SEGMENTATION, squares.SITES, {}))
+        algorithm = method.make_site(squares.site("A"), method.plan(squares.SEGMENTATION, squares.SITES, {}))
         for round in range(2):
-            reply = half.perform("train", round, Message({"model": squares.start()}))
+            reply = algorithm.perform("train", round, Message({"model": squares.start()}))
         trained.append(reply.states["model"])
     assert squares.equal(*trained)
 
@@ -275,7 +275,7 @@ def test_a_stored_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     network = method.plan(TASK, SITES, {}).network().to_empty(device="cpu")
     message = Message(plain_message(network.state_dict()).states, {"kind": "super"})
     save_model(tmp_path, TASK, message, {})
-    assert read_message(tmp_path / "model.safetensors").facts["kind"] == "super"
+    assert read_message(tmp_path / "model.safetensors").meta["kind"] == "super"
     with pytest.raises(ConfigError, match="super"):
         load_model(tmp_path).build()
 

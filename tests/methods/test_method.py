@@ -1,4 +1,4 @@
-"""A method as one object: its names are checked, its halves loaded when needed, halves of two methods paired."""
+"""A method as one object: its names are checked, its algorithms loaded when needed, algorithms of two methods paired."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from methods import squares
 
 
 def made(**changes: Any) -> Method:
-    """A method of FedAvg's halves."""
+    """A method of FedAvg's algorithms."""
     return Method(**{"name": "mine", "title": "Mine", "paper": "none", "site": FedAvgSite, "server": FedAvgServer, **changes})
 
 
@@ -39,8 +39,8 @@ class TestCheck:
             ({"weigthing": "uniform"}, "method 'mine' has no hyper-parameter 'weigthing'; did you mean 'weighting'"),
             ({"site.weighting": "uniform"}, "method 'mine' has no hyper-parameter 'site.weighting'"),
             ({"server": {"nonsense": 1}}, "method 'mine' has no hyper-parameter 'server.nonsense'"),
-            ({"weighting": "mean"}, "method mine, server half: weighting"),
-            ({"reset_optimizer": 3}, "method mine, site half: reset_optimizer"),
+            ({"weighting": "mean"}, "method mine, server algorithm: weighting"),
+            ({"reset_optimizer": 3}, "method mine, site algorithm: reset_optimizer"),
         ],
     )
     def test_the_first_that_is_wrong_is_named_with_its_half(self, values: dict[str, Any], words: str) -> None:
@@ -68,7 +68,7 @@ class TestCheck:
         for values in ({"dp_noise": 1.0}, {"site.dp_clip": 1.0}, {"site": {"dp_delta": 1e-5}}):
             with pytest.raises(ConfigError, match="dp_"):
                 prr.check(values)
-        assert not get_method("fedavg").unprotected
+        assert not get_method("fedavg").dp_unsupported_reason
 
 
 class TestEffective:
@@ -94,13 +94,13 @@ class TestObjects:
     def test_halves_are_made_of_it(self) -> None:
         method = made()
         plan = method.plan(squares.SEGMENTATION, squares.SITES, {"weighting": "uniform"})
-        half, server = method.make_site(squares.site(), plan), method.make_server(ServerContext(plan, squares.SEED, 2))
-        assert type(half) is FedAvgSite and half.plan is plan and half.hyper is plan.site_hyper
+        algorithm, server = method.make_site(squares.site(), plan), method.make_server(ServerContext(plan, squares.SEED, 2))
+        assert type(algorithm) is FedAvgSite and algorithm.plan is plan and algorithm.hyper is plan.site_hyper
         assert type(server) is FedAvgServer and server.hyper.weighting == "uniform" and server.aggregation.rounds == 2
 
     def test_halves_may_be_named_and_are_loaded_when_asked_for(self) -> None:
         lazy = made(site="medflare.methods.fedavg.site:FedAvgSite", server="nowhere.at.all:Server")
-        assert lazy.name == "mine" and lazy.halves == ("mine", "mine")
+        assert lazy.name == "mine" and lazy.algorithms == ("mine", "mine")
         with pytest.raises(ConfigError, match="nowhere"):
             lazy.check({})
 
@@ -112,15 +112,15 @@ class TestPaired:
 
     def test_each_half_keeps_its_own(self) -> None:
         pair = paired(get_method("moon"), get_method("grace"))
-        assert (pair.name, pair.halves) == ("moon+grace", ("moon", "grace"))
+        assert (pair.name, pair.algorithms) == ("moon+grace", ("moon", "grace"))
         assert (pair.site_class, pair.server_class) == (MoonSite, GraceServer)
         assert pair.hyper_classes == {"site": MoonSite.Hyper, "server": GraceServer.Hyper}
         assert "Model-contrastive training" in pair.title and "CVPR 2021" in pair.paper and "MICCAI 2023" in pair.paper
 
     def test_a_pair_of_pairs_goes_back_to_where_the_halves_come_from(self) -> None:
         first = paired(get_method("moon"), get_method("grace"))
-        assert paired(first, get_method("robust")).halves == ("moon", "robust")
-        assert paired(get_method("fedavg"), first).halves == ("fedavg", "grace")
+        assert paired(first, get_method("robust")).algorithms == ("moon", "robust")
+        assert paired(get_method("fedavg"), first).algorithms == ("fedavg", "grace")
 
     @pytest.mark.parametrize(
         ("site", "server", "lonely"),
@@ -131,7 +131,9 @@ class TestPaired:
         for ask in (pair.check, lambda values: pair.plan(squares.SEGMENTATION, squares.SITES, values)):
             with pytest.raises(ConfigError, match=lonely):
                 ask({})
-        assert pair.effective({})["site"] == get_method(site).effective({})["site"]  # what each half owns can be looked at all the same
+        assert (
+            pair.effective({})["site"] == get_method(site).effective({})["site"]
+        )  # what each algorithm owns can be looked at all the same
 
     def test_models_of_both_are_built(self) -> None:
         pair = paired(get_method("iop_fl"), get_method("fedsm"))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from helpers.memory_watch import watched
 from medflare.data.sites.site import Site
 from medflare.methods.fedsm.personalization import adapt, train_per_fedavg
 from medflare.methods.fedsm.super_model import SuperModel, gain_by_gamma
@@ -12,7 +13,6 @@ from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
 from methods import squares
-from watched import watched
 
 MANY, FEW = 60, 40  # images of a split, and what may be alive at once of images, masks and predictions together
 TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
@@ -28,7 +28,7 @@ def super_model(choose_by: str = "image") -> SuperModel:
     return SuperModel(TASK, networks, selector, ["global", "A", "B"], 0.5, choose_by).eval()
 
 
-@pytest.mark.parametrize("fit", ["resize", "patch"])
+@pytest.mark.parametrize("image_mode", ["resize", "patch"])
 def test_the_selectors_threshold(fit: str) -> None:
     task = squares.task(batch_size=4, network=TASK.network, fit=fit)
     with watched(squares.site("A", task, (4, MANY, 4)), "validation") as (site, split):
@@ -66,9 +66,9 @@ def test_adaptation_begins_again_where_the_batches_end() -> None:
 
 def test_routing_at_an_outside_site() -> None:
     server = squares.server(IOPServer, TASK, rounds=1)
-    squares.play(server, squares.halves(IOPSite, TASK))
+    squares.play(server, squares.algorithms(IOPSite, TASK))
     with watched(squares.site("O", TASK, (0, 0, MANY)), "test") as (site, split):
-        half = IOPSite(site, squares.plan_of(IOPSite, IOPServer, TASK, route_epochs=2))
-        deployed = half.deliver(server.configure_delivery("O"))["deployed"]
-    assert deployed.facts["kind"] == "routed" and len(deployed.facts["adaptation"]["losses"]) == 3
+        algorithm = IOPSite(site, squares.plan_of(IOPSite, IOPServer, TASK, route_epochs=2))
+        deployed = algorithm.finalize(server.configure_final("O"))["deployed"]
+    assert deployed.meta["kind"] == "routed" and len(deployed.meta["adaptation"]["losses"]) == 3
     assert 0 < split.most <= FEW

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.volume_sites import PATCHES, TASK, cube_task, make_sites, make_volumes
 from medflare.core.errors import ConfigError
 from medflare.federation.local import run_local
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
-from volumes import PATCHES, TASK, cube_task, make_sites, make_volumes
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_sites(tmp_path_factory.mktemp("volumes"), ("A", "BB", "O"))
 
 
-@pytest.mark.parametrize("fit", ["resize", "patch"])
+@pytest.mark.parametrize("image_mode", ["resize", "patch"])
 @pytest.mark.parametrize("method", RUNS)
 def test_a_method_trains_on_volumes(method: str, fit: str, root: Path, tmp_path: Path) -> None:
     options = dict(RUNS[method])

@@ -1,5 +1,5 @@
 """The small sites on disk of `pictures`, as fixtures."""
 
-from pictures import edit, forget_decoded_sites, make_site, make_task
+from helpers.picture_sites import edit, forget_decoded_sites, make_site, make_task
 
 __all__ = ["edit", "forget_decoded_sites", "make_site", "make_task"]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.networks import dry_run
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network, step_bytes
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import load_task
-from small import small_task
 
 PHANTOM: dict[str, Any] = load_task("phantom").to_dict()
 
@@ -66,7 +66,7 @@ def test_a_network_that_cannot_be_given_memory_is_tried_without(way: int, monkey
 
 @pytest.mark.parametrize("side", [20, 31])
 def test_no_reason_is_invented_for_a_size_that_does_not_work(side: int) -> None:
-    """The network takes 33, which no divisor divides: it halves five times, and something must be left."""
+    """The network takes 33, which no divisor divides: it algorithms five times, and something must be left."""
     slim = {"network": {"name": "vgg16_slim"}}
     check_network(small_task("classification", **slim, size=[33, 33]))
     with pytest.raises(ConfigError, match=r"\[32, 32\]"):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.core.rng import seeded
 from medflare.methods.catalogue import get_method
@@ -12,7 +13,6 @@ from medflare.networks.catalogue import build_network, initial_network
 from medflare.networks.dry_run import check_network
 from medflare.networks.library import library_names
 from medflare.networks.structure import WholeNetwork
-from small import small_task
 
 TRANSFORMER = {"hidden_size": 24, "mlp_dim": 24, "num_heads": 2}
 # spec, sides, channels of the features

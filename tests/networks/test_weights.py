@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.networks.weights import ENVIRONMENT, PACKAGE, starting_state
 from medflare.tasks.config import TaskConfig
-from small import small_task
 
 NETWORK: dict[str, Any] = {"name": "SegResNet", "init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}
 

@@ -13,12 +13,12 @@ pytest.importorskip("opacus", reason="needs medflare[privacy]")
 from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
+from helpers.small_tasks import stacked
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release
 from methods import squares
-from small import stacked
 
 HUGE = 1e9  # a norm that clips nothing
 

@@ -14,6 +14,7 @@ pytest.importorskip("opacus", reason="needs medflare[privacy]")
 from opacus.accountants import RDPAccountant
 
 import medflare
+from helpers.small_tasks import INSTANCE_UNET, small_task, tiny_phantom
 from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
@@ -31,7 +32,6 @@ from medflare.privacy.ledger import Budget, Release
 from medflare.privacy.sampling import training_patients
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
-from small import INSTANCE_UNET, small_task, tiny_phantom
 
 TINY = tiny_phantom()
 PRIVATE: dict[str, Any] = {"dp_noise": 1.0}
@@ -112,14 +112,16 @@ class TestWhoMay:
         monkeypatch.delattr("medflare.privacy.dp_sgd", raising=False)
         monkeypatch.setitem(sys.modules, "opacus", None)
         cls = get_method("fedavg").site_class
-        squares.half(cls, task=task)
+        squares.algorithm(cls, task=task)
         with pytest.raises(ConfigError, match="Opacus"):
-            squares.half(cls, task=task, **PRIVATE)
+            squares.algorithm(cls, task=task, **PRIVATE)
 
     def test_delta_must_not_allow_to_give_a_patient_away(self, task: TaskConfig) -> None:
         with pytest.raises(ConfigError, match="dp_delta"):
-            squares.half(get_method("fedavg").site_class, task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)
-        squares.half(get_method("fedavg").site_class, "O", task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)  # outside: it never trains
+            squares.algorithm(get_method("fedavg").site_class, task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)
+        squares.algorithm(
+            get_method("fedavg").site_class, "O", task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09
+        )  # outside: it never trains
 
 
 class TestTraining:
@@ -128,15 +130,15 @@ class TestTraining:
         """Noise so large that nothing else could have moved the weights so far, in every round."""
         monkeypatch.setattr(privacy, "system_generator", lambda: np.random.default_rng(5))
         task = squares.task(network=INSTANCE_UNET, batch_size=6, optimizer={"name": "sgd", "lr": 1.0})
-        half = squares.half(get_method(method).site_class, task=task, counts=COUNTS, dp_noise=100.0, **ALLOWED[method])
+        algorithm = squares.algorithm(get_method(method).site_class, task=task, counts=COUNTS, dp_noise=100.0, **ALLOWED[method])
         for round in range(2):
             start = squares.start(task)
-            reply = half.perform("train", round, Message({"model": copy_state(start)}))
+            reply = algorithm.perform("train", round, Message({"model": copy_state(start)}))
             moves = torch.cat([(reply.states["model"][name] - start[name]).flatten() for name in start])
             deviation = 100.0 / 6 * 2**0.5  # σ C / L a step, two steps
             assert moves.std().item() == pytest.approx(deviation, rel=0.2)
-            assert reply.facts["loss"] is None
-            assert reply.facts["privacy"]["steps"] == 2 * (round + 1)
+            assert reply.meta["loss"] is None
+            assert reply.meta["privacy"]["steps"] == 2 * (round + 1)
 
     def test_noise_is_none_of_the_servers(self, task: TaskConfig) -> None:
         """Everything that the server knows is the same, and still it cannot tell what the noise was."""
@@ -186,30 +188,30 @@ class TestAccount:
             site = squares.site("A", task, COUNTS)
             participant = Participant("A", lambda role: site, method, hyper, store=StateStore(tmp_path / "state"), budget=budget)
             if phase == "enrol":
-                facts = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
-                return participant.answer("enrol", 0, Message({}, {**facts, "finished": finished}))
+                meta = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
+                return participant.answer("enrol", 0, Message({}, {**meta, "finished": finished}))
             return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3}))
 
         return ask
 
     def test_every_process_goes_on_with_it(self, ask: Any) -> None:
         ask("enrol")
-        assert [ask("train", step).facts["privacy"]["steps"] for step in range(3)] == [2, 4, 6]
-        last = ask("deliver", 3).facts["privacy"]
+        assert [ask("train", step).meta["privacy"]["steps"] for step in range(3)] == [2, 4, 6]
+        last = ask("finalize", 3).meta["privacy"]
         assert last["steps"] == 6 and last["epsilon"] == pytest.approx(epsilon(1.0, 0.5, 6))
 
     def test_a_step_that_is_asked_again_counts_again(self, ask: Any) -> None:
-        """The half goes back to what it was before the step; the first answer has left the site all the same."""
+        """The algorithm goes back to what it was before the step; the first answer has left the site all the same."""
         ask("enrol")
-        assert [ask("train", step).facts["privacy"]["steps"] for step in (0, 1, 1, 1)] == [2, 4, 6, 8]
+        assert [ask("train", step).meta["privacy"]["steps"] for step in (0, 1, 1, 1)] == [2, 4, 6, 8]
 
     def test_a_resumed_run_goes_on_with_it_and_a_new_one_does_not(self, ask: Any) -> None:
         ask("enrol")
         ask("train", 0)
         ask("enrol", finished=1)
-        assert ask("train", 1).facts["privacy"]["steps"] == 4
+        assert ask("train", 1).meta["privacy"]["steps"] == 4
         ask("enrol")
-        assert ask("train", 0).facts["privacy"]["steps"] == 2
+        assert ask("train", 0).meta["privacy"]["steps"] == 2
 
     def test_a_crash_in_training_does_not_make_it_cheaper(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ask("enrol")
@@ -217,7 +219,7 @@ class TestAccount:
             patched.setattr("medflare.privacy.dp_sgd.train_dp_sgd", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 ask("train", 0)
-        assert ask("train", 0).facts["privacy"]["steps"] == 4
+        assert ask("train", 0).meta["privacy"]["steps"] == 4
 
     def test_the_sites_budget_counts_over_all_runs(self, ask: Any, tmp_path: Path) -> None:
         budget = Budget(epsilon(1.0, 0.5, 7), 1e-5, tmp_path / "kept", "A")
@@ -228,7 +230,7 @@ class TestAccount:
         with pytest.raises(PrivacyError, match="ε"):
             ask("train", 0, budget=budget)
         assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
-        assert ask("validate", 1, budget=budget).facts["validation"]["global"] is not None, "measuring costs no training patient anything"
+        assert ask("validate", 1, budget=budget).meta["validation"]["global"] is not None, "measuring costs no training patient anything"
 
     def test_a_site_with_a_budget_refuses_jobs_without(self, ask: Any, tmp_path: Path) -> None:
         budget = Budget(8.0, 1e-5, tmp_path, "A")

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from helpers.picture_sites import make_site
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics import Run
 from medflare.tasks.config import load_task
-from pictures import make_site
 
 __all__ = ["make_site", "record", "runs"]
 

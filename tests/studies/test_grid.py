@@ -35,8 +35,8 @@ SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 def test_a_row_is_read_from_its_text() -> None:
     chosen = Candidate.parse("fedsm:lam=0.3,selection=last")
     assert chosen.hyper == halved({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
-    swapped = Candidate.parse("fedavg:server_half=grace,server.selection=last")
-    assert (swapped.server_half, swapped.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
+    swapped = Candidate.parse("fedavg:server_algorithm=grace,server.selection=last")
+    assert (swapped.server_algorithm, swapped.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
     assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {"reset_optimizer": True}
     alone = Candidate.parse("single-site:method=prr,det=false")
     assert (alone.method, alone.trained_as, alone.hyper["site"]) == ("single-site", "prr", {"det": False})
@@ -50,7 +50,7 @@ def test_a_row_is_read_from_its_text() -> None:
         ("fedsm:selection=worst", "selection"),
         ("fedavg:site.selection=last", "site.selection"),
         ("fedavgg", "fedavgg"),
-        ("centralised:server_half=grace", "centralised"),
+        ("centralised:server_algorithm=grace", "centralised"),
         ("constant:selection=last", "selection"),
         ("centralised:method=prr", "method"),
         ("fedavg:method=prr", "method"),
@@ -140,7 +140,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return labels
 
 
-@pytest.mark.parametrize("text", ["fedsm", "fedavg:server_half=grace", "single-site:method=prr,det=false", *REFERENCES])
+@pytest.mark.parametrize("text", ["fedsm", "fedavg:server_algorithm=grace", "single-site:method=prr,det=false", *REFERENCES])
 def test_a_row_knows_the_hyper_parameters_of_its_runs(text: str) -> None:
     task = dataclasses.replace(TASK, network={**TASK.network, "norm": "batch"}, size=(8, 8))
     row = Candidate.parse(text, None if text == "constant" else "last")

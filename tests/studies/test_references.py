@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import small_task, stacked, tiny_phantom
 from medflare.data.sites.constant import answers_of
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
@@ -15,7 +16,6 @@ from medflare.studies import references
 from medflare.studies.references import CONSTANT, batch_statistics, constant_answer, pooled, single_site
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig, load_task
-from small import small_task, stacked, tiny_phantom
 
 
 def split(count: int, value: float) -> Split:
@@ -137,8 +137,8 @@ def test_the_mean_mask_is_taken_where_it_is_best_on_validation(monkeypatch: pyte
 
 def test_answers_of_segmentation() -> None:
     targets = torch.tensor([[[1, 0]], [[1, 0]]])
-    binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1, fit="resize")
-    several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, fit="resize")
+    binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1, image_mode="resize")
+    several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, image_mode="resize")
     assert [answer.flatten().tolist() for answer in answers_of(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
     assert [answer.flatten().tolist() for answer in answers_of(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
     binary.fit = "patch"

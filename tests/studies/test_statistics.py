@@ -10,6 +10,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from helpers.small_tasks import score, small_task
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics import (
     Comparison,
@@ -23,7 +24,6 @@ from medflare.studies.statistics import (
     values_of,
     weighted_metric,
 )
-from small import score, small_task
 
 
 def leaving_out(site: str, value: float, run: Run) -> Run:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from helpers.small_tasks import SEGMENTATION
 from medflare.cli import main
 from medflare.core.errors import ConfigError
-from medflare.data.starting.papers.catalogue import PREPARATIONS
+from medflare.data.dataset_import.papers.catalogue import PREPARATIONS
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.studies.archive import read_runs
 from medflare.studies.candidates import Candidate
 from medflare.studies.suites import MEAN, load_suite, suites
 from medflare.tasks.config import load_task
-from small import SEGMENTATION
 
 TINY: dict[str, Any] = {
     "paper": "A paper",

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.tasks.annotation import Annotation, marginal_logits
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import measure
-from small import small_task
 
 ORGANS = ["background", "liver", "spleen", "kidney"]
 LOSSES: tuple[dict[str, Any], ...] = (

@@ -18,7 +18,7 @@ def cases(probabilities: list[list[float]], targets: list[Any], patients: str = 
 
 
 def test_two_classes_by_hand() -> None:
-    """Scores 0.9+ 0.6- 0.2+ 0.1-: the curve goes up to a half, across to a half, up to one."""
+    """Scores 0.9+ 0.6- 0.2+ 0.1-: the curve goes up to an algorithm, across to an algorithm, up to one."""
     report = class_report(cases([[0.9], [0.2], [0.6], [0.1]], [1, 1, 0, 0]), "binary", ["disc"])
     assert report["confusion"] == [[[1, 1], [1, 1]]]
     (curve,) = report["roc"]
@@ -65,7 +65,7 @@ def test_without_images_or_classes_the_report_is_empty(monkeypatch: pytest.Monke
     assert class_report(Cases(("a",), {"dice": torch.ones(1)}), "binary", ["disc"]) == {}, "segmentation"
     assert class_report(cases([], [], ""), "binary", ["disc"]) == {}
     many = [str(label) for label in range(17)]
-    assert class_report(cases([[1.0] * 17], [0], "a"), "multiclass", many) == {}, "facts are small"
+    assert class_report(cases([[1.0] * 17], [0], "a"), "multiclass", many) == {}, "meta are small"
     monkeypatch.setattr(classes, "installed", lambda module: False)
     assert class_report(cases([[0.9]], [1], "a"), "binary", ["disc"]) == {}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
 from medflare.data.checking.check import check_task
 from medflare.tasks.config import TaskConfig, load_task, presets
-from pictures import SEGMENTATION
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {
@@ -84,7 +84,7 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"spatial_dims": 3}, "spatial_dims"),
         ({**VOLUME, "slices": {"axis": 0, "keep": "foreground"}}, "slices"),
         ({"surface_tolerance": 9.0}, "surface_tolerance"),
-        ({"fit": "patches"}, "fit"),
+        ({"image_mode": "patches"}, "fit"),
         ({"patches_per_image": 2}, "patches_per_image"),
         ({"missing_channels": "zeros"}, "missing_channels"),
         ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share"),

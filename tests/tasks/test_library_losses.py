@@ -6,10 +6,10 @@ import pytest
 import torch
 from monai import losses
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.tasks.library_losses import library_losses, trial
 from medflare.tasks.losses import build_loss, pools_images
-from small import small_task
 
 THREE: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
 TWO: dict[str, Any] = {"target": "multilabel", "labels": ["a", "b"]}

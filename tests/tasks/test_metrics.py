@@ -8,6 +8,8 @@ from scipy.spatial.distance import cdist
 from sklearn import metrics
 from torch.nn import functional as F
 
+from helpers.small_tasks import score
+from helpers.volume_sites import cube_task
 from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import (
@@ -19,8 +21,6 @@ from medflare.tasks.metrics import (
     pooled_overlap,
     structures,
 )
-from small import score
-from volumes import cube_task
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from helpers.picture_sites import CLASSIFICATION, SEGMENTATION
+from helpers.small_tasks import score
 from medflare.core.errors import ConfigError
 from medflare.core.packages import installed
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics_table import METRICS, metrics_of, selection_metrics
-from pictures import CLASSIFICATION, SEGMENTATION
-from small import score
 
 
 def test_every_metric_belongs_to_one_kind_of_task() -> None:

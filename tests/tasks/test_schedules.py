@@ -2,10 +2,10 @@
 
 import pytest
 
+from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
 from medflare.tasks.config import load_task
 from medflare.tasks.schedules import SCHEDULES, rate_factor
-from pictures import SEGMENTATION
 
 
 def factors(rounds: int, **settings: object) -> list[float]:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.tasks import transforms
 from medflare.tasks.transforms import intensity_transforms, photometric_augmentations, spatial_augmentations
-from small import small_task
 
 
 @pytest.mark.parametrize(

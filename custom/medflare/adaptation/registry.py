@@ -1,6 +1,6 @@
 """Test-time adaptation of any delivered model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the messages that carry them.
 
-A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its fact "base".
+A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its item "base".
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _dsbn(model: nn.Module, task: TaskConfig, message: Message) -> TargetStatist
 
 
 def _tent(model: nn.Module, task: TaskConfig, message: Message) -> Tent:
-    return Tent(model, task.target, **message.facts.get("tent", {"batch_size": task.batch_size}))
+    return Tent(model, task.target, **message.meta.get("tent", {"batch_size": task.batch_size}))
 
 
 # kind -> what wraps a built model: (model, task, message) -> module, images to probabilities
@@ -47,19 +47,19 @@ def check_adaptable(task: TaskConfig) -> None:
 def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False) -> Message:
     """The delivered model with Tent around it; the settings are those of `Tent`."""
     settings = {"rate": rate, "steps": steps, "episodic": episodic, "batch_size": task.batch_size}
-    return Message(dict(message.states), {**message.facts, "kind": "tent", "base": message.facts["kind"], "tent": settings})
+    return Message(dict(message.states), {**message.meta, "kind": "tent", "base": message.meta["kind"], "tent": settings})
 
 
 def with_dsbn(message: Message) -> Message:
     """The delivered model with BatchNorm statistics of its own for the images that it meets, not estimated yet."""
-    return Message(dict(message.states), {**message.facts, "kind": "dsbn", "base": message.facts["kind"]})
+    return Message(dict(message.states), {**message.meta, "kind": "dsbn", "base": message.meta["kind"]})
 
 
 def dsbn_for(site: Site, message: Message, build: Build) -> Message:
     """`with_dsbn`, with the statistics of the site's test images, whose labels nobody looks at."""
     message = with_dsbn(message)
     if site.n["test"]:
-        module = TargetStatistics(build(Message(message.states, {**message.facts, "kind": message.facts["base"]}))).to(site.device)
+        module = TargetStatistics(build(Message(message.states, {**message.meta, "kind": message.meta["base"]}))).to(site.device)
         module.adapt(batch.images for batch in site.ordered("test", site.scoring_batch))
         message.states[STATISTICS] = module.statistics()
     return message
@@ -70,8 +70,8 @@ def adapted_model(task: TaskConfig, message: Message, build: Build) -> nn.Module
 
     Args:
         task: what the model was trained for.
-        message: the delivered model, with its fact "base".
+        message: the delivered model, with its item "base".
         build: message -> module, of the model that is adapted.
     """
-    base = build(Message(message.states, {**message.facts, "kind": message.facts["base"]}))
-    return ADAPTATIONS[message.facts["kind"]](base, task, message)
+    base = build(Message(message.states, {**message.meta, "kind": message.meta["base"]}))
+    return ADAPTATIONS[message.meta["kind"]](base, task, message)

@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError, DataError, MedflareError
 
 if TYPE_CHECKING:
     from medflare.data.checking.planning import Plan
-    from medflare.data.starting.proposing import Answers
+    from medflare.data.dataset_import.proposing import Answers
     from medflare.tasks.config import TaskConfig
 
 _TASK_FILE: Final = "task.json"
@@ -127,9 +127,9 @@ def init(
     channels) or a table with file and label; splits by patient and shows what it made. PNG, JPEG, BMP, TIFF, NIfTI and DICOM. No image is
     changed.
     """
-    from medflare.data.starting.datalists import Wishes, init
-    from medflare.data.starting.dealing import shares_in
-    from medflare.data.starting.tables import Columns
+    from medflare.data.dataset_import.datalists import Wishes, init
+    from medflare.data.dataset_import.partition import shares_in
+    from medflare.data.dataset_import.tables import Columns
 
     if copy and out is None:
         raise ConfigError("--copy copies files to --out FOLDER; name it, or leave --copy out")
@@ -207,8 +207,8 @@ def prepare(
     Makes a folder per site with its files and datalist.json, counts them against the paper's table, and refuses a patient who is in two
     splits or at two sites. No image is changed.
     """
-    from medflare.data.starting.papers.catalogue import get_preparation, listing
-    from medflare.data.starting.papers.preparing import Choices, prepare
+    from medflare.data.dataset_import.papers.catalogue import get_preparation, listing
+    from medflare.data.dataset_import.papers.preparing import Choices, prepare
 
     if listed:
         print(listing())
@@ -234,7 +234,7 @@ def features(
     Makes a site, or a folder of sites, whose images are features of the task's network as its file of weights has it, and a task that
     trains a head on them. Patients, labels and splits stay as they are. Images are taken without augmentation.
     """
-    from medflare.data.starting.features import write_features
+    from medflare.data.dataset_import.features import write_features
     from medflare.tasks.config import load_task
 
     print(write_features(root, load_task(task), to, weights=weights, force=force).render())
@@ -248,7 +248,7 @@ def _task(named: str | None, root: Path) -> "TaskConfig":
         ConfigError: it is no task.
         DataError: none can be proposed.
     """
-    from medflare.data.starting.proposing import Answers, propose
+    from medflare.data.dataset_import.proposing import Answers, propose
     from medflare.tasks.config import load_task
 
     if named is not None:
@@ -327,7 +327,7 @@ def init_task(
     what was not said; Return takes what is proposed.
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.data.starting.proposing import propose
+    from medflare.data.dataset_import.proposing import propose
 
     if out.is_file() and not force:
         raise ConfigError(f"{out} exists; keep it, or write it anew with --force")
@@ -347,7 +347,7 @@ def init_task(
 
 def _answers(asked: dict[str, str | None], fixed: dict[str, Any]) -> "Answers":
     """What the user says of a task: what can be asked on a terminal, as text, and the rest."""
-    from medflare.data.starting.proposing import Answers
+    from medflare.data.dataset_import.proposing import Answers
 
     size, labels = asked["size"] or "", names_in(asked["labels"] or "")
     try:

@@ -38,7 +38,14 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 EVALUATE: Final = "evaluate"  # in place of a method: no rounds, the final models are the one that was given
-_OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_half", "server_half", "out")  # no hyper-parameters, as RUN_SETTINGS
+_OTHER_OPTIONS: Final = (
+    "sites",
+    "data_root",
+    "resplit",
+    "site_algorithm",
+    "server_algorithm",
+    "out",
+)  # no hyper-parameters, as RUN_SETTINGS
 
 Kit = Annotated[Path, typer.Option(help="Startup kit of the lead, or of the project admin")]
 Job = Annotated[str, typer.Argument(help="Name (the newest of several), id, or the beginning of an id", metavar="JOB")]
@@ -60,7 +67,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
         "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
         "medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a setting of the task",
-        "medflare run moon --server-half grace --rounds 20                 # GRACE's aggregation of MOON's sites",
+        "medflare run moon --server-algorithm grace --rounds 20                 # GRACE's aggregation of MOON's sites",
         "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
         "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # go on from a delivered model",
         "medflare run evaluate --model runs/fedsm-phantom-seed0/models/global  # every site tests it, nobody trains",
@@ -108,7 +115,7 @@ def add_commands(app: typer.Typer) -> None:
 
 @dataclass(frozen=True)
 class Federation:
-    """The method with its halves and hyper-parameters, and the task."""
+    """The method with its algorithms and hyper-parameters, and the task."""
 
     method: Annotated[
         str,
@@ -117,15 +124,16 @@ class Federation:
             "nobody trains"
         ),
     ]
-    site_half: Annotated[str | None, typer.Option(help="Use the site half of another method", metavar="METHOD")] = None
-    server_half: Annotated[str | None, typer.Option(help="Use the server half of another method", metavar="METHOD")] = None
+    site_algorithm: Annotated[str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")] = None
+    server_algorithm: Annotated[str | None, typer.Option(help="Use the server algorithm of another method", metavar="METHOD")] = None
     task: Annotated[
         str | None, typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: that of MODEL, else {PHANTOM}, synthetic)")
     ] = None
     set: Annotated[
         list[str],
         typer.Option(
-            help=f"A hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1) or {SET_HELP}", metavar="NAME=VALUE"
+            help=f"A hyper-parameter (lam=0.3, where both algorithms have it site.beta=1 or server.beta=1) or {SET_HELP}",
+            metavar="NAME=VALUE",
         ),
     ] = ()  # type: ignore[assignment]
     network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/learning.md)")] = None
@@ -148,7 +156,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
-    """The method, the task, the hyper-parameters under their halves and the settings of the run.
+    """The method, the task, the hyper-parameters under their algorithms and the settings of the run.
 
     Raises:
         ConfigError: no such method, a name that neither the method nor the task has, a value that the task cannot have, or a model that
@@ -163,14 +171,14 @@ def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
         if federation.model is None:
             raise ConfigError("evaluate: say which model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
         name, rounds = "fedavg", 0
-    halves = {"site_half": federation.site_half, "server_half": federation.server_half}
-    method = get_method(name, site=federation.site_half, server=federation.server_half)
+    algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
+    method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
     hyper, task = hyper_and_task(federation, method)
-    return Chosen(method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **halves})
+    return Chosen(method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms})
 
 
 def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
-    """The hyper-parameters under their halves and the task, from --set, --task, --network, --pretrained, --resplit and --from.
+    """The hyper-parameters under their algorithms and the task, from --set, --task, --network, --pretrained, --resplit and --from.
 
     Raises:
         ConfigError: see `chosen`.

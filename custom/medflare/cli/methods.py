@@ -14,28 +14,32 @@ if TYPE_CHECKING:
     from medflare.core.hyper import Described
     from medflare.methods.method import Method
 
-Half = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that half of another method")]
+Algorithm = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that half of another method")]
 
 
 def add_commands(app: typer.Typer) -> None:
     """Declare it."""
-    add_command(app, "methods", methods, "medflare methods", "medflare methods fedsm", "medflare methods moon --server-half grace")
+    add_command(app, "methods", methods, "medflare methods", "medflare methods fedsm", "medflare methods moon --server-algorithm grace")
 
 
 def methods(
-    method: Annotated[str | None, typer.Argument(help="One method (default: all)")] = None, site_half: Half = None, server_half: Half = None
+    method: Annotated[str | None, typer.Argument(help="One method (default: all)")] = None,
+    site_algorithm: Algorithm = None,
+    server_algorithm: Algorithm = None,
 ) -> int:
     """List methods, ours and those that other installed packages bring, with their hyper-parameters.
 
-    Those of both halves as --set takes them: default, the paper's symbol, where it stands in the paper, what is allowed, and what it does.
+    Those of both algorithms as --set takes them: default, the paper's symbol, where it stands in the paper, what is allowed, and what it does.
     """
     from medflare.methods.catalogue import get_method, method_names
 
-    if method is None and (site_half or server_half):
-        raise ConfigError("--site-half and --server-half change a method; name it: medflare methods METHOD --site-half OTHER")
+    if method is None and (site_algorithm or server_algorithm):
+        raise ConfigError(
+            "--site-algorithm and --server-algorithm change a method; name it: medflare methods METHOD --site-algorithm OTHER"
+        )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if method is not None:
-        print(method_listing(get_method(method, site=site_half, server=server_half), width))
+        print(method_listing(get_method(method, site=site_algorithm, server=server_algorithm), width))
         return 0
     failed = 0
     for name in method_names():
@@ -48,7 +52,7 @@ def methods(
 
 
 def method_listing(method: "Method", width: int | None = None) -> str:
-    """A method's title, paper and hyper-parameters, those of the site half before those of the server half.
+    """A method's title, paper and hyper-parameters, those of the site algorithm before those of the server algorithm.
 
     A hyper-parameter has its name as `--set` takes it, its default, the paper's symbol, its place in the paper, allowed values
     and its meaning.
@@ -59,15 +63,15 @@ def method_listing(method: "Method", width: int | None = None) -> str:
     """
     from medflare.core.hyper import described
 
-    halves = {half: described(owner) for half, owner in method.hyper_classes.items()}
+    algorithms = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
     lines = [*_filled(f"{method.name}: {method.title}", width, 0), *_filled(method.paper, width, 1)]
     lines += _filled(f"models: {_models(method)}", width, 1)
-    for half, origin in zip(halves, method.halves, strict=True):
-        heading = half if origin == method.name else f"{half} half of {origin}"
-        lines += _filled(heading if halves[half] else f"{heading}: no hyper-parameters", width, 1)
-        for name, about in halves[half].items():
-            ambiguous = all(name in fields for fields in halves.values())
-            lines += _entry(f"{half}.{name}" if ambiguous else name, about, width)
+    for algorithm, origin in zip(algorithms, method.algorithms, strict=True):
+        heading = algorithm if origin == method.name else f"{algorithm} half of {origin}"
+        lines += _filled(heading if algorithms[algorithm] else f"{heading}: no hyper-parameters", width, 1)
+        for name, about in algorithms[algorithm].items():
+            ambiguous = all(name in fields for fields in algorithms.values())
+            lines += _entry(f"{algorithm}.{name}" if ambiguous else name, about, width)
     return "\n".join(lines)
 
 
@@ -81,8 +85,8 @@ def _entry(name: str, about: "Described", width: int | None) -> list[str]:
     from medflare.evaluation.presentation import format_setting
 
     origin = ", ".join(filter(None, (about.symbol, about.source)))
-    facts = "; ".join(filter(None, (origin, _allowed(about))))
-    known = f"  [{facts}]" if facts else ""
+    meta = "; ".join(filter(None, (origin, _allowed(about))))
+    known = f"  [{meta}]" if meta else ""
     return [*_filled(f"{name} = {format_setting(about.default)}{known}", width, 2), *_filled(about.text, width, 4)]
 
 

@@ -9,7 +9,7 @@ import typer
 from medflare.cli.options import add_command
 
 Model = Annotated[Path, typer.Argument(help="Folder with model.safetensors and card.json")]
-Unsealed = Annotated[bool, typer.Option("--unsealed", help="Take a model whose card has no seal, as of medflare before 0.3")]
+Unsealed = Annotated[bool, typer.Option("--unsigned", help="Take a model whose card has no signature, as of medflare before 0.3")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -44,7 +44,7 @@ def predict(
         int | None, typer.Option(help="The most pixels of an image, counted before it is unpacked (default: 8192 x 8192)")
     ] = None,
     max_voxels: Annotated[int | None, typer.Option(help="The most voxels of a volume (default: 512 x 512 x 1024)")] = None,
-    unsealed: Unsealed = False,
+    unsigned: Unsealed = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Images outside what the model was trained on fail and are not predicted")
     ] = False,
@@ -63,7 +63,7 @@ def predict(
     given = {"pixels": max_pixels, "voxels": max_voxels}
     bounds = checked(ImageBounds, {unit: most for unit, most in given.items() if most is not None}, "--max-pixels, --max-voxels")
     summary = predict(
-        load_model(model, unsealed=unsealed, bounds=bounds),
+        load_model(model, unsigned=unsigned, bounds=bounds),
         images,
         out,
         builder=build_deployed,
@@ -82,7 +82,7 @@ def export(
     model: Model,
     format: Annotated[Literal["torchscript", "onnx", "monai"], typer.Option(help="onnx needs: pip install 'medflare[export]'")],
     out: Annotated[Path, typer.Option(help="Folder to write")],
-    unsealed: Unsealed = False,
+    unsigned: Unsealed = False,
 ) -> int:
     """Write a delivered model as TorchScript, ONNX or a MONAI bundle.
 
@@ -92,5 +92,5 @@ def export(
     from medflare.inference.export import export
     from medflare.methods.catalogue import build_deployed
 
-    print(export(load_model(model, unsealed=unsealed), format, out, builder=build_deployed).render())
+    print(export(load_model(model, unsigned=unsigned), format, out, builder=build_deployed).render())
     return 0

@@ -44,7 +44,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",
         "medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study",
         "medflare study single-site prr single-site:method=prr --task phantom_grades --sites 4 --out study_alone",
-        "medflare study fedavg moon:server_half=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
+        "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
         "medflare study --tables study --figures study/figures",
@@ -58,7 +58,7 @@ def run_study(
         list[str] | None,
         typer.Argument(
             metavar="METHOD[:NAME=VALUE,...]",
-            help="A method with its hyper-parameters (and site_half=METHOD, server_half=METHOD), or a reference (below)",
+            help="A method with its hyper-parameters (and site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)",
         ),
     ] = None,
     reference: Annotated[

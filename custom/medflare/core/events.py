@@ -1,6 +1,6 @@
 """What went wrong or deserves notice in a run, by name: the list that ends up under `events` in results.json.
 
-An event is a plain mapping {"round", "site", "kind", "message"}, so that a site can send its events among the facts of a
+An event is a plain mapping {"round", "site", "kind", "message"}, so that a site can send its events among the meta of a
 message and the server can join them to its own. `round` and `site` are None where an event belongs to no round or to the
 whole federation.
 """

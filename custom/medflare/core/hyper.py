@@ -1,7 +1,7 @@
 """Hyper-parameters: frozen pydantic dataclasses whose fields carry the paper's symbol, its source and what they allow.
 
-Each belongs to one half of a method, the site half or the server half, and is named within it: `site.beta` and `server.beta` are two
-things. The bare name serves wherever one half owns it.
+Each belongs to one algorithm of a method, the site algorithm or the server algorithm, and is named within it: `site.beta` and `server.beta` are two
+things. The bare name serves wherever one algorithm owns it.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.settings import checked
 
 H = TypeVar("H")
-HALVES: Final = ("site", "server")
+ALGORITHMS: Final = ("site", "server")
 Halved = dict[str, dict[str, Any]]  # {"site": {name: value}, "server": {name: value}}
 
 
@@ -89,41 +89,41 @@ def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-par
 
 
 def halved(values: Mapping[str, Any], owners: Mapping[str, type], method: str) -> Halved:
-    """Every value under the half that owns it, none of them checked yet.
+    """Every value under the algorithm that owns it, none of them checked yet.
 
     Args:
-        values: bare names, names with their half ("site.beta"), or whole halves ({"site": {"beta": 1}}).
-        owners: half -> class of its hyper-parameters.
+        values: bare names, names with their algorithm ("site.beta"), or whole algorithms ({"site": {"beta": 1}}).
+        owners: algorithm -> class of its hyper-parameters.
         method: for the messages.
 
     Raises:
-        ConfigError: a name that no half has, with the nearest one, or a bare name that both have.
+        ConfigError: a name that no algorithm has, with the nearest one, or a bare name that both have.
     """
-    fields = {half: described(owners[half]) for half in HALVES}
-    found: Halved = {half: {} for half in HALVES}
+    fields = {algorithm: described(owners[algorithm]) for algorithm in ALGORITHMS}
+    found: Halved = {algorithm: {} for algorithm in ALGORITHMS}
     for name, value in values.items():
-        if name in HALVES and isinstance(value, Mapping):
+        if name in ALGORITHMS and isinstance(value, Mapping):
             found[name].update(value)
             continue
-        half, dot, bare = name.partition(".")
-        if dot and half in HALVES:
-            found[half][bare] = value
+        algorithm, dot, bare = name.partition(".")
+        if dot and algorithm in ALGORITHMS:
+            found[algorithm][bare] = value
             continue
-        having = [half for half in HALVES if name in fields[half]]
+        having = [algorithm for algorithm in ALGORITHMS if name in fields[algorithm]]
         if len(having) > 1:
-            meanings = " and ".join(f"{half}.{name} ({fields[half][name].text})" for half in HALVES)
+            meanings = " and ".join(f"{algorithm}.{name} ({fields[algorithm][name].text})" for algorithm in ALGORITHMS)
             remedy = f"write site.{name} or server.{name}"
             raise ConfigError(f"hyper-parameter {name!r} of method {method!r} has two meanings, {meanings}; {remedy}")
         found[having[0] if having else _nowhere(name, fields, method)][name] = value
-    for half in HALVES:
-        for name in found[half]:
-            if name not in fields[half]:
-                raise ConfigError(_no_such(f"{half}.{name}", name, fields[half], method))
+    for algorithm in ALGORITHMS:
+        for name in found[algorithm]:
+            if name not in fields[algorithm]:
+                raise ConfigError(_no_such(f"{algorithm}.{name}", name, fields[algorithm], method))
     return found
 
 
 def _nowhere(name: str, fields: Mapping[str, Mapping[str, Any]], method: str) -> str:
-    raise ConfigError(_no_such(name, name, {known: None for half in HALVES for known in fields[half]}, method))
+    raise ConfigError(_no_such(name, name, {known: None for algorithm in ALGORITHMS for known in fields[algorithm]}, method))
 
 
 def _no_such(shown: str, name: str, known: Mapping[str, Any], method: str) -> str:
@@ -148,7 +148,7 @@ def parsed_value(text: str) -> Any:
 
 
 def plain(hyper: Any) -> dict[str, Any]:
-    """A half's hyper-parameters by name, as JSON has them, sorted."""
+    """An algorithm's hyper-parameters by name, as JSON has them, sorted."""
     return json.loads(json.dumps(dataclasses.asdict(hyper), sort_keys=True))
 
 

@@ -19,33 +19,33 @@ _VARIANCE: Final = "running_var"  # torch's name for it in every layer that keep
 
 
 @dataclass(frozen=True)
-class EntrySpec:
+class StateSpec:
     """The tensors of one entry of a message.
 
     Attributes:
         tensors: tensor name -> (shape, dtype).
         purpose: why the entry leaves the site, in words for the hospital's own report.
-        unsigned: names of tensors that hold no number below 0: whoever takes a root of one would get NaN.
+        nonnegative: names of tensors that hold no number below 0: whoever takes a root of one would get NaN.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     purpose: str
-    unsigned: frozenset[str] = frozenset()
+    nonnegative: frozenset[str] = frozenset()
 
     @classmethod
-    def like(cls, state: Mapping[str, Tensor], purpose: str, unsigned: bool = False) -> "EntrySpec":
+    def like(cls, state: Mapping[str, Tensor], purpose: str, nonnegative: bool = False) -> "StateSpec":
         """The spec that `state` (any device, meta included) satisfies; running variances are never below 0.
 
         Args:
             state: name -> tensor; only names, shapes and dtypes are read.
             purpose: why the entry leaves the site.
-            unsigned: whether no tensor holds a number below 0.
+            nonnegative: whether no tensor holds a number below 0.
         """
-        squares = frozenset(name for name in state if unsigned or name.rpartition(".")[2] == _VARIANCE)
+        squares = frozenset(name for name in state if nonnegative or name.rpartition(".")[2] == _VARIANCE)
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose, squares)
 
 
-Manifest = dict[str, EntrySpec]
+Manifest = dict[str, StateSpec]
 # How numbers belong to classes, for the suppression of small cells: "values" of a class speak of that class alone; "counts" of all classes
 # add up to a known total, so that one of them follows from the others.
 PerClass = Literal["", "values", "counts"]
@@ -62,7 +62,7 @@ def _network(plan: Any) -> Mapping[str, Tensor]:
     return plan.template()
 
 
-class Entry(str):
+class TensorSpec(str):
     """A named state of a message. To the code it is the name, to the manifest the declaration.
 
     A name that ends in "/" stands for a family: "personal/" for "personal/A", "personal/B".
@@ -71,8 +71,8 @@ class Entry(str):
         purpose: why it leaves the site; may be empty for what only the server sends.
         template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's own network.
         when: plan -> whether it is sent under these settings.
-        unsigned: whether it holds no number below 0.
-        sometimes: whether the server's message may lack it.
+        nonnegative: whether it holds no number below 0.
+        optional: whether the server's message may lack it.
         exact: whether its numbers travel as they are in any case, though they look like weights of the network.
         measured: the split whose images it was measured on ("train", "validation"); "" for weights and their updates. The participant sends
             zeros where the split has fewer patients than the site's `minimum_patients`.
@@ -84,8 +84,8 @@ class Entry(str):
     purpose: str
     template: Callable[[Any], Mapping[str, Tensor]]
     when: Callable[[Any], bool]
-    unsigned: bool
-    sometimes: bool
+    nonnegative: bool
+    optional: bool
     exact: bool
     measured: str
     per_class: PerClass
@@ -97,30 +97,30 @@ class Entry(str):
         template: Callable[[Any], Mapping[str, Tensor]] = _network,
         when: Callable[[Any], bool] = _always,
         *,
-        unsigned: bool = False,
-        sometimes: bool = False,
+        nonnegative: bool = False,
+        optional: bool = False,
         exact: bool = False,
         measured: str = "",
         per_class: PerClass = "",
-    ) -> "Entry":
+    ) -> "TensorSpec":
         entry = super().__new__(cls, name)
         entry.purpose, entry.template, entry.when = purpose, template, when
-        entry.unsigned, entry.sometimes, entry.exact = unsigned, sometimes, exact
+        entry.nonnegative, entry.optional, entry.exact = nonnegative, optional, exact
         entry.measured, entry.per_class = measured, per_class
         return entry
 
-    def spec(self, plan: Any) -> EntrySpec:
+    def spec(self, plan: Any) -> StateSpec:
         """What the entry holds under a plan."""
-        return EntrySpec.like(self.template(plan), self.purpose, self.unsigned)
+        return StateSpec.like(self.template(plan), self.purpose, self.nonnegative)
 
     def covers(self, name: str) -> bool:
         """Whether a name in a message is this entry or one of its family."""
         return name.startswith(self) if self.endswith("/") else name == self
 
-    def maybe(self) -> "Entry":
+    def as_optional(self) -> "TensorSpec":
         """The same, in a message that may lack it."""
-        entry = Entry(self, self.purpose, self.template, self.when)
-        entry.__dict__.update(self.__dict__, sometimes=True)
+        entry = TensorSpec(self, self.purpose, self.template, self.when)
+        entry.__dict__.update(self.__dict__, optional=True)
         return entry
 
     def of(self, site: str) -> str:
@@ -137,14 +137,14 @@ class Entry(str):
             Site -> state; empty where the message holds none of the family.
 
         Examples:
-            >>> Entry("personal/").family({"personal/B": 2, "model": 0, "personal/A": 1})
+            >>> TensorSpec("personal/").family({"personal/B": 2, "model": 0, "personal/A": 1})
             {'A': 1, 'B': 2}
         """
         return {name.removeprefix(self): states[name] for name in sorted(states) if name.startswith(self)}
 
 
-class Taken:
-    """What a fact may be. Names and texts of all facts are known to be printable, see `federation.screening.messages`.
+class Validator:
+    """What a metadata item may be. Names and texts of all meta are known to be printable, see `federation.update_validation.messages`.
 
     Args:
         kind: a type for pydantic, or a function value -> what is wrong with it, in words, or None.
@@ -154,14 +154,14 @@ class Taken:
         self.kind = Annotated[Any, AfterValidator(partial(_raise_problem, kind))] if isinstance(kind, FunctionType) else kind
 
     def __call__(self, value: object) -> str | None:
-        """What is wrong with a value, in words that follow the fact's name, or None."""
+        """What is wrong with a value, in words that follow the item's name, or None."""
         try:
             self._adapter.validate_python(value)
         except ValidationError as error:
             return first_problem(error)
         return None
 
-    @cached_property  # made when it is first asked: a process imports more facts than it sees
+    @cached_property  # made when it is first asked: a process imports more meta than it sees
     def _adapter(self) -> TypeAdapter[Any]:
         kind: Any = self.kind
         return TypeAdapter(kind)
@@ -180,15 +180,15 @@ def _check_model_name(name: str) -> str:
 
 
 _ModelName = Annotated[str, AfterValidator(_check_model_name)]
-Checks = Taken | Callable[[object], str | None]
-anything = Taken(Any)
+Checks = Validator | Callable[[object], str | None]
+anything = Validator(Any)
 
 
 def _kind(of: Checks) -> Any:
-    return of.kind if isinstance(of, Taken) else Taken(of).kind
+    return of.kind if isinstance(of, Validator) else Validator(of).kind
 
 
-def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Taken:
+def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Validator:
     """Takes finite numbers; where it is `optional`, None as well: a value that is not defined.
 
     Examples:
@@ -196,57 +196,57 @@ def number(least: float = -math.inf, most: float = math.inf, *, optional: bool =
         (None, None, 'Input should be less than or equal to 1, got 2')
     """
     kind = Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
-    return Taken(kind | None if optional else kind)
+    return Validator(kind | None if optional else kind)
 
 
-def count(most: int = 2**53, *, optional: bool = False) -> Taken:
+def count(most: int = 2**53, *, optional: bool = False) -> Validator:
     """Takes whole numbers from 0."""
     kind = Annotated[int, Field(strict=True, ge=0, le=most)]
-    return Taken(kind | None if optional else kind)
+    return Validator(kind | None if optional else kind)
 
 
-def text(*known: str) -> Taken:
+def text(*known: str) -> Validator:
     """Takes texts of up to 1000 characters, or only the known ones."""
-    return Taken(Literal[known] if known else Annotated[str, Field(strict=True, max_length=1000)])
+    return Validator(Literal[known] if known else Annotated[str, Field(strict=True, max_length=1000)])
 
 
-def table(of: Checks = anything) -> Taken:
+def table(of: Checks = anything) -> Validator:
     """Takes tables, name -> value.
 
     Examples:
         >>> table(count())({"train": 3}), table(count())({"train": "many"})
         (None, "train: Input should be a valid integer, got 'many'")
     """
-    return Taken(dict[str, _kind(of)])  # type: ignore[misc]  # a type made at run time
+    return Validator(dict[str, _kind(of)])  # type: ignore[misc]  # a type made at run time
 
 
-def models(of: Checks = anything, most: int = 16) -> Taken:
+def models(of: Checks = anything, most: int = 16) -> Validator:
     """Takes tables, model -> value, of a few models whose names are short and plain: they head tables and figures."""
-    return Taken(Annotated[dict[_ModelName, _kind(of)], Field(max_length=most)])  # type: ignore[misc]  # a type made at run time
+    return Validator(Annotated[dict[_ModelName, _kind(of)], Field(max_length=most)])  # type: ignore[misc]  # a type made at run time
 
 
-def listing(of: Checks = anything, most: int | None = None) -> Taken:
+def listing(of: Checks = anything, most: int | None = None) -> Validator:
     """Takes lists of up to `most` items."""
-    return Taken(Annotated[list[_kind(of)], Field(max_length=most)])  # type: ignore[misc]  # a type made at run time
+    return Validator(Annotated[list[_kind(of)], Field(max_length=most)])  # type: ignore[misc]  # a type made at run time
 
 
-class Fact(str):
+class MetaSpec(str):
     """A named number, text or small table of a message. To the code it is the name, to the reader what it says.
 
     Attributes:
         about: what it says, a few words.
         takes: what is wrong with a value, see `number`, `count`, `text`, `table`, `models` and `listing`; asked before it is used.
         measured: the split whose patients it was measured on, "train" or "validation"; "" for what is no measurement.
-        sometimes: whether the server's message may lack it.
+        optional: whether the server's message may lack it.
         per_class: whether it is a table by class name or a list by class, at any depth, see `PerClass`. Where fewer training patients (or
             patients of the split that it was measured on) than the site's `minimum_patients` show a class, the participant leaves the
             class out of a table of "values" and its number out of a list; of "counts" it sends no number.
     """
 
     about: str
-    takes: Taken
+    validator: Validator
     measured: str
-    sometimes: bool
+    optional: bool
     per_class: PerClass
 
     def __new__(
@@ -256,17 +256,17 @@ class Fact(str):
         takes: Checks = anything,
         measured: str = "",
         *,
-        sometimes: bool = False,
+        optional: bool = False,
         per_class: PerClass = "",
-    ) -> "Fact":
-        fact = super().__new__(cls, name)
-        fact.takes = takes if isinstance(takes, Taken) else Taken(takes)
-        fact.about, fact.measured, fact.sometimes, fact.per_class = about, measured, sometimes, per_class
-        return fact
+    ) -> "MetaSpec":
+        item = super().__new__(cls, name)
+        item.validator = takes if isinstance(takes, Validator) else Validator(takes)
+        item.about, item.measured, item.optional, item.per_class = about, measured, optional, per_class
+        return item
 
-    def maybe(self) -> "Fact":
+    def as_optional(self) -> "MetaSpec":
         """The same, in a message that may lack it."""
-        return Fact(self, self.about, self.takes, self.measured, sometimes=True, per_class=self.per_class)
+        return MetaSpec(self, self.about, self.validator, self.measured, optional=True, per_class=self.per_class)
 
 
 @dataclass(frozen=True)
@@ -274,20 +274,20 @@ class Phase:
     """One kind of exchange: what the server sends for it and what a site answers.
 
     Attributes:
-        name: also the name of the site half's method that answers.
-        sends, tells: entries and facts of the server's message.
-        answers, reports: entries and facts of the site's reply: everything that leaves the hospital, and nothing else may.
+        name: also the name of the site algorithm's method that answers.
+        sends, tells: entries and meta of the server's message.
+        answers, reports: entries and meta of the site's reply: everything that leaves the hospital, and nothing else may.
     """
 
     name: str
-    sends: tuple[Entry, ...] = ()
-    answers: tuple[Entry, ...] = ()
-    tells: tuple[Fact, ...] = ()
-    reports: tuple[Fact, ...] = ()
+    request: tuple[TensorSpec, ...] = ()
+    reply: tuple[TensorSpec, ...] = ()
+    request_meta: tuple[MetaSpec, ...] = ()
+    reply_meta: tuple[MetaSpec, ...] = ()
 
-    def answered(self, plan: Any) -> tuple[Entry, ...]:
+    def answered(self, plan: Any) -> tuple[TensorSpec, ...]:
         """The entries of a reply under a plan's settings."""
-        return tuple(entry for entry in self.answers if entry.when(plan))
+        return tuple(entry for entry in self.reply if entry.when(plan))
 
     def manifest(self, plan: Any) -> Manifest:
         """Names, shapes and dtypes of everything that a reply holds under a plan."""
@@ -298,8 +298,8 @@ class Phase:
         wanted = {str(entry) for entry in self.answered(plan)}
         if reply.states.keys() != wanted:
             return _difference("entry", wanted - reply.states.keys(), reply.states.keys() - wanted)
-        extra = reply.facts.keys() - set(map(str, self.reports))
-        return _difference("fact", set(), extra) if extra else None
+        extra = reply.meta.keys() - set(map(str, self.reply_meta))
+        return _difference("item", set(), extra) if extra else None
 
 
 def merged_phases(own: tuple[Phase, ...], further: tuple[Phase, ...]) -> tuple[Phase, ...]:
@@ -309,10 +309,10 @@ def merged_phases(own: tuple[Phase, ...], further: tuple[Phase, ...]) -> tuple[P
         known = found.get(phase.name, Phase(phase.name))
         found[phase.name] = Phase(
             phase.name,
-            sends=(*known.sends, *phase.sends),
-            answers=(*known.answers, *phase.answers),
-            tells=(*known.tells, *phase.tells),
-            reports=(*known.reports, *phase.reports),
+            request=(*known.request, *phase.request),
+            reply=(*known.reply, *phase.reply),
+            request_meta=(*known.request_meta, *phase.request_meta),
+            reply_meta=(*known.reply_meta, *phase.reply_meta),
         )
     return tuple(found.values())
 
@@ -364,7 +364,7 @@ def negative(message: Message, manifest: Manifest) -> str | None:
         manifest: says which those are.
     """
     for entry, spec in manifest.items():
-        for name in sorted(spec.unsigned):
+        for name in sorted(spec.nonnegative):
             if bool((message.states[entry][name] < 0).any()):
                 return f"{entry}/{name} holds a number below 0, which a variance or a mean square cannot be"
     return None

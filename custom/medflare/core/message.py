@@ -1,4 +1,4 @@
-"""What travels between a site half and a server half."""
+"""What travels between a site algorithm and a server algorithm."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,15 +8,15 @@ from medflare.core.states import StateDict, state_bytes
 
 @dataclass
 class Message:
-    """Named states and facts.
+    """Named states and meta.
 
     Attributes:
         states: entry name -> state dict; everything that holds tensors, so that privacy filters and manifests see it.
-        facts: JSON-serialisable numbers and names (sample counts, losses, metrics); never anything model-like.
+        meta: JSON-serialisable numbers and names (sample counts, losses, metrics); never anything model-like.
     """
 
     states: dict[str, StateDict] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

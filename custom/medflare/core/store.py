@@ -1,7 +1,7 @@
 """State that survives a process: one safetensors file per message, written atomically, checked when read.
 
-Tensors and facts share one file (the facts are JSON in the safetensors header), so a crash can never leave tensors of one
-round beside facts of another. Nothing is ever unpickled.
+Tensors and meta share one file (the meta are JSON in the safetensors header), so a crash can never leave tensors of one
+round beside meta of another. Nothing is ever unpickled.
 """
 
 import copy
@@ -27,7 +27,7 @@ from medflare.core.states import StateDict, bytes_of, copy_state
 from medflare.core.text import escaped
 
 SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
-_HEADER = "medflare"  # the field of the safetensors header that holds facts, entry names and the checksum
+_HEADER = "medflare"  # the field of the safetensors header that holds meta, entry names and the checksum
 
 
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
@@ -134,7 +134,7 @@ def write_message(path: Path, message: Message) -> None:
         OSError: it cannot be written; what was there before is whole.
     """
     tensors = flat(message)
-    content = {"facts": message.facts, "entries": sorted(message.states)}
+    content = {"meta": message.meta, "entries": sorted(message.states)}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
     with replacing(path) as temporary:
         try:
@@ -187,7 +187,7 @@ def _read_once(path: Path) -> Message:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_HEADER])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        content = {"facts": header["facts"], "entries": header["entries"]}
+        content = {"meta": header["meta"], "entries": header["entries"]}
         intact = header["digest"] == _digest(tensors, content)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start afresh") from error
@@ -197,11 +197,11 @@ def _read_once(path: Path) -> Message:
     for key, tensor in tensors.items():
         entry, name = key.rsplit(SEPARATOR, 1)
         states[entry][name] = tensor
-    return Message(states, content["facts"])
+    return Message(states, content["meta"])
 
 
 def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
-    """A checksum of names, dtypes, shapes and values of all tensors, and of the facts and entry names beside them."""
+    """A checksum of names, dtypes, shapes and values of all tensors, and of the meta and entry names beside them."""
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -253,11 +253,11 @@ class MemoryStore:
 
 
 def _copied(message: Message) -> Message:
-    return Message({entry: copy_state(state) for entry, state in message.states.items()}, copy.deepcopy(message.facts))
+    return Message({entry: copy_state(state) for entry, state in message.states.items()}, copy.deepcopy(message.meta))
 
 
 class StateStore:
-    """Messages by name in one folder, for example a site's half between two tasks."""
+    """Messages by name in one folder, for example a site's algorithm between two tasks."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)

@@ -25,7 +25,7 @@ from torch import Tensor
 from medflare.core.errors import DataError
 from medflare.core.packages import versions
 from medflare.core.store import write_atomically
-from medflare.data.datalist import Entry
+from medflare.data.datalist import DatalistItem
 from medflare.data.decoding import Decoded, DecodedRow, decode, decoded_rows, gathered
 from medflare.data.progress import counted
 from medflare.data.settings import CacheSettings
@@ -42,13 +42,13 @@ _FACTS: Final = "rows"  # of a file's metadata: name, spacing, acquisition and c
 _DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")  # another release may read the same file otherwise
 _SETTINGS: Final = (
     *("kind", "target", "labels", "channels", "size", "intensity", "slices", "label_values", "unlisted_labels", "spatial_dims"),
-    *("fit", "orientation", "spacing", "missing_channels", "pick"),
+    *("image_mode", "orientation", "spacing", "missing_channels", "pick"),
 )
 _memory: OrderedDict[tuple[str, CacheSettings | None], Decoded] = OrderedDict()
 _log = logging.getLogger(__name__)
 
 
-def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Entry], cache: CacheSettings | None) -> Decoded:
+def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem], cache: CacheSettings | None) -> Decoded:
     """The decoded images of `entries`: as this process has them, else from the cache folder, else from the source.
 
     Args:
@@ -76,7 +76,7 @@ def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Entr
     return decoded
 
 
-def _keys(task: TaskConfig, source: Source, entries: list[Entry]) -> list[str]:
+def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list[str]:
     settings = task.to_dict()
     shared = [_FORMAT, versions(_DECODERS), {name: settings[name] for name in _SETTINGS}, source.annotated()]
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
@@ -102,7 +102,7 @@ class _Row(NamedTuple):
 class _Files:
     """The cached images of a site."""
 
-    def __init__(self, task: TaskConfig, source: Source, entries: list[Entry], keys: list[str], cache: CacheSettings):
+    def __init__(self, task: TaskConfig, source: Source, entries: list[DatalistItem], keys: list[str], cache: CacheSettings):
         self._task, self._source, self._entries, self._cache = task, source, entries, cache
         self._paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
         self._problem = ""  # why files cannot be written

@@ -44,7 +44,7 @@ class _ListedWithMasks(_Listed):
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatalistItem:
     """One line of the datalist."""
 
     image: Path
@@ -96,7 +96,7 @@ def site_name(folder: Path) -> str:
     return folder.resolve().name if folder.name in ("", "..") else folder.name
 
 
-def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[Entry]:
+def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
     """All entries, in file order.
 
     Args:
@@ -118,7 +118,7 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
         raise DataError(f"{path}: not valid JSON in UTF-8 ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, DatalistItem] = {}
     for entry in _listed_entries(folder, content, kind):
         if (first := entries.setdefault(str(entry.image), entry)) is not entry:  # before a long list is looked up on the disk
             raise _twice(entry, first)
@@ -131,7 +131,7 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
     return list(entries.values())
 
 
-def _listed_entries(folder: Path, content: Mapping[str, Any], kind: str) -> Iterator[Entry]:
+def _listed_entries(folder: Path, content: Mapping[str, Any], kind: str) -> Iterator[DatalistItem]:
     path = folder / FILE
     for split in SPLITS:
         listed = content.get(split)
@@ -246,7 +246,7 @@ def listed_annotated(folder: Path) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
+def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
     if not isinstance(item, Mapping):
         raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
     layout = _ListedWithMasks if kind == "segmentation" else _Listed
@@ -263,17 +263,17 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
     if first is None:
         raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
     channels = () if isinstance(listed.image, str) else files
-    return Entry(folder / first, label, str(listed.patient) if "patient" in item else printable(first), split, place, channels)
+    return DatalistItem(folder / first, label, str(listed.patient) if "patient" in item else printable(first), split, place, channels)
 
 
-def check_patients(entries: Iterable[Entry]) -> None:
+def check_patients(entries: Iterable[DatalistItem]) -> None:
     """Refuse what would let training see a test patient.
 
     Raises:
         DataError: a patient stands in two splits, or an image is listed twice, be it as channels of another patient's.
     """
-    home: dict[str, Entry] = {}
-    firsts: dict[Any, Entry] = {}
+    home: dict[str, DatalistItem] = {}
+    firsts: dict[Any, DatalistItem] = {}
     listed, files = list(entries), []
     for entry in listed:
         first = home.setdefault(entry.patient, entry)
@@ -302,13 +302,13 @@ def _one_file(file: Path) -> Any:
     return (known.st_dev, known.st_ino) if known.st_nlink > 1 and known.st_ino and not S_ISDIR(known.st_mode) else found
 
 
-def _twice(entry: Entry, other: Entry) -> DataError:
+def _twice(entry: DatalistItem, other: DatalistItem) -> DataError:
     return DataError(f"{entry.place}: image {entry.name} is also in {other.place}; list it once")
 
 
 def assign_splits(
-    entries: list[Entry], listed: tuple[str, ...], site: str, *, outside: bool = False, resplit: int | None = None
-) -> list[Entry]:
+    entries: list[DatalistItem], listed: tuple[str, ...], site: str, *, outside: bool = False, resplit: int | None = None
+) -> list[DatalistItem]:
     """Entries with the split they are used for.
 
     A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is missing; `resplit` draws
@@ -336,7 +336,7 @@ def assign_splits(
     return entries if resplit is None else _redraw(entries, site, resplit)
 
 
-def _draw_missing(entries: list[Entry], missing: list[str], site: str, seed: int) -> list[Entry]:
+def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, seed: int) -> list[DatalistItem]:
     drawn = ["training", *missing]
     patients = sorted({entry.patient for entry in entries if entry.split == "training"})
     if len(patients) < len(drawn):
@@ -355,7 +355,7 @@ def _draw_missing(entries: list[Entry], missing: list[str], site: str, seed: int
     return [replace(entry, split=home[entry.patient]) if entry.split == "training" else entry for entry in entries]
 
 
-def _redraw(entries: list[Entry], site: str, seed: int) -> list[Entry]:
+def _redraw(entries: list[DatalistItem], site: str, seed: int) -> list[DatalistItem]:
     home = {entry.patient: entry.split for entry in entries}
     patients = sorted(home)
     places = sorted(home.values(), key=SPLITS.index)  # as many patients in each split as before

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.data.acquisition import acquisition_of
-from medflare.data.datalist import Entry
+from medflare.data.datalist import DatalistItem
 from medflare.data.geometry import by
 from medflare.data.reading import Image
 from medflare.data.sources import Source
@@ -44,7 +44,7 @@ class DecodedRow(NamedTuple):
     acquired: list[float]
 
 
-def decode(task: TaskConfig, source: Source, entries: Iterable[Entry]) -> Decoded:
+def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) -> Decoded:
     """Every picture, and every kept slice of every volume, read, checked and resized, in memory.
 
     Args:
@@ -56,7 +56,7 @@ def decode(task: TaskConfig, source: Source, entries: Iterable[Entry]) -> Decode
     return gathered(decoded_rows(task, source, entries, failed), task, failed)
 
 
-def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[Entry], failed: dict[int, str]) -> Iterator[DecodedRow]:
+def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]) -> Iterator[DecodedRow]:
     """The rows of `decode` one after the other, no more than one file's at a time.
 
     Args:
@@ -97,7 +97,7 @@ def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str
     numbers, names = [row.entry for row in kept], [row.name for row in kept]
     spacings = [row.spacing for row in kept] if task.spatial_dims == 3 else []
     acquired = torch.tensor([row.acquired for row in kept], dtype=torch.float64)
-    if task.spatial_dims == 3 or task.fit == "patch":
+    if task.spatial_dims == 3 or task.image_mode == "patch":
         return Decoded(images, targets, numbers, names, spacings, failed, acquired)
     if not images:
         empty = torch.zeros(0, task.image_channels, *task.size)
@@ -129,7 +129,7 @@ def _for_loss(target: Tensor, task: TaskConfig) -> Tensor:
     return target[0] if task.kind == "segmentation" else target
 
 
-def target_of(task: TaskConfig, source: Source, entry: Entry, image: Image) -> np.ndarray:
+def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
     """The entry's target at its stored size.
 
     Args:
@@ -157,7 +157,9 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: Image) -> n
     return encode_mask(mask, task, place)
 
 
-def pictures_of(task: TaskConfig, entry: Entry, image: np.ndarray, target: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def pictures_of(
+    task: TaskConfig, entry: DatalistItem, image: np.ndarray, target: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """The picture or volume itself, or the kept slices of a volume, with their targets.
 
     A label chooses slices for training alone: where a model is measured, what it finds on slices without a structure counts.

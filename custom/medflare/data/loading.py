@@ -12,7 +12,7 @@ from torch import Tensor
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.cache import decoded_once
-from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits, names_of_masks, site_name
+from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, names_of_masks, site_name
 from medflare.data.decoding import Decoded
 from medflare.data.reading import ImageBounds
 from medflare.data.settings import CacheSettings
@@ -185,7 +185,7 @@ def source_of(site: str, task: TaskConfig, root: Path | None, folders: Sequence[
     return PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
 
 
-def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[Entry], list[str]]:
+def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
     """The entries that the task can use, each with its split.
 
     Args:
@@ -207,7 +207,7 @@ def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "in
     return assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit), notes
 
 
-def known_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[Entry], list[str]]:
+def known_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:
     """All entries, their classes numbered as the task numbers them, see `renumbering`.
 
     Args:
@@ -281,7 +281,7 @@ def _counted_as(classes: Iterable[tuple[int, str, int, str]]) -> str:
     return f'"labels" of {FILE} count so: {listed}' if listed else ""
 
 
-def _split(decoded: Decoded, entries: list[Entry], name: str) -> Split:
+def _split(decoded: Decoded, entries: list[DatalistItem], name: str) -> Split:
     rows = [row for row, number in enumerate(decoded.entries) if entries[number].split == name]
     patients = tuple(entries[decoded.entries[row]].patient for row in rows)
     names = tuple(decoded.names[row] for row in rows)

@@ -11,7 +11,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.data import phantom
-from medflare.data.datalist import SPLITS, Entry, listed_annotated, listed_names, listed_splits, read_datalist
+from medflare.data.datalist import SPLITS, DatalistItem, listed_annotated, listed_names, listed_splits, read_datalist
 from medflare.data.geometry import by
 from medflare.data.reading import Image, ImageBounds, files_of, read_image, read_mask
 from medflare.data.targets import stored_values
@@ -23,7 +23,7 @@ _KEPT_SITES = 16  # of the embedded federation, in one process
 class Source(Protocol):
     """Where a site's images come from."""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DatalistItem]:
         """What the datalist names, in its order."""
 
     def listed(self) -> tuple[str, ...]:
@@ -35,13 +35,13 @@ class Source(Protocol):
     def annotated(self) -> tuple[str, ...] | None:
         """Structures that the site annotated, see `datalist.listed_annotated`."""
 
-    def image(self, entry: Entry) -> Image:
+    def image(self, entry: DatalistItem) -> Image:
         """The entry's image."""
 
-    def mask(self, entry: Entry, image: Image) -> np.ndarray:
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
         """int64 (M, ...), laid out as the image."""
 
-    def state(self, entries: list[Entry]) -> Any:
+    def state(self, entries: list[DatalistItem]) -> Any:
         """JSON that changes whenever an image or a mask does, or what is refused of them."""
 
 
@@ -59,7 +59,7 @@ class FileSource:
         self._root, self._task = root, task
         self._folders, self._bounds = tuple(folders), bounds
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DatalistItem]:
         """The entries of datalist.json."""
         return read_datalist(self._root, self._task.kind, self._folders)
 
@@ -79,7 +79,7 @@ class FileSource:
     def _annotated(self) -> tuple[str, ...] | None:
         return listed_annotated(self._root)
 
-    def image(self, entry: Entry) -> Image:
+    def image(self, entry: DatalistItem) -> Image:
         """The entry's image, see `reading.read_image`.
 
         Raises:
@@ -92,7 +92,7 @@ class FileSource:
             raise DataError(f"{entry.image}: empty, all its values are one; export the image again or leave it out")
         return image
 
-    def mask(self, entry: Entry, image: Image) -> np.ndarray:
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
         """The entry's mask or masks, see `reading.read_mask`.
 
         Raises:
@@ -117,7 +117,7 @@ class FileSource:
         named = {label: values[0] for label, values in zip(task.labels, stored_values(task), strict=True)}
         return np.einsum("m...,m->...", masks, np.array([named.get(label, number) for label, number in segments]))[None]
 
-    def state(self, entries: list[Entry]) -> Any:
+    def state(self, entries: list[DatalistItem]) -> Any:
         """How large an image may be, and size and time of change of every file of these entries."""
         masks = self._task.kind == "segmentation"
         files = [[_file_state(file) for file in [*filter(None, entry.files), *(entry.masks if masks else [])]] for entry in entries]
@@ -131,11 +131,13 @@ class PhantomSource:
     def __init__(self, site: str, task: TaskConfig):
         self._site, self._task = site, task
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DatalistItem]:
         """The site's generated images, graded for classification."""
         place = f"phantom {self._site}"
         return [
-            Entry(Path(item.name), item.grade if self._task.kind == "classification" else Path(item.name), item.patient, item.split, place)
+            DatalistItem(
+                Path(item.name), item.grade if self._task.kind == "classification" else Path(item.name), item.patient, item.split, place
+            )
             for item in _generated(self._site).values()
         ]
 
@@ -151,17 +153,17 @@ class PhantomSource:
         """None: all are."""
         return None
 
-    def image(self, entry: Entry) -> Image:
+    def image(self, entry: DatalistItem) -> Image:
         """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""
         picture = _generated(self._site)[entry.name].image.astype(np.float32)
         array = picture.transpose(2, 0, 1) if self._task.image_channels == 3 else picture.mean(axis=2)[None]
         return Image(array, coloured=True)
 
-    def mask(self, entry: Entry, image: Image) -> np.ndarray:
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
         """int64 (1, 64, 64): 0 background, 1 disc rim, 2 cup."""
         return _generated(self._site)[entry.name].mask.astype(np.int64)[None]
 
-    def state(self, entries: list[Entry]) -> Any:
+    def state(self, entries: list[DatalistItem]) -> Any:
         """The names that decide the images."""
         return ["phantom", self._site, [entry.name for entry in entries]]
 

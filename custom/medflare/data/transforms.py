@@ -23,7 +23,7 @@ class Preprocessing:
 
     def __init__(self, task: TaskConfig):
         self._size = task.size
-        self._resizes = task.fit == "resize"
+        self._resizes = task.image_mode == "resize"
         self._intensity = _construct("intensity", "", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:

@@ -16,7 +16,7 @@ def round_line(
     phase: str,
     round: int,
     rounds: int,
-    facts: Mapping[str, Mapping[str, Any]],
+    meta: Mapping[str, Mapping[str, Any]],
     rejected: Mapping[str, str],
     seconds: float,
     aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
@@ -25,7 +25,7 @@ def round_line(
 
     Args:
         round: 0-based; `rounds` itself for the look at the last round's models.
-        facts: site -> facts of its reply; "loss", "validation" (model -> metric) and the ε of "privacy" are shown.
+        meta: site -> meta of its reply; "loss", "validation" (model -> metric) and the ε of "privacy" are shown.
         rejected: site -> reason.
         seconds: that the step took.
         aggregation: site -> what the server made of it, for example its weight.
@@ -35,18 +35,18 @@ def round_line(
     """
     after = f"after round {rounds - 1}" if rounds else "without a round"
     place = after if round >= rounds else f"round {round} ({round + 1}/{rounds})"
-    shown = {site: [site, *_step_facts(facts[site])] for site in facts}
+    shown = {site: [site, *_step_facts(meta[site])] for site in meta}
     shown.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
     for site, numbers in (aggregation or {}).items():
         shown.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
     return f"{place} {phase}: " + " | ".join([*(" ".join(shown[site]) for site in sorted(shown)), format_seconds(seconds)])
 
 
-def _step_facts(facts: Mapping[str, Any]) -> list[str]:
-    parts = [] if facts.get("loss") is None else [f"loss {facts['loss']:.4f}"]
-    parts += [f"{model} {format_metric('', value)}" for model, value in facts.get("validation", {}).items()]
-    if "privacy" in facts:
-        parts.append(f"ε {format_metric('', facts['privacy'].get('epsilon'))}")
+def _step_facts(meta: Mapping[str, Any]) -> list[str]:
+    parts = [] if meta.get("loss") is None else [f"loss {meta['loss']:.4f}"]
+    parts += [f"{model} {format_metric('', value)}" for model, value in meta.get("validation", {}).items()]
+    if "privacy" in meta:
+        parts.append(f"ε {format_metric('', meta['privacy'].get('epsilon'))}")
     return parts
 
 

@@ -77,7 +77,7 @@ class EventEntry(_Open):
 
 
 class HyperParameters(_Open):
-    """All hyper-parameters as they were used, each under the half of the method that owns it."""
+    """All hyper-parameters as they were used, each under the algorithm of the method that owns it."""
 
     site: dict[str, Any]
     server: dict[str, Any]

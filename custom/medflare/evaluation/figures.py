@@ -36,7 +36,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
         return None
     metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     sites = sorted({site for lines in panels.values() for site in lines})
-    elected = {model: election["round"] for model, election in results.get("elections", {}).items()}
+    elected = {model: election["round"] for model, election in results.get("model_selectors", {}).items()}
     chosen = {model: round for model, round in elected.items() if round is not None}  # nobody chose where nothing was trained
 
     columns = 2 if len(panels) == 4 else min(3, len(panels))
@@ -80,8 +80,8 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tu
             panels.setdefault(panel, {}).setdefault(site, []).append((round, float(value)))
 
     for step in history:
-        for site, facts in step["sites"].items():
-            for panel, value in {_LOSS: facts.get("loss"), **(facts.get("validation") or {})}.items():
+        for site, meta in step["sites"].items():
+            for panel, value in {_LOSS: meta.get("loss"), **(meta.get("validation") or {})}.items():
                 add(panel, site, step["round"], value)
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():

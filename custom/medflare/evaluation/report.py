@@ -61,7 +61,7 @@ def render_report(
         reached=max((step["round"] for step in history), default=-1) + 1,
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
-        elections=_elections(results),
+        model_selectors=_elections(results),
         selector=_selector(results),
         reports=_reports(results),
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
@@ -103,7 +103,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
                 some = f"{defined} of " if defined < count else ""
                 where = f"mean over {some}{count} {role} site{'s' if count > 1 else ''}, deployed model"
                 tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
-    for model, election in results.get("elections", {}).items():
+    for model, election in results.get("model_selectors", {}).items():
         voters = {site for candidate in election["candidates"] for site in candidate["votes"]}
         where = f"of training behind the {model} model, elected by {len(voters)} site{'s' if len(voters) > 1 else ''}"
         tiles.append(("Chosen round", f"{election['round']} of {results['rounds']}", where))
@@ -123,7 +123,7 @@ def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         highest vote, "cut": whether there were more}.
     """
     shown: dict[str, dict[str, Any]] = {}
-    for model, election in results.get("elections", {}).items():
+    for model, election in results.get("model_selectors", {}).items():
         sites = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
         heard = {site: [candidate for candidate in election["candidates"] if site in candidate["votes"]] for site in sites}
         favourites = {site: max(own, key=lambda found: found["votes"][site])["round"] for site, own in heard.items()}

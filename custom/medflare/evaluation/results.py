@@ -138,7 +138,7 @@ def append_round(folder: Path, line: Mapping[str, Any]) -> None:
 
     Args:
         folder: where metrics.jsonl lies; made if it is not there.
-        line: {"step", "phase", "round", "seconds", "sites": {site: facts of its reply}, "aggregation": {site: {name: number}}}.
+        line: {"step", "phase", "round", "seconds", "sites": {site: meta of its reply}, "aggregation": {site: {name: number}}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"

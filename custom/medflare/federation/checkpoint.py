@@ -1,4 +1,4 @@
-"""The server half after every step, on disk, so that a killed server goes on after the last finished one."""
+"""The server algorithm after every step, on disk, so that a killed server goes on after the last finished one."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from medflare.federation.outcome import Cost
 from medflare.federation.schedule import Federation
 
 CHECKPOINT: Final = "checkpoint"
-_ADDED: Final = {"wire": "fp32"}  # settings that 0.2.0 did not have, as it ran
-_RUN: Final = "run"  # the fact that holds what belongs to the run and not to the half
+_ADDED: Final = {"transport_dtype": "fp32"}  # settings that 0.2.0 did not have, as it ran
+_RUN: Final = "run"  # the item that holds what belongs to the run and not to the algorithm
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Checkpoint:
     plan: Mapping[str, Any]
 
     def save(self, finished: int, federation: Federation) -> None:
-        """Keep the server half and what belongs to the run, after so many steps."""
-        half, outcome = federation.server.state(), federation.outcome
-        members = {**federation.returning, **{site: facts["n"] for site, facts in outcome.enrolled.items()}}
+        """Keep the server algorithm and what belongs to the run, after so many steps."""
+        algorithm, outcome = federation.server.state(), federation.outcome
+        members = {**federation.returning, **{site: meta["n"] for site, meta in outcome.enrolled.items()}}
         run = {
             "finished": finished,
             "enrolled": dict(sorted(members.items())),  # also those that have not come back yet
@@ -41,7 +41,7 @@ class Checkpoint:
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
             "plan": dict(self.plan),
         }
-        StateStore(self.folder).save(CHECKPOINT, Message(half.states, {**half.facts, _RUN: run}))
+        StateStore(self.folder).save(CHECKPOINT, Message(algorithm.states, {**algorithm.meta, _RUN: run}))
 
     def restore(self, federation: Federation) -> int:
         """Bring a federation to where the checkpoint was made; returns the number of finished steps.
@@ -50,7 +50,7 @@ class Checkpoint:
             StateError: there is none, or it belongs to another run.
         """
         message = _stored(self.folder)
-        run = message.facts.pop(_RUN)
+        run = message.meta.pop(_RUN)
         begun_with = {**_ADDED, **run["plan"]}
         for name, value in json.loads(json.dumps(dict(self.plan))).items():
             if begun_with.get(name) != value:
@@ -84,7 +84,7 @@ def stored_plan(folder: Path) -> dict[str, Any]:
     Raises:
         StateError: there is none, or it is damaged.
     """
-    return dict(_stored(folder).facts[_RUN]["plan"])
+    return dict(_stored(folder).meta[_RUN]["plan"])
 
 
 def _stored(folder: Path) -> Message:

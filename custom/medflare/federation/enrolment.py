@@ -9,10 +9,10 @@ from medflare.core.message import Message
 from medflare.core.packages import installed_versions
 from medflare.data.acquisition import joined_range, read_range
 from medflare.evaluation.record import shares
-from medflare.federation.exchange import START, Courier
-from medflare.federation.screening.messages import RANGE, VERSIONS
-from medflare.federation.screening.updates import capped
+from medflare.federation.exchange import START, Transport
 from medflare.federation.settings import ENROL
+from medflare.federation.update_validation.messages import RANGE, VERSIONS
+from medflare.federation.update_validation.updates import capped
 from medflare.methods.base import ServerContext, Step
 
 _COMPARED: Final = ("medflare", "torch", "monai")
@@ -23,25 +23,25 @@ class Enrolment:
 
     Args:
         context: names the inside and outside sites, takes their counts and what is noticed.
-        courier: reaches them.
-        identity: facts that a site must agree with; it refuses, by name, where its task or method differs.
+        transport: reaches them.
+        identity: meta that a site must agree with; it refuses, by name, where its task or method differs.
         returning: sites that have enrolled in the run that is taken up, before one of its interruptions, with their counts; they go on from
             what they remember, and with the images that they had.
         finished: steps that were done before.
-        max_share: the most of all training images that one site may count for; None: no limit.
+        max_client_weight: the most of all training images that one site may count for; None: no limit.
     """
 
     def __init__(
         self,
         context: ServerContext,
-        courier: Courier,
+        transport: Transport,
         identity: Mapping[str, Any],
         returning: Mapping[str, Mapping[str, int]] | None = None,
         finished: int = 0,
-        max_share: float | None = None,
+        max_client_weight: float | None = None,
     ):
-        self.context, self.courier, self.identity = context, courier, identity
-        self.returning, self.finished, self.max_share = returning or {}, finished, max_share
+        self.context, self.transport, self.identity = context, transport, identity
+        self.returning, self.finished, self.max_client_weight = returning or {}, finished, max_client_weight
         self._turned_away: dict[str, str] = {}  # site -> why
         self._silent: dict[str, str] = {}  # site -> why there was no answer when it was asked last
         self._problems: dict[str, str] = {}  # site -> what it said when it was asked last
@@ -50,7 +50,7 @@ class Enrolment:
     @property
     def enrolled(self) -> dict[str, dict[str, Any]]:
         """site -> what it enrolled with."""
-        return self.courier.outcome.enrolled
+        return self.transport.outcome.enrolled
 
     @property
     def inside(self) -> list[str]:
@@ -86,7 +86,7 @@ class Enrolment:
             events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
         if before < set(self.enrolled):
             self._weigh(step.round)
-        present = self.courier.present(step.round)
+        present = self.transport.present(step.round)
         for site in self.inside:
             if site not in present:
                 events.add("missing", f"not there for '{step.phase}' of round {step.round}", site=site, round=step.round)
@@ -100,13 +100,13 @@ class Enrolment:
         """
         context, problems = self.context, dict[str, str]()
         wanted = {*context.sites, *context.outside} - self._turned_away.keys() - self.enrolled.keys()
-        new = [site for site in sorted(self.courier.present(round)) if site in wanted]
+        new = [site for site in sorted(self.transport.present(round)) if site in wanted]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
         invitation = {**self.identity, "sites": list(context.sites)}
         finished = {site: self.finished if site in self.returning else 0 for site in new}
         start = {} if context.start is None else {START: context.start}
         outgoing = {site: Message(dict(start), {**invitation, "role": roles[site], "finished": finished[site]}) for site in new}
-        for site, reply in self.courier.ask(Step(ENROL, round), outgoing).items():
+        for site, reply in self.transport.ask(Step(ENROL, round), outgoing).items():
             if reply.message is None:
                 if reply.problem != self._problems.get(site):  # it is asked at every step
                     context.events.add(reply.kind, reply.problem, site=site, round=round)
@@ -116,46 +116,46 @@ class Enrolment:
                 else:
                     (problems if reply.kind == "failed" else self._silent)[site] = reply.problem
                 continue
-            facts = dict(reply.message.facts)
-            if problem := self._refusal(site, facts):
+            meta = dict(reply.message.meta)
+            if problem := self._refusal(site, meta):
                 context.events.add("rejected", problem, site=site, round=round)
                 self._turned_away[site] = problem
                 continue
-            if other := other_packages(facts.get(VERSIONS, {}), versions_here()):
+            if other := other_packages(meta.get(VERSIONS, {}), versions_here()):
                 context.events.add("warning", other, site=site, round=round)
-            context.events.extend(facts.pop("events", []), site=site)
-            self.enrolled[site] = context.site_counts[site] = {**facts, "role": roles[site]}
+            context.events.extend(meta.pop("events", []), site=site)
+            self.enrolled[site] = context.site_counts[site] = {**meta, "role": roles[site]}
         return problems
 
-    def _refusal(self, site: str, facts: Mapping[str, Any]) -> str:
+    def _refusal(self, site: str, meta: Mapping[str, Any]) -> str:
         """Why a site cannot take part with what it says, "" where it can."""
-        if problem := other_release(facts.get(VERSIONS, {}), versions_here()):
+        if problem := other_release(meta.get(VERSIONS, {}), versions_here()):
             return problem
-        images, known = facts["n"], self.returning.get(site, facts["n"])
+        images, known = meta["n"], self.returning.get(site, meta["n"])
         if images != known:
             return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
-        if RANGE in facts and (problem := read_range(facts[RANGE]).misfit(self.context.task)):
+        if RANGE in meta and (problem := read_range(meta[RANGE]).misfit(self.context.task)):
             return problem
-        counted, classes = len(facts["class_counts"]), len(self.context.task.classes)
+        counted, classes = len(meta["class_counts"]), len(self.context.task.classes)
         return "" if counted in (0, classes) else f"class_counts has {counted} numbers for {classes} classes"
 
     def _weigh(self, round: int) -> None:
         """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""
         images = {site: self.enrolled[site]["n"]["train"] for site in self.inside}
-        if self.max_share is not None and all(images.values()):
-            self.context.counted = {site: most / images[site] for site, most in capped(images, self.max_share).items()}
+        if self.max_client_weight is not None and all(images.values()):
+            self.context.counted = {site: most / images[site] for site, most in capped(images, self.max_client_weight).items()}
         found = shares(images)
         heaviest = max(found, key=lambda site: found[site], default="")
         most = 0.5 if len(found) > 2 else 0.75  # of two sites one has more than half anyway
         if len(found) > 1 and found[heaviest] > most and heaviest != self._heaviest and not self.returning:
-            text = f"has {found[heaviest]:.0%} of all training images, so that the others hardly count; max_share limits its weight"
+            text = f"has {found[heaviest]:.0%} of all training images, so that the others hardly count; max_client_weight limits its weight"
             self.context.events.add("warning", text, site=heaviest, round=round)
             self._heaviest = heaviest
 
 
 def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """The range of the training images of all sites that tell theirs, as JSON values; None where none does."""
-    found = joined_range(read_range(facts[RANGE]) for _, facts in sorted(enrolled.items()) if RANGE in facts)
+    found = joined_range(read_range(meta[RANGE]) for _, meta in sorted(enrolled.items()) if RANGE in meta)
     return None if found is None else found.to_dict()
 
 

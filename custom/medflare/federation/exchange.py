@@ -1,4 +1,4 @@
-"""How the schedule reaches the sites: the exchange that an engine supplies, and the courier that counts what travels over it."""
+"""How the schedule reaches the sites: the exchange that an engine supplies, and the transport that counts what travels over it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,12 +9,12 @@ from torch import Tensor
 from medflare.core.backing import backed, empty
 from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
-from medflare.federation.screening.messages import DELIVERS, ENROLS, not_states, one_line, stateful, unfit, unreadable
-from medflare.federation.settings import DELIVER, ENROL
+from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.update_validation.messages import DELIVERS, ENROLS, not_states, one_line, stateful, unfit, unreadable
 from medflare.methods.base import Step
 
 START: Final = "start"  # entry of an invitation to enrol: what the task's network starts from, where that is no random draw
-REPORTS_OF_ALL: Final = {ENROL: (ENROLS, ("n", "class_counts")), DELIVER: (DELIVERS, ("metrics",))}  # phase -> (facts, required ones)
+REPORTS_OF_ALL: Final = {ENROL: (ENROLS, ("n", "class_counts")), FINALIZE: (DELIVERS, ("metrics",))}  # phase -> (meta, required ones)
 
 
 @dataclass
@@ -43,7 +43,7 @@ def laid_aside(reply: Reply) -> Reply:
     if message is None or not backed() or not_states(message.states):
         return reply
     states = {entry: {name: _laid_aside(tensor) for name, tensor in state.items()} for entry, state in message.states.items()}
-    return replace(reply, message=Message(states, message.facts))
+    return replace(reply, message=Message(states, message.meta))
 
 
 def _laid_aside(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Exchange(Protocol):
         """Ask every site in `outgoing`; a site without an entry in the answer is missing."""
 
 
-class Courier:
+class Transport:
     """Asks sites over an exchange: counts what travels, answers for those that are silent, lets nothing pass that nobody can work with."""
 
     def __init__(self, exchange: Exchange, outcome: Outcome):
@@ -104,11 +104,11 @@ class Courier:
 
 def numbered(message: Message, index: int, rounds: int) -> Message:
     """The message with what a site must know of the run: a step's number, by which it knows one that it has done before, and its length."""
-    return Message(message.states, {**message.facts, "step": index, "run_rounds": rounds})
+    return Message(message.states, {**message.meta, "step": index, "run_rounds": rounds})
 
 
 def _usable(reply: Reply, site: str, phase: str) -> Reply:
-    """The reply, or why nobody can work with it; what the phases of a method declare is looked at by `screening.updates`."""
+    """The reply, or why nobody can work with it; what the phases of a method declare is looked at by `update_validation.updates`."""
     if reply.message is None:
         return replace(reply, problem=one_line(reply.problem))
     problem = unreadable(reply.message, site)

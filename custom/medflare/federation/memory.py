@@ -1,4 +1,4 @@
-"""What a site remembers of a run: its half, so that a step can be done again as if it had never been done, and its hours at work.
+"""What a site remembers of a run: its algorithm, so that a step can be done again as if it had never been done, and its hours at work.
 
 A step is repeated when too few answers were usable, and when a killed server goes on from its last checkpoint: sites that had
 answered that step already must not answer it from a state that has it behind them.
@@ -15,15 +15,15 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
 from medflare.federation.exchange import START
-from medflare.methods.base import SiteHalf
+from medflare.methods.base import SiteAlgorithm
 
-_PREFIX = "half-"
+_PREFIX = "algorithm-"
 _MEMBERSHIP = "membership"
 _WORK = "work"
 
 
 class HalfMemory:
-    """States of a half, each under the number of the step that it precedes: the newest one and the one before it."""
+    """States of an algorithm, each under the number of the step that it precedes: the newest one and the one before it."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -55,19 +55,19 @@ class HalfMemory:
         return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
 
 
-class RememberedHalf:
-    """A site's half, ready for the step that is asked for: the one of this process, or one made anew from what the store holds.
+class RememberedAlgorithm:
+    """A site's algorithm, ready for the step that is asked for: the one of this process, or one made anew from what the store holds.
 
     Args:
         name: of the site; a state of another site is not taken.
-        store: holds the memory of the half, and in which federation the site is a member.
-        made: (role, inside sites, what its networks start from) -> a fresh half.
+        store: holds the memory of the algorithm, and in which federation the site is a member.
+        made: (role, inside sites, what its networks start from) -> a fresh algorithm.
     """
 
-    def __init__(self, name: str, store: Store, made: Callable[[str, tuple[str, ...], StateDict | None], SiteHalf[Any]]):
+    def __init__(self, name: str, store: Store, made: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]):
         self.name, self.store, self.made = name, store, made
         self._memory = HalfMemory(store)
-        self._half: SiteHalf[Any] | None = None
+        self._algorithm: SiteAlgorithm[Any] | None = None
         self._precedes = 0  # the step that the half of this process is ready for
         self._steps: int | None = None
 
@@ -75,11 +75,11 @@ class RememberedHalf:
     def steps(self) -> int | None:
         """Steps of the run, as the site was told when it enrolled; None where it was not told."""
         if self._steps is None and (membership := self.store.load(_MEMBERSHIP)) is not None:
-            self._steps = membership.facts.get("steps")
+            self._steps = membership.meta.get("steps")
         return self._steps
 
     def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None, steps: int | None = None) -> None:
-        """A new run: a fresh half, and nothing of an earlier run is remembered.
+        """A new run: a fresh algorithm, and nothing of an earlier run is remembered.
 
         Args:
             role: "inside" or "outside".
@@ -87,15 +87,15 @@ class RememberedHalf:
             start: what the task's network starts from; None: a random draw.
             steps: of the run; None: nobody has said.
         """
-        self._half, self._precedes = self.made(role, sites, start), 0
+        self._algorithm, self._precedes = self.made(role, sites, start), 0
         self._memory.clear()
         self._steps = steps
         states = {} if start is None else {START: start}
         self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role, "steps": steps}))
-        self._memory.save(0, self._half.memory)
+        self._memory.save(0, self._algorithm.memory)
 
     @contextmanager
-    def ready(self, step: int, *, kept: bool = True) -> Iterator[SiteHalf[Any]]:
+    def ready(self, step: int, *, kept: bool = True) -> Iterator[SiteAlgorithm[Any]]:
         """The half as the last step before `step` left it, for the time of this step.
 
         Args:
@@ -103,47 +103,47 @@ class RememberedHalf:
             kept: remember it as the step leaves it; a delivery leaves nothing behind.
 
         Yields:
-            The half; what it raises inside makes the next step start from what was saved.
+            The algorithm; what it raises inside makes the next step start from what was saved.
 
         Raises:
             StateError: see `recall`.
         """
-        half = self.recall(step)
+        algorithm = self.recall(step)
         try:
-            yield half
+            yield algorithm
             if kept:
-                self._memory.save(step + 1, half.memory)
+                self._memory.save(step + 1, algorithm.memory)
         except BaseException:
-            self._half = None  # half way through a step; the next one starts from what was saved
+            self._algorithm = None  # half way through a step; the next one starts from what was saved
             raise
         if kept:
             self._precedes = step + 1
 
-    def recall(self, step: int) -> SiteHalf[Any]:
+    def recall(self, step: int) -> SiteAlgorithm[Any]:
         """The half as the last step before `step` left it.
 
         Raises:
             StateError: the site has not enrolled, or its state is gone or another site's.
         """
-        if self._half is not None and self._precedes <= step:
-            return self._half
+        if self._algorithm is not None and self._precedes <= step:
+            return self._algorithm
         membership = self.store.load(_MEMBERSHIP)
         if membership is None:
             raise StateError(
                 f"site {self.name} was asked to work before it enrolled, or its state is gone; put back that of the last job in which the "
                 "site took part, or start the run afresh"
             )
-        owner = membership.facts["site"]
+        owner = membership.meta["site"]
         if owner != self.name:
             raise StateError(f"the state that site {self.name} finds belongs to site {owner}; put each site's state back in its place")
         kept = self._memory.before(step)
         if kept is None:
             raise StateError(f"site {self.name} has lost what it remembered before step {step}; restore its state or restart the job")
-        half = self.made(membership.facts["role"], tuple(membership.facts["sites"]), membership.states.get(START))
+        algorithm = self.made(membership.meta["role"], tuple(membership.meta["sites"]), membership.states.get(START))
         self._precedes, memory = kept
-        half.restore(memory)
-        self._half = half
-        return half
+        algorithm.restore(memory)
+        self._algorithm = algorithm
+        return algorithm
 
 
 class WorkingTime:
@@ -175,7 +175,7 @@ class WorkingTime:
         """
         self._began, self._ends = time.monotonic(), ends
         if self.hours is not None and (kept := self.store.load(_WORK)) is not None:
-            self._before = kept.facts["seconds"]
+            self._before = kept.meta["seconds"]
         self._refuse_further_hours()
         try:
             yield
@@ -214,4 +214,4 @@ def stored_members(folder: Path) -> tuple[str, ...]:
     membership = StateStore(folder).load(_MEMBERSHIP)
     if membership is None:
         raise StateError(f"no membership in {folder}: the site has not enrolled in this job, or its state is gone")
-    return tuple(membership.facts["sites"])
+    return tuple(membership.meta["sites"])

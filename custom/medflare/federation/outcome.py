@@ -13,16 +13,16 @@ class StepReport:
 
     Attributes:
         index: 0-based number of the step in the run.
-        facts: site -> facts of its usable reply.
+        meta: site -> meta of its usable reply.
         rejected: site -> why there is none.
-        aggregation: site -> numbers that the server half noted about it, see `ServerContext.note`.
+        aggregation: site -> numbers that the server algorithm noted about it, see `ServerContext.note`.
         similarity: gives entry -> site -> site -> cosine of their updates, see `Screened.similarity`; numbers that grow with
             the square of the sites, for who asks.
     """
 
     step: Step
     index: int
-    facts: dict[str, dict[str, Any]]
+    meta: dict[str, dict[str, Any]]
     rejected: dict[str, str]
     seconds: float
     aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class StepReport:
     def line(self) -> dict[str, Any]:
         """The step as metrics.jsonl and the report have it."""
         place = {"step": self.index, "phase": self.step.phase, "round": self.step.round, "seconds": self.seconds}
-        return {**place, "sites": self.facts, "aggregation": self.aggregation}
+        return {**place, "sites": self.meta, "aggregation": self.aggregation}
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Outcome:
     """How a federation ended.
 
     Attributes:
-        enrolled: site -> facts it enrolled with ("n", "class_counts", ...).
-        delivered: site -> facts of its final evaluation ("metrics": role -> metric -> value).
+        enrolled: site -> meta it enrolled with ("n", "class_counts", ...).
+        delivered: site -> meta of its final evaluation ("metrics": role -> metric -> value).
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
         costs: site -> what it has cost.
-        elections: model -> {"round": of training behind the delivered one, "rule": that decided, "candidates": see `Election.record`}.
+        model_selectors: model -> {"round": of training behind the delivered one, "rule": that decided, "candidates": see `ModelSelector.record`}.
         tables: see `Telling.tables`.
         selector: see `Selecting.selector_summary`.
         rounds: of training that were done; None in a run that failed before its end.
@@ -71,7 +71,7 @@ class Outcome:
     up_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
-    elections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model_selectors: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     selector: dict[str, Any] = field(default_factory=dict)
     rounds: int | None = None
@@ -79,7 +79,7 @@ class Outcome:
 
 @runtime_checkable
 class Telling(Protocol):
-    """A server half that ends with more than models: with files beside the results, and with tables in them."""
+    """A server algorithm that ends with more than models: with files beside the results, and with tables in them."""
 
     def documents(self) -> dict[str, Any]:
         """Name of a file -> its content, as JSON."""
@@ -90,7 +90,7 @@ class Telling(Protocol):
 
 @runtime_checkable
 class Selecting(Protocol):
-    """A server half whose deployed model selects one of several networks for every image."""
+    """A server algorithm whose deployed model selects one of several networks for every image."""
 
     def selector_summary(self) -> dict[str, Any]:
         """By what it selects, as `RunRecord.selector`."""

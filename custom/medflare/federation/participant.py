@@ -14,21 +14,21 @@ from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.data.targets import scarce_classes, scarce_line
-from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated
 from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
-from medflare.federation.memory import RememberedHalf, WorkingTime
-from medflare.federation.screening.messages import DELIVERS, FINISHED, RANGE, ROLE, SITES, STEPS, VERSIONS, SiteGate
-from medflare.federation.screening.rounding import Rounding
-from medflare.federation.screening.withholding import Suppression, rare_classes, too_few, withhold, withhold_doubts
-from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
-from medflare.methods.base import SiteHalf
+from medflare.federation.final_models import ArtifactStore, check_choice, chosen_here, evaluated
+from medflare.federation.memory import RememberedAlgorithm, WorkingTime
+from medflare.federation.settings import ENROL, FACTS_LIMIT, FINALIZE, PHASES_OF_ALL
+from medflare.federation.update_validation.messages import DELIVERS, FINISHED, RANGE, ROLE, SITES, STEPS, VERSIONS, SiteGate
+from medflare.federation.update_validation.rounding import Rounding
+from medflare.federation.update_validation.suppression import Suppression, rare_classes, too_few, withhold, withhold_doubts
+from medflare.methods.base import SiteAlgorithm
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
 
-# Of what a site says of its data; the server's gate takes a hundred events in all, and facts of a size (`screening.messages`).
+# Of what a site says of its data; the server's gate takes a hundred events in all, and meta of a size (`update_validation.messages`).
 _MOST_EVENTS: Final = 45  # of one kind
 _LONGEST_EVENT: Final = 400  # characters
 _MOST_BYTES: Final = FACTS_LIMIT // 2  # of all: the rest is for counts and versions
@@ -38,7 +38,7 @@ def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str,
     """What server and site must agree on before anything is trained.
 
     Returns:
-        The facts "method", "hyper" (all, with defaults), "task" and "seed".
+        The meta "method", "hyper" (all, with defaults), "task" and "seed".
     """
     return {"method": method.name, "hyper": method.effective(hyper), "task": task_fingerprint, "seed": seed}
 
@@ -77,10 +77,10 @@ class Participant:
     Args:
         name: the site's name.
         opened: role -> the site with its data; called once, when the first task that needs it comes.
-        method: whose site half runs.
+        method: whose site algorithm runs.
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
-        store: where the half's memory goes after every task, so that the next one may run in a new process; None keeps it in memory.
-        keeper: takes what stays at the site; None: nobody does.
+        store: where the algorithm's memory goes after every task, so that the next one may run in a new process; None keeps it in memory.
+        artifacts: takes what stays at the site; None: nobody does.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
         chosen: what the site deploys by its own choice, see `LocalSettings.keep`; None: what the method deploys.
@@ -96,7 +96,7 @@ class Participant:
         hyper: Mapping[str, Any],
         *,
         store: Store | None = None,
-        keeper: Keeper | None = None,
+        artifacts: ArtifactStore | None = None,
         budget: Budget | None = None,
         minimum_patients: int = 0,
         chosen: str | None = None,
@@ -108,22 +108,22 @@ class Participant:
         self.method = method
         self.hyper = hyper
         self.store = store or MemoryStore()
-        self.keeper = keeper or Keeper()
+        self.artifacts = artifacts or ArtifactStore()
         self.minimum_patients, self.chosen = minimum_patients, chosen
         self.working = WorkingTime(name, self.store, minutes, hours)
         self.account = Account(Ledger(self.store), budget)
-        self._half = RememberedHalf(name, self.store, self._made)
+        self._algorithm = RememberedAlgorithm(name, self.store, self._made)
         self._site: Site | None = None
         self._gate = SiteGate(name)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. Errors are raised: the engine turns them into a reply that names the site.
 
-        The fact "step" of `incoming` counts the steps of the run. One that is asked again is answered from the state that it
-        was answered from before. The fact "run_rounds" says how many rounds the run has, for the schedule of the learning rate.
+        The item "step" of `incoming` counts the steps of the run. One that is asked again is answered from the state that it
+        was answered from before. The item "run_rounds" says how many rounds the run has, for the schedule of the learning rate.
 
         Args:
-            phase: "enrol", "deliver" or a phase of the method's site half.
+            phase: "enrol", "finalize" or a phase of the method's site algorithm.
             round: 0-based.
             incoming: the server's message.
 
@@ -137,37 +137,37 @@ class Participant:
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to a step of the run or to the delivery."""
         trained_on = self._gate.trained_on(phase, round, incoming)
-        step, rounds, rounded = self._gate.numbers(phase, round, incoming, self._half.steps)
-        self._gate.refuse(phase, round, incoming, self._half.recall(step), rounded)
-        self.keeper.tell(phase, round, rounds, True)
+        step, rounds, rounded = self._gate.numbers(phase, round, incoming, self._algorithm.steps)
+        self._gate.refuse(phase, round, incoming, self._algorithm.recall(step), rounded)
+        self.artifacts.tell(phase, round, rounds, True)
         try:
-            with self._half.ready(step, kept=phase != DELIVER) as half:
-                rounding = Rounding(half.plan) if rounded else None
+            with self._algorithm.ready(step, kept=phase != FINALIZE) as algorithm:
+                rounding = Rounding(algorithm.plan) if rounded else None
                 incoming = incoming if rounding is None else rounding.widened(incoming)
-                half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
-                if phase == DELIVER:
-                    return self._deliver(half, incoming, trained_on)
-                reply = half.perform(phase, round, incoming)
-                reply = self._suppression.suppressed(reply, half.phase(phase))
-                return reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
+                algorithm.site.rate_factor = rate_factor(algorithm.site.task.schedule, round, rounds)
+                if phase == FINALIZE:
+                    return self._deliver(algorithm, incoming, trained_on)
+                reply = algorithm.perform(phase, round, incoming)
+                reply = self._suppression.suppressed(reply, algorithm.phase(phase))
+                return reply if rounding is None else rounding.up(algorithm.phase(phase), reply, incoming)
         finally:  # a step that failed has come to its end, too
-            self.keeper.tell(phase, round, rounds, False)
+            self.artifacts.tell(phase, round, rounds, False)
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site mean the same federation, remember the membership, and say what this site has."""
         self._gate.refuse_invitation(round, incoming)
-        role, sites = incoming.facts[ROLE], tuple(incoming.facts[SITES])
+        role, sites = incoming.meta[ROLE], tuple(incoming.meta[SITES])
         site = self._opened(role)
-        self._agree(site, role, incoming.facts)
+        self._agree(site, role, incoming.meta)
         if self.method.trains:
             check_choice(site, role, self.chosen)
         self._gate.refuse_start(round, incoming, self.method.plan(site.task, sites, self.hyper), START)
-        if incoming.facts.get(FINISHED, 0):
-            self._half.recall(incoming.facts[FINISHED])
+        if incoming.meta.get(FINISHED, 0):
+            self._algorithm.recall(incoming.meta[FINISHED])
         else:
-            self._half.begin(role, sites, incoming.states.get(START), incoming.facts.get(STEPS))
+            self._algorithm.begin(role, sites, incoming.states.get(START), incoming.meta.get(STEPS))
             self.account.ledger.clear()
             self.working.clear()
         counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
@@ -181,7 +181,7 @@ class Participant:
         if self.account.budget is not None and role == "inside" and not self._private(site):
             raise ConfigError(
                 f"site {self.name} trains with differential privacy only (privacy in its local/medflare.json), this job without: "
-                f"{self.method.unprotected or 'set dp_noise'}"
+                f"{self.method.dp_unsupported_reason or 'set dp_noise'}"
             )
         for name, value in identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed).items():
             if name in theirs and theirs[name] != value:
@@ -202,31 +202,31 @@ class Participant:
             self._suppression = Suppression(self._site, self.minimum_patients)
         return self._site
 
-    def _made(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteHalf[Any]:
+    def _made(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteAlgorithm[Any]:
         site = self._opened(role)
         site.start = start
-        half = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
-        half.account, half.minimum_patients = self.account, self.minimum_patients
-        return half
+        algorithm = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
+        algorithm.account, algorithm.minimum_patients = self.account, self.minimum_patients
+        return algorithm
 
     # -- delivery --------------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, half: SiteHalf[Any], incoming: Message, trained_on: Mapping[str, Any] | None) -> Message:
+    def _deliver(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep; their cards say what they were trained on."""
-        models, said = chosen_here(half.deliver(incoming), self.chosen)
+        models, said = chosen_here(algorithm.finalize(incoming), self.chosen)
         for model in models.values():
-            model.facts.update({} if trained_on is None else {RANGE: trained_on})
-        facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients, method=self.method, inside=half.inside)
-        facts["events"] += [{"kind": "warning", "message": line} for line in said]
-        few = too_few(half.site, self.minimum_patients)
-        withhold(facts, DELIVERS, few)
-        for name, png in half.pictures(incoming).items():
-            self.keeper.show(name, png)
-        role = "inside" if half.inside else "outside"
-        facts["events"] += _own_report(lambda: self.keeper.finish(half.site, role, models, facts["events"]))
-        withhold_doubts(facts["events"], few)
-        cost = half.privacy()
-        return Message({}, facts if cost is None else {**facts, "privacy": cost})
+            model.meta.update({} if trained_on is None else {RANGE: trained_on})
+        meta = evaluated(algorithm.site, models, self.artifacts.keep, self.minimum_patients, method=self.method, inside=algorithm.inside)
+        meta["events"] += [{"kind": "warning", "message": line} for line in said]
+        few = too_few(algorithm.site, self.minimum_patients)
+        withhold(meta, DELIVERS, few)
+        for name, png in algorithm.pictures(incoming).items():
+            self.artifacts.show(name, png)
+        role = "inside" if algorithm.inside else "outside"
+        meta["events"] += _own_report(lambda: self.artifacts.finish(algorithm.site, role, models, meta["events"]))
+        withhold_doubts(meta["events"], few)
+        cost = algorithm.privacy()
+        return Message({}, meta if cost is None else {**meta, "privacy": cost})
 
 
 def _notes(site: Site, minimum_patients: int, rare: bool) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What can be refused before a run starts: settings that a method cannot have, and two halves whose messages do not fit."""
+"""What can be refused before a run starts: settings that a method cannot have, and two algorithms whose messages do not fit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import Phase
 from medflare.core.message import Message
-from medflare.federation.screening.messages import Incoming
+from medflare.federation.update_validation.messages import Incoming
 from medflare.methods.base import Plan, ServerContext
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
@@ -28,7 +28,7 @@ def check_run(
 
     Raises:
         ConfigError: a hyper-parameter is wrong; the method cannot learn the task, has nothing for outside sites, or has no such number of
-            rounds; or one half's messages are not the other half's.
+            rounds; or one algorithm's messages are not the other algorithm's.
     """
     method.check(hyper, task)
     if outside and not method.outside:
@@ -37,7 +37,7 @@ def check_run(
         _check_rounds(rounds, task, method)
     if method.origin is not None and (problem := _misfit(method, method.plan(task, _SITES, hyper), outside)):
         of_site, of_server = method.origin
-        raise ConfigError(f"the site half of {of_site!r} does not go with the server half of {of_server!r}: {problem}")
+        raise ConfigError(f"the site algorithm of {of_site!r} does not go with the server algorithm of {of_server!r}: {problem}")
 
 
 def _check_rounds(rounds: int, task: TaskConfig, method: Method) -> None:
@@ -71,7 +71,7 @@ def _misfit(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str |
         server.aggregate(first, {name: _empty_reply(phase, plan) for name in _SITES})
     except KeyError as missing:
         name = missing.args[0] if missing.args else None
-        if isinstance(name, str) and name not in (*phase.answers, *phase.reports):
+        if isinstance(name, str) and name not in (*phase.reply, *phase.reply_meta):
             return f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
     return None
 

@@ -30,7 +30,7 @@ from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
-from medflare.methods.base import Plan, ServerContext, ServerHalf
+from medflare.methods.base import Plan, ServerAlgorithm, ServerContext
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import Method
 from medflare.networks.weights import starting_state
@@ -46,7 +46,7 @@ class Run:
     Attributes:
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         sites: inside sites; sorted, their places are their labels.
-        aggregation: the formula to aggregate with, where an engine's component holds it; None: the server half's own.
+        aggregation: the formula to aggregate with, where an engine's component holds it; None: the server algorithm's own.
         folder: results.json, metrics.jsonl, report.html, models and the checkpoint go here; None: only the returned dict.
         checkpoints: folder for checkpoints where it is not `folder`.
         pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
@@ -125,13 +125,13 @@ class Run:
         return Backing(self.checkpoints or self.folder or Path(tempfile.gettempdir())).used()
 
     def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome) -> Federation:
-        half, seed = self.method.site_class, self.settings.seed
+        algorithm, seed = self.method.site_class, self.settings.seed
         context = ServerContext(
             plan,
             seed,
             self.settings.rounds,
             self.outside,
-            phases=half.phases,
+            phases=algorithm.phases,
             aggregation=self.aggregation,
             events=self.events,
             start=starting_state(self.task, seed, self.weights),
@@ -140,11 +140,11 @@ class Run:
 
         @cache  # the networks behind a manifest are built once, not once a round
         def manifest(phase: str) -> Manifest:
-            return half.manifest(phase, plan)
+            return algorithm.manifest(phase, plan)
 
         def after_step(report: StepReport) -> None:
             place = report.step.phase, report.step.round, context.rounds
-            self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
+            self.say(round_line(*place, report.meta, report.rejected, report.seconds, report.aggregation))
             if self.folder is not None:
                 append_round(self.folder, report.line())
                 if problem := live.refresh(self.folder, lambda: self._record(outcome, running=True)):
@@ -158,7 +158,7 @@ class Run:
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
         server = self.method.make_server(context)
         federation = Federation(server, exchange, manifest, self.settings, identity, after_step, keep, outcome)
-        federation.reports = lambda phase: half.phase(phase).reports
+        federation.reply_meta = lambda phase: algorithm.phase(phase).reply_meta
         return federation
 
     def _resumed(self, federation: Federation) -> int:
@@ -175,7 +175,7 @@ class Run:
             return None
         plan = {
             "method": self.method.name,
-            "halves": list(self.method.halves),
+            "algorithms": list(self.method.algorithms),
             "task": self.task.to_dict(),
             "hyper": self.method.effective(self.hyper),
             "sites": list(self.sites),
@@ -183,8 +183,8 @@ class Run:
         }
         return Checkpoint(folder, plan)
 
-    def _keep(self, server: ServerHalf[Any], outcome: Outcome) -> None:
-        """Models and files that the server half holds go beside the results; a model that never left its site is not among them."""
+    def _keep(self, server: ServerAlgorithm[Any], outcome: Outcome) -> None:
+        """Models and files that the server algorithm holds go beside the results; a model that never left its site is not among them."""
         if isinstance(server, Telling):
             outcome.tables = server.tables()
         if isinstance(server, Selecting):
@@ -194,7 +194,7 @@ class Run:
         seen = trained_on(outcome.enrolled)
         for path, model in server.models().items():
             card: dict[str, Any] = {"method": self.method.name, "site": None, "role": path, "seed": self.settings.seed}
-            card |= {"rounds": server.context.rounds, "round": model.facts.get(SELECTED_ROUND)}
+            card |= {"rounds": server.context.rounds, "round": model.meta.get(SELECTED_ROUND)}
             card |= {TRAINED_ON: seen} if seen is not None else {}
             save_model(self.folder / MODELS / path, self.task, model, card)
         for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
@@ -222,7 +222,7 @@ class Run:
             hyper=self.method.effective(self.hyper),
             settings={**self.settings.to_dict(), **self.about},
             history=outcome.history,
-            elections=outcome.elections,
+            model_selectors=outcome.model_selectors,
             tables=outcome.tables,
             selector=outcome.selector,
             pictures=self.pictures,

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, violation
+from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed, trained_on
-from medflare.federation.exchange import Courier, Exchange, Reply, numbered
+from medflare.federation.exchange import Exchange, Reply, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.screening.messages import RANGE, STEPS
-from medflare.federation.screening.rounding import BF16, Rounding
-from medflare.federation.screening.updates import Screened, capped, lost_votes, screen
-from medflare.federation.settings import DELIVER, Rules
-from medflare.methods.base import ServerHalf, Step
+from medflare.federation.settings import FINALIZE, Rules
+from medflare.federation.update_validation.messages import RANGE, STEPS
+from medflare.federation.update_validation.rounding import BF16, Rounding
+from medflare.federation.update_validation.updates import Screened, capped, lost_votes, screen
+from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
 _REPEATS: Final = 1  # how often a step with too few usable replies is tried again before the run fails
@@ -35,16 +35,16 @@ class Federation:
     """One run of a method over an exchange.
 
     Attributes:
-        server: the server half; its context names the inside and outside sites.
-        manifest: phase -> what a reply holds (the site half's declaration).
-        identity: facts sent with "enrol"; a site whose task or method differs refuses, by name.
+        server: the server algorithm; its context names the inside and outside sites.
+        manifest: phase -> what a reply holds (the site algorithm's declaration).
+        identity: meta sent with "enrol"; a site whose task or method differs refuses, by name.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
-        reports: phase -> the facts that a reply may hold, from the same declaration.
+        reply_meta: phase -> the meta that a reply may hold, from the same declaration.
         returning: sites that have enrolled in the run that is taken up, before one of its interruptions, with their counts.
     """
 
-    server: ServerHalf[Any]
+    server: ServerAlgorithm[Any]
     exchange: Exchange
     manifest: Callable[[str], Manifest]
     rules: Rules = field(default_factory=Rules)
@@ -53,12 +53,12 @@ class Federation:
     checkpoint: Callable[[int], None] = lambda finished: None
     outcome: Outcome = field(default_factory=Outcome)
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    reports: Callable[[str], tuple[Fact, ...]] = lambda phase: ()
+    reply_meta: Callable[[str], tuple[MetaSpec, ...]] = lambda phase: ()
 
     def __post_init__(self) -> None:
-        self._courier = Courier(self.exchange, self.outcome)
-        self._network = EntrySpec.like(self.server.context.plan.template(), "").tensors.items()
-        self._rounding = Rounding(self.server.context.plan) if self.rules.wire == BF16 else None
+        self._courier = Transport(self.exchange, self.outcome)
+        self._network = StateSpec.like(self.server.context.plan.template(), "").tensors.items()
+        self._rounding = Rounding(self.server.context.plan) if self.rules.transport_dtype == BF16 else None
 
     @property
     def events(self) -> EventLog:
@@ -66,7 +66,7 @@ class Federation:
         return self.server.context.events
 
     def run(self, finished: int = 0) -> Outcome:
-        """Everything from enrolment to delivery; `finished` steps are skipped (a resumed run has restored the server half).
+        """Everything from enrolment to delivery; `finished` steps are skipped (a resumed run has restored the server algorithm).
 
         Raises:
             FederationFailed: with the reason; what was noted until then is in `events` and `outcome`.
@@ -74,15 +74,15 @@ class Federation:
         """
         started = time.monotonic()
         told = {**self.identity, STEPS: len(self.server.steps())}
-        enrolment = Enrolment(self.server.context, self._courier, told, self.returning, finished, self.rules.max_share)
+        enrolment = Enrolment(self.server.context, self._courier, told, self.returning, finished, self.rules.max_client_weight)
         enrolment.open(self._needed)
         while finished < len(steps := steps_now(self, finished)):
             self._step(finished, steps[finished], enrolment)
             finished += 1
             self.checkpoint(finished)
         self.outcome.rounds = self.server.context.rounds
-        for model, election in self.server.elections().items():
-            self.outcome.elections[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
+        for model, election in self.server.model_selectors().items():
+            self.outcome.model_selectors[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
         if getattr(self.server.hyper, "selection", "last") != "last":  # a survey has no such setting
             doubt_elections(self.outcome, self.events)
         self.outcome.seconds["training"] = time.monotonic() - started
@@ -118,8 +118,8 @@ class Federation:
         context = self.server.context
         context.notes = {}
         self.server.aggregate(step, accepted)
-        facts = {site: reply.facts for site, reply in accepted.items()}
-        report = StepReport(step, index, facts, rejected, time.monotonic() - started, context.notes, screened.similarity)
+        meta = {site: reply.meta for site, reply in accepted.items()}
+        report = StepReport(step, index, meta, rejected, time.monotonic() - started, context.notes, screened.similarity)
         self.outcome.history.append(report.line())
         self.on_step(report)
 
@@ -131,51 +131,51 @@ class Federation:
         for site, problem in rejected.items():
             self.events.add(replies[site].kind, problem, site=site, round=step.round)
         usable = {site: reply.message for site, reply in replies.items() if reply.message is not None}
-        counts = {site: facts.get("n", {}) for site, facts in self.outcome.enrolled.items()}
+        counts = {site: meta.get("n", {}) for site, meta in self.outcome.enrolled.items()}
         manifest = self.manifest(step.phase)
         screened = screen(
             usable,
             manifest,
             outgoing,
             counts,
-            reports=self.reports(step.phase),
+            reply_meta=self.reply_meta(step.phase),
             weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
-            strict=self.rules.suspects == "rejected",
+            strict=self.rules.outlier_policy == "rejected",
         )
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
         for site, message in screened.accepted.items():
-            for model, (kind, problem) in lost_votes(message.facts).items():
+            for model, (kind, problem) in lost_votes(message.meta).items():
                 text = f"validation metric of the {model} model {problem}; its vote does not count"
                 self.events.add(kind, text, site=site, round=step.round)
-            self.events.extend(message.facts.pop("events", []), site=site, round=step.round)
+            self.events.extend(message.meta.pop("events", []), site=site, round=step.round)
         return screened, {**rejected, **screened.rejected}
 
     def _take(self, step: Step, screened: Screened) -> None:
         """The usable replies of a step that is done: name what is odd about them, and cap what they count for."""
         for site, reason in screened.suspicious.items():
             self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
-        if self.rules.max_share is not None:
-            given = {site: message.facts["n_samples"] for site, message in screened.accepted.items() if "n_samples" in message.facts}
-            for site, samples in capped(given, self.rules.max_share).items():
-                screened.accepted[site].facts["n_samples"] = samples
+        if self.rules.max_client_weight is not None:
+            given = {site: message.meta["n_samples"] for site, message in screened.accepted.items() if "n_samples" in message.meta}
+            for site, samples in capped(given, self.rules.max_client_weight).items():
+                screened.accepted[site].meta["n_samples"] = samples
 
     # -- delivery --------------------------------------------------------------------------------------------------------------
 
     def _deliver(self, index: int, enrolment: Enrolment) -> None:
         """Every enrolled site, inside and outside, gets its final models and measures them on its own test images."""
-        step = Step(DELIVER, self.server.context.rounds, everyone=True)
+        step = Step(FINALIZE, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
-        outgoing = {site: numbered(self.server.configure_delivery(site), index, step.round) for site in sorted(self.outcome.enrolled)}
+        outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
         if seen := trained_on(self.outcome.enrolled):
-            outgoing = {site: Message(message.states, {**message.facts, RANGE: seen}) for site, message in outgoing.items()}
+            outgoing = {site: Message(message.states, {**message.meta, RANGE: seen}) for site, message in outgoing.items()}
         for site, reply in self._courier.ask(step, outgoing).items():
             if reply.message is None:
                 self.events.add(reply.kind, f"final models not evaluated: {reply.problem}", site=site, round=step.round)
                 continue
-            facts = dict(reply.message.facts)
-            self.events.extend(facts.pop("events", []), site=site)
-            self.outcome.delivered[site] = facts
+            meta = dict(reply.message.meta)
+            self.events.extend(meta.pop("events", []), site=site)
+            self.outcome.delivered[site] = meta
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
 
@@ -202,19 +202,21 @@ def drawn(federation: Federation, step: Step, members: list[str], attempt: int =
     return sorted(generator.choice(others if len(others) >= count else members, size=count, replace=False).tolist())
 
 
-def ask_rounded(courier: Courier, rounding: Rounding | None, phase: Phase, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+def ask_rounded(
+    transport: Transport, rounding: Rounding | None, phase: Phase, step: Step, outgoing: Mapping[str, Message]
+) -> dict[str, Reply]:
     """Site -> reply; where weights travel rounded, the reply as it was meant.
 
     Args:
-        courier: asks the sites.
+        transport: asks the sites.
         rounding: of the run; None: weights travel in fp32.
-        phase: of the step, as the site half declares it.
+        phase: of the step, as the site algorithm declares it.
         outgoing: site -> what it is sent, in fp32.
     """
     if rounding is None:
-        return courier.ask(step, outgoing)
+        return transport.ask(step, outgoing)
     shared: dict[int, Tensor] = {}
-    replies = courier.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
+    replies = transport.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
     manifest = rounding.manifest(phase)
     for site, reply in replies.items():
         if reply.message is not None and (problem := violation(reply.message, manifest)):
@@ -260,14 +262,14 @@ def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: 
 def doubt_elections(outcome: Outcome, events: EventLog) -> None:
     """An event for every choice that rests on fewer than ten validation images: of all sites together, and of each that chooses alone."""
     images = {site: enrolled["n"]["validation"] for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
-    for model, election in outcome.elections.items():
+    for model, election in outcome.model_selectors.items():
         voters = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
         behind = {site: images[site] for site in voters if site in images}
         if election["candidates"] and images_behind(behind, election["rule"]) < FEW_IMAGES:
             told = ", ".join(f"{site} {count}" for site, count in behind.items()) or "none"
             events.add("few_validation_images", f"the round of the {model} model was chosen by votes on few validation images ({told})")
     for site in sorted(images):
-        alone = sorted(_validated(outcome.history, site) - outcome.elections.keys())
+        alone = sorted(_validated(outcome.history, site) - outcome.model_selectors.keys())
         if alone and images[site] < FEW_IMAGES:
             text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of its own"
             events.add("few_validation_images", text, site=site)
@@ -276,4 +278,4 @@ def doubt_elections(outcome: Outcome, events: EventLog) -> None:
 def _validated(history: list[dict[str, Any]], site: str) -> set[str]:
     """The models that a site has measured on validation images after a round of training."""
     reports: list[Mapping[str, Any]] = [line["sites"].get(site, {}) for line in history if line["round"] > 0]
-    return {model for facts in reports for model in facts.get("validation") or {}}
+    return {model for meta in reports for model in meta.get("validation") or {}}

@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.settings import STRICT, checked
 
-ENROL, DELIVER = "enrol", "deliver"
-PHASES_OF_ALL: Final = (ENROL, DELIVER)  # of every run: answered by the participant, whatever the method
+ENROL, FINALIZE = "enrol", "finalize"
+PHASES_OF_ALL: Final = (ENROL, FINALIZE)  # of every run: answered by the participant, whatever the method
 FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
 Sites = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -24,20 +24,20 @@ class Rules:
     Attributes:
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
         sites_per_round: how many inside sites are drawn for a round; None: all.
-        max_share: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
-        suspects: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
+        max_client_weight: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
+        outlier_policy: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
         patience: training ends after so many rounds in which no model that the sites validate has become better by the median over the
             sites, see `parts.selection.plateau`; the best round is delivered as always. None: all rounds.
-        wire: in which form the kernels and matrices of the network travel between server and sites: "fp32", or in half the bytes "bf16",
-            see `screening.rounding`. The final models travel in fp32.
+        transport_dtype: in which form the kernels and matrices of the network travel between server and sites: "fp32", or in half the bytes "bf16",
+            see `update_validation.rounding`. The final models travel in fp32.
     """
 
     min_sites: Sites | None = None
     sites_per_round: Sites | None = None
-    max_share: Share | None = None
-    suspects: Literal["used", "rejected"] = "used"
+    max_client_weight: Share | None = None
+    outlier_policy: Literal["used", "rejected"] = "used"
     patience: Annotated[int, Field(ge=1)] | None = None
-    wire: Literal["fp32", "bf16"] = "fp32"
+    transport_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -51,7 +51,7 @@ class RunSettings(Rules):
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         enrol_timeout: seconds that sites have to read their images and say what they have; the run begins with who is ready by then, or
             fails and names who is missing; 0 waits for all that live.
-        silence: seconds without a sign of life after which a site counts as gone.
+        heartbeat_timeout: seconds without a sign of life after which a site counts as gone.
         resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
 
@@ -60,7 +60,7 @@ class RunSettings(Rules):
     outside: tuple[str, ...] = ()
     step_timeout: Seconds = 0.0
     enrol_timeout: Seconds = 3600.0
-    silence: Seconds = 120.0
+    heartbeat_timeout: Seconds = 120.0
     resume: str = ""
 
     def to_dict(self) -> dict[str, Any]:

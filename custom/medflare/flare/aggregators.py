@@ -1,6 +1,6 @@
 """The server side of the methods as FLARE aggregators.
 
-An aggregator holds the formula of a method's server half. Under `MedflareController` the server half calls it; in FLARE's own
+An aggregator holds the formula of a method's server algorithm. Under `MedflareController` the server algorithm calls it; in FLARE's own
 workflows (FedAvg, scatter and gather) FLARE does, on the full models of any client. Where a formula gives every site a result of
 its own, the aggregated model holds all of them, and `OwnPartFilter` hands each site its part.
 """
@@ -33,11 +33,11 @@ _ANYBODY = "*"
 
 
 class MethodAggregator(ModelAggregator):
-    """The formula of a method's server half.
+    """The formula of a method's server algorithm.
 
     Args:
-        hyper: the method's hyper-parameters, see `core.hyper.halved`; those of the server half shape the aggregation.
-        method: name of the method whose server half runs; the named subclasses have one by default.
+        hyper: the method's hyper-parameters, see `core.hyper.halved`; those of the server algorithm shape the aggregation.
+        method: name of the method whose server algorithm runs; the named subclasses have one by default.
         num_rounds: of FLARE's workflow, for formulas with a schedule; `MedflareController` knows its own.
     """
 
@@ -54,16 +54,16 @@ class MethodAggregator(ModelAggregator):
 
     @property
     def method_name(self) -> str:
-        """The method whose server half this is."""
+        """The method whose server algorithm this is."""
         return self.method or self.default_method
 
     @cached_property
     def aggregation(self) -> "Aggregation[Any]":
-        """The formula; the server half of a run calls this very object."""
+        """The formula; the server algorithm of a run calls this very object."""
         method = get_method(self.method_name)
         values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}  # may be another method's
         owned = halved(values, method.hyper_classes, method.name)["server"]
-        hyper: Any = build_hyper(method.server_class.Hyper, owned, f"method {method.name}, server half")
+        hyper: Any = build_hyper(method.server_class.Hyper, owned, f"method {method.name}, server algorithm")
         formula = method.server_class.aggregation_class(hyper)
         formula.rounds = self.num_rounds
         return formula
@@ -176,9 +176,9 @@ def _not_finite(model: FLModel) -> str:
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
     """The sample-weighted mean of every number that all sites report; the plain one where none says how many samples it had."""
-    first, *others = [model.facts for model in models.values()]
-    shared = [name for name, value in first.items() if isinstance(value, (int, float)) and all(name in facts for facts in others)]
+    first, *others = [model.meta for model in models.values()]
+    shared = [name for name, value in first.items() if isinstance(value, (int, float)) and all(name in meta for meta in others)]
     samples = [model.samples for model in models.values()]
     samples = samples if sum(samples) else [1.0] * len(samples)
-    values = {name: [model.facts[name] for model in models.values()] for name in shared}
+    values = {name: [model.meta[name] for model in models.values()] for name in shared}
     return {name: sum(n * value for n, value in zip(samples, values[name], strict=True)) / sum(samples) for name in shared} or None

@@ -38,8 +38,8 @@ class MedflareController(Controller):
     What is not named here is a field of `federation.settings.RunSettings`.
 
     Args:
-        site_half: method whose site half the sites run, where it is not the aggregator's.
-        aggregator_id: the component that holds the server half's formula, a `MethodAggregator`.
+        site_algorithm: method whose site algorithm the sites run, where it is not the aggregator's.
+        aggregator_id: the component that holds the server algorithm's formula, a `MethodAggregator`.
     """
 
     def __init__(
@@ -47,25 +47,30 @@ class MedflareController(Controller):
         rounds: int,
         seed: int,
         outside: Sequence[str] = (),
-        site_half: str | None = None,
+        site_algorithm: str | None = None,
         min_sites: int | None = None,
         sites_per_round: int | None = None,
-        max_share: float | None = None,
-        suspects: str = "used",
+        max_client_weight: float | None = None,
+        outlier_policy: str = "used",
         patience: int | None = None,
-        wire: str = "fp32",
+        transport_dtype: str = "fp32",
         step_timeout: float = 0.0,
         enrol_timeout: float = 3600.0,
-        silence: float = 120.0,
+        heartbeat_timeout: float = 120.0,
         resume: str = "",
         aggregator_id: str = "aggregator",
     ):
         super().__init__(task_check_period=0.1)
         self.rounds, self.seed, self.outside = rounds, seed, outside
-        self.min_sites, self.sites_per_round, self.max_share, self.suspects = min_sites, sites_per_round, max_share, suspects
-        self.patience, self.wire, self.step_timeout, self.enrol_timeout = patience, wire, step_timeout, enrol_timeout
-        self.silence, self.resume = silence, resume
-        self.site_half, self.aggregator_id = site_half, aggregator_id
+        self.min_sites, self.sites_per_round, self.max_client_weight, self.outlier_policy = (
+            min_sites,
+            sites_per_round,
+            max_client_weight,
+            outlier_policy,
+        )
+        self.patience, self.transport_dtype, self.step_timeout, self.enrol_timeout = patience, transport_dtype, step_timeout, enrol_timeout
+        self.heartbeat_timeout, self.resume = heartbeat_timeout, resume
+        self.site_algorithm, self.aggregator_id = site_algorithm, aggregator_id
         share_cleanup_thread()
         keep_ports_apart()
         self._listener = Listener()
@@ -122,10 +127,10 @@ class MedflareController(Controller):
             say=self._progress.say,
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
-            liveness=Liveness(self.silence, None if self._workers is None else self._workers.dead),
+            liveness=Liveness(self.heartbeat_timeout, None if self._workers is None else self._workers.dead),
         )
         settings = {name: getattr(self, name) for name in RUN_SETTINGS}
-        spec = ServerSpec.of(fl_ctx, self._aggregator(fl_ctx), self.site_half, settings, self._members())
+        spec = ServerSpec.of(fl_ctx, self._aggregator(fl_ctx), self.site_algorithm, settings, self._members())
         try:
             ending = self._ended(spec, tasks, fl_ctx)
         except Aborted as error:
@@ -168,7 +173,7 @@ class MedflareController(Controller):
         """In the simulator: have everything imported for all sites while FLARE starts them; without it they do it themselves."""
         self._workers, relay = Workers(), Relay(os.getpid())
         try:
-            relay.start(self.site_half or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
+            relay.start(self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
         except OSError as error:
             self.log_warning(fl_ctx, f"medflare: every process imports what it needs: {error}")
         else:

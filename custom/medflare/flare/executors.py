@@ -51,20 +51,20 @@ class MedflareExecutor(Executor):
 
     Args:
         seed: of the run.
-        hyper: the method's hyper-parameters under the half that owns them, the same as at the server.
-        method: name of the method whose site half runs; the named subclasses have one by default.
-        server_half: method that the server half comes from, where it is another one.
+        hyper: the method's hyper-parameters under the algorithm that owns them, the same as at the server.
+        method: name of the method whose site algorithm runs; the named subclasses have one by default.
+        server_algorithm: method that the server algorithm comes from, where it is another one.
         resume: id of the interrupted job that this one takes up.
     """
 
     default_method: ClassVar[str] = ""
 
-    def __init__(self, seed: int, hyper: dict[str, Any] | None = None, method: str = "", server_half: str = "", resume: str = ""):
+    def __init__(self, seed: int, hyper: dict[str, Any] | None = None, method: str = "", server_algorithm: str = "", resume: str = ""):
         super().__init__()
         self.method = method
         self.seed = seed
         self.hyper = hyper
-        self.server_half = server_half
+        self.server_algorithm = server_algorithm
         self.resume = resume
         self._known: ParticipantSpec | None = None
         self._authorized: ParticipantSpec | None = None
@@ -80,7 +80,7 @@ class MedflareExecutor(Executor):
 
     @property
     def method_name(self) -> str:
-        """The method whose site half runs."""
+        """The method whose site algorithm runs."""
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -147,7 +147,7 @@ class MedflareExecutor(Executor):
         self._known = ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
-            server_half=self.server_half,
+            server_algorithm=self.server_algorithm,
             seed=self.seed,
             task_file=str(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),

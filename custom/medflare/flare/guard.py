@@ -1,6 +1,6 @@
 """What may leave a hospital, enforced where it leaves: a filter that the site itself puts in front of every result.
 
-The method declares the tensors and facts of every reply (`SiteHalf.phases`); the site may allow less in its local/medflare.json:
+The method declares the tensors and meta of every reply (`SiteAlgorithm.phases`); the site may allow less in its local/medflare.json:
 
     "outbound": {"entries": ["model"], "bytes": 50000000}
 
@@ -24,9 +24,9 @@ from medflare.data.sites.local import OUTBOUND, OutboundLimits, local_settings, 
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask, refuse_result_filters
 
 if TYPE_CHECKING:
-    from medflare.core.manifest import Fact, Manifest
+    from medflare.core.manifest import Manifest, MetaSpec
     from medflare.core.message import Message
-    from medflare.methods.base import Plan, SiteHalf
+    from medflare.methods.base import Plan, SiteAlgorithm
 
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
 _CODES: Final = {code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")}
@@ -37,14 +37,14 @@ _LINE: Final = 1000  # characters that a failed task may say
 class OutboundGuard(Filter):
     """Task-result filter: sends what the method's declaration and the site's own list allow, and reports it.
 
-    What leaves is made anew from what was checked: tensors and facts, of a failed task its return code and one line. Nothing else of the
+    What leaves is made anew from what was checked: tensors and meta, of a failed task its return code and one line. Nothing else of the
     result is sent, wherever it is in it: no further key or header of a Shareable, no meta of a DXO. A result with anything undeclared
     becomes a failed task with one line that says what was wrong. Put the guard last in `task_result_filters` of the site's privacy.json.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: tuple[ParticipantSpec, type[SiteHalf[Any]], Plan[Any, Any]] | None = None
+        self._known: tuple[ParticipantSpec, type[SiteAlgorithm[Any]], Plan[Any, Any]] | None = None
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """What may leave of the result, or a failed task with the reason in its place.
@@ -70,7 +70,7 @@ class OutboundGuard(Filter):
             message = to_message(shareable)
             manifest, declared = self._declared(task)
             refuse_undeclared(message, manifest, own_limits(Path(task.spec.local_file)))
-            message.facts = plain_facts(message, declared, site)
+            message.meta = plain_facts(message, declared, site)
         except MedflareError as error:
             problem = str(error)
         except Exception as error:  # whatever a filter or an executor has put into the result
@@ -83,14 +83,14 @@ class OutboundGuard(Filter):
         _report(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
         return error_reply(reason)
 
-    def _declared(self, task: SiteTask) -> "tuple[Manifest, tuple[Fact, ...]]":
-        """What the method says that a reply to the task's phase holds: entries and facts.
+    def _declared(self, task: SiteTask) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
+        """What the method says that a reply to the task's phase holds: entries and meta.
 
         Raises:
             MedflareError: the job names no known method or task, or the site has not enrolled.
         """
         from medflare.federation.exchange import REPORTS_OF_ALL
-        from medflare.federation.screening.rounding import WIRE, Rounding
+        from medflare.federation.update_validation.rounding import WIRE, Rounding
         from medflare.flare.messages import to_message
 
         if task.phase in REPORTS_OF_ALL:
@@ -98,14 +98,14 @@ class OutboundGuard(Filter):
             return {}, REPORTS_OF_ALL[task.phase][0]
         if self._known is None or self._known[0] != task.spec:
             self._known = task.spec, *planned(task.spec)
-        _, half, plan = self._known
-        phase = half.phase(task.phase)
-        rounded = WIRE in to_message(task.incoming).facts
-        return Rounding(plan).manifest(phase) if rounded else half.manifest(task.phase, plan), phase.reports
+        _, algorithm, plan = self._known
+        phase = algorithm.phase(task.phase)
+        rounded = WIRE in to_message(task.incoming).meta
+        return Rounding(plan).manifest(phase) if rounded else algorithm.manifest(task.phase, plan), phase.reply_meta
 
 
-def planned(spec: ParticipantSpec) -> "tuple[type[SiteHalf[Any]], Plan[Any, Any]]":
-    """The site's half and its plan, from the job's files and what the site remembers: with pretrained weights a large file.
+def planned(spec: ParticipantSpec) -> "tuple[type[SiteAlgorithm[Any]], Plan[Any, Any]]":
+    """The site's algorithm and its plan, from the job's files and what the site remembers: with pretrained weights a large file.
 
     Raises:
         MedflareError: the job names no known method or task, or the site has not enrolled.
@@ -114,7 +114,7 @@ def planned(spec: ParticipantSpec) -> "tuple[type[SiteHalf[Any]], Plan[Any, Any]
     from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task
 
-    method = get_method(spec.method, server=spec.server_half or None)
+    method = get_method(spec.method, server=spec.server_algorithm or None)
     return method.site_class, method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
 
 
@@ -134,7 +134,7 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
         UpdateError: what is wrong with it.
     """
     from medflare.core.manifest import violation
-    from medflare.federation.screening.messages import not_states
+    from medflare.federation.update_validation.messages import not_states
 
     if problem := not_states(message.states) or violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
@@ -146,28 +146,28 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
         raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits.bytes}")
 
 
-def plain_facts(message: "Message", declared: "tuple[Fact, ...]", site: str) -> dict[str, Any]:
-    """The facts of a reply as new plain JSON values, where each is declared and what its declaration takes; see `messages.unfit`.
+def plain_facts(message: "Message", declared: "tuple[MetaSpec, ...]", site: str) -> dict[str, Any]:
+    """The meta of a reply as new plain JSON values, where each is declared and what its declaration takes; see `messages.unfit`.
 
-    An error names the fact and never its value: the error leaves the site.
+    An error names the item and never its value: the error leaves the site.
 
     Raises:
-        UpdateError: a fact that is not declared, or that its declaration does not take.
+        UpdateError: a metadata item that is not declared, or that its declaration does not take.
     """
-    from medflare.federation.screening.messages import not_events, not_plain, shown
+    from medflare.federation.update_validation.messages import not_events, not_plain, shown
 
-    if problem := not_plain(message.facts):
+    if problem := not_plain(message.meta):
         raise UpdateError(problem)
-    facts: dict[str, Any] = json.loads(json.dumps(message.facts))
-    if extra := sorted(facts.keys() - {*declared, _EVENTS}):
-        names = ", ".join(sorted(declared)) or "no fact"
-        raise UpdateError(f"unexpected fact {shown(extra[0])}; the method declares {names} and nothing else")
-    for fact in declared:
-        if fact in facts and fact.takes(facts[fact]):
-            raise UpdateError(f"fact {str(fact)!r} is not what the method declares it to be ({fact.about})")
-    if not_events(facts.get(_EVENTS, []), site):
-        raise UpdateError(f"fact {_EVENTS!r} is no list of a site's events")
-    return facts
+    meta: dict[str, Any] = json.loads(json.dumps(message.meta))
+    if extra := sorted(meta.keys() - {*declared, _EVENTS}):
+        names = ", ".join(sorted(declared)) or "no item"
+        raise UpdateError(f"unexpected item {shown(extra[0])}; the method declares {names} and nothing else")
+    for item in declared:
+        if item in meta and item.validator(meta[item]):
+            raise UpdateError(f"item {str(item)!r} is not what the method declares it to be ({item.about})")
+    if not_events(meta.get(_EVENTS, []), site):
+        raise UpdateError(f"item {_EVENTS!r} is no list of a site's events")
+    return meta
 
 
 def _check_headers(shareable: Shareable) -> None:
@@ -196,26 +196,26 @@ def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable
 
 def _line(text: str) -> str:
     """A reason as it may leave the site: one line, not too long, without the site's folders."""
-    from medflare.federation.screening.messages import one_line
+    from medflare.federation.update_validation.messages import one_line
     from medflare.flare.messages import without_folders
 
     return one_line(without_folders(text))[:_LINE]
 
 
-def _rows(message: "Message", manifest: "Manifest", declared: "tuple[Fact, ...]") -> list[dict[str, Any]]:
-    """A row for each entry and for each fact."""
+def _rows(message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec, ...]") -> list[dict[str, Any]]:
+    """A row for each entry and for each item."""
     from medflare.core.states import state_bytes
 
-    about = {_EVENTS: "what the site noticed", **{str(fact): fact.about for fact in declared}}
+    about = {_EVENTS: "what the site noticed", **{str(item): item.about for item in declared}}
     tensors = [
         {"entry": entry, "tensors": len(state), "bytes": state_bytes(state), "purpose": manifest[entry].purpose, "sent": "yes"}
         for entry, state in sorted(message.states.items())
     ]
-    facts = [
-        {"entry": fact, "tensors": 0, "bytes": len(json.dumps(value)), "purpose": about[fact], "sent": "yes"}
-        for fact, value in sorted(message.facts.items())
+    meta = [
+        {"entry": item, "tensors": 0, "bytes": len(json.dumps(value)), "purpose": about[item], "sent": "yes"}
+        for item, value in sorted(message.meta.items())
     ]
-    return [*tensors, *facts]
+    return [*tensors, *meta]
 
 
 def _report(task: SiteTask, rows: list[dict[str, Any]]) -> None:

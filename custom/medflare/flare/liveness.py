@@ -81,7 +81,7 @@ class Liveness:
     """What the server hears of its sites.
 
     Attributes:
-        silence: seconds without a sign of life after which a site counts as gone.
+        heartbeat_timeout: seconds without a sign of life after which a site counts as gone.
         dead: tells the sites whose process ended, where processes can be seen, that is in the simulator.
         heard: site -> when it was heard of last, on the monotonic clock.
         lost: sites that are given up until they are heard of again.
@@ -92,7 +92,7 @@ class Liveness:
             of a running site has voided its registration. Their questions are no sign of life, else a run would wait for ever.
     """
 
-    silence: float
+    heartbeat_timeout: float
     dead: Callable[[], Collection[str]] | None = None
     heard: dict[str, float] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
@@ -151,7 +151,7 @@ class Liveness:
             self.died.add(site)
         if site in self.died:
             return f"its process died; {step} goes on without the site"
-        if self.silent_since(site, since if fetched else max(since, busy)) <= self.silence:
+        if self.silent_since(site, since if fetched else max(since, busy)) <= self.heartbeat_timeout:
             return ""
         if site in self.refused:
             return f"asks for work and is refused it in {step}: its registration is void, as after a preflight check; restart the site"

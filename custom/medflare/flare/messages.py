@@ -1,4 +1,4 @@
-"""Messages as FLARE sends them: a COLLECTION DXO with one WEIGHTS DXO per state and one METRICS DXO for the facts.
+"""Messages as FLARE sends them: a COLLECTION DXO with one WEIGHTS DXO per state and one METRICS DXO for the meta.
 
 Everything that holds tensors lies in a DXO, so that a hospital's privacy filters reach it; headers carry no more than the
 return code and, for a failed task, its one line of text. Tensors travel as numpy arrays, the form that FLARE's own filters
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 UNABLE: Final = "medflare: unable: "  # in a site's log, before the line that says why it has no answer
-FACTS = "facts"  # the collection's one METRICS entry; no state may take this name
+FACTS = "meta"  # the collection's one METRICS entry; no state may take this name
 ERRORS: Final = "errors.log"  # in the site's folder of a job: whole errors, which may name images and patients
 _ERROR_HEADER = "medflare.error"
 _BFLOAT16 = "bfloat16"  # in a state's DXO: names of the tensors whose bits travel as int16, because numpy has no such type
@@ -39,12 +39,12 @@ def to_shareable(message: "Message") -> Shareable:
     """The message as FLARE sends it.
 
     Raises:
-        ValueError: a state is named like the facts, or holds something that is no tensor.
+        ValueError: a state is named like the meta, or holds something that is no tensor.
     """
     if FACTS in message.states:
         raise ValueError(f"a state must not be named {FACTS!r}")
     parts = {str(entry): _packed(entry, state) for entry, state in message.states.items()}
-    parts[FACTS] = DXO(DataKind.METRICS, data={str(fact): value for fact, value in message.facts.items()})
+    parts[FACTS] = DXO(DataKind.METRICS, data={str(item): value for item, value in message.meta.items()})
     return DXO(DataKind.COLLECTION, data=parts).to_shareable()
 
 
@@ -59,7 +59,7 @@ def to_message(shareable: Shareable) -> "Message":
     collection = _content(shareable)
     parts = collection.data
     if collection.data_kind != DataKind.COLLECTION or not isinstance(parts.get(FACTS), DXO):
-        raise UpdateError(f"not a medflare message: a {collection.data_kind} without facts")
+        raise UpdateError(f"not a medflare message: a {collection.data_kind} without meta")
     states = {}
     for entry, part in parts.items():
         if entry == FACTS:
@@ -280,7 +280,7 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
     arrays, odd = {}, []
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{entry}/{name} is {type(tensor).__name__}, not a tensor; numbers belong to the facts")
+            raise ValueError(f"{entry}/{name} is {type(tensor).__name__}, not a tensor; numbers belong to the meta")
         ready = tensor.detach().to("cpu").contiguous()
         if ready.dtype == torch.bfloat16:
             odd.append(name)

@@ -15,7 +15,7 @@ class Names(NamedTuple):
 
     Attributes:
         executor: below `medflare.flare.executors`.
-        aggregator: below `medflare.flare.aggregators`; also of every method whose server half is derived from this one's.
+        aggregator: below `medflare.flare.aggregators`; also of every method whose server algorithm is derived from this one's.
         recipe: below `medflare.flare.recipes`.
     """
 

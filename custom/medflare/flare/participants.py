@@ -44,7 +44,7 @@ class ParticipantSpec:
 
     Attributes:
         name: the site's name.
-        method: whose site half runs; `server_half` names the other half's method where it is another one.
+        method: whose site algorithm runs; `server_algorithm` names the other algorithm's method where it is another one.
         task_file: the job's task.json.
         local_file: the site's own settings; may not exist.
         folder: the site's own folder for the job, see `data.sites.local.private_folder`.
@@ -54,7 +54,7 @@ class ParticipantSpec:
 
     name: str
     method: str
-    server_half: str
+    server_algorithm: str
     seed: int
     task_file: str
     local_file: str
@@ -64,9 +64,9 @@ class ParticipantSpec:
     trusted: str = ""
 
     @property
-    def halves(self) -> tuple[str, str]:
-        """Names of the methods that site half and server half come from."""
-        return self.method, self.server_half or self.method
+    def algorithms(self) -> tuple[str, str]:
+        """Names of the methods that site algorithm and server algorithm come from."""
+        return self.method, self.server_algorithm or self.method
 
     @property
     def state_folder(self) -> Path:
@@ -81,7 +81,7 @@ class ParticipantSpec:
         """
         from medflare.core.store import StateStore
         from medflare.data.sites.opening import open_site
-        from medflare.federation.delivery import SiteFolder
+        from medflare.federation.final_models import SiteFolder
         from medflare.federation.participant import Participant
         from medflare.methods.catalogue import get_method
         from medflare.networks.own import trust
@@ -94,7 +94,7 @@ class ParticipantSpec:
         task, local = load_task(Path(self.task_file)), local_settings(read_local(Path(self.local_file)))
         for module in filter(None, (*local.packages, self.trusted)):
             trust(module)
-        method = get_method(self.method, server=self.server_half or None)
+        method = get_method(self.method, server=self.server_algorithm or None)
         method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
@@ -112,7 +112,7 @@ class ParticipantSpec:
         budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
         rules: dict[str, Any] = {"budget": budget, "minimum_patients": local.minimum_patients, "chosen": local.keep}
         rules |= {"minutes": local.bounds.minutes, "hours": local.bounds.hours}
-        participant = Participant(self.name, opened, method, self.hyper, store=store, keeper=own, **rules)
+        participant = Participant(self.name, opened, method, self.hyper, store=store, artifacts=own, **rules)
         return participant
 
     def _take_up(self, interrupted: Path) -> None:
@@ -157,7 +157,7 @@ def authorized(spec: ParticipantSpec, fl_ctx: FLContext) -> ParticipantSpec:
     """
     from medflare.tasks.config import load_task
 
-    authorize(spec.halves, fl_ctx)
+    authorize(spec.algorithms, fl_ctx)
     return replace(spec, trusted=authorize_network(load_task(Path(spec.task_file)), fl_ctx))
 
 

@@ -30,7 +30,7 @@ class UpdatePrivacy(Filter):
     """Task-result filter: one of FLARE's privacy filters, on every floating tensor's change in this task.
 
     An entry that did not come in with the task (PRR's prototypes, a new head) has no change that could be filtered; the whole
-    result is then kept back with that reason rather than sent unprotected. Put the filter before `OutboundGuard`.
+    result is then kept back with that reason rather than sent dp_unsupported_reason. Put the filter before `OutboundGuard`.
 
     Args:
         name: "percentile" (Shokri and Shmatikov, CCS 2015) or "svt" (sparse vector technique).
@@ -67,7 +67,7 @@ class UpdatePrivacy(Filter):
             states = {entry: self._filtered(entry, state, came_in.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
         except MedflareError as error:
             return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} kept back the answer: {error}")
-        return to_shareable(Message(states, message.facts)) if states else shareable
+        return to_shareable(Message(states, message.meta)) if states else shareable
 
     def _filtered(
         self, entry: str, state: "StateDict", came_in: "StateDict | None", shareable: Shareable, fl_ctx: FLContext
@@ -87,12 +87,12 @@ class UpdatePrivacy(Filter):
 
 
 def _origins(incoming: "Message", reply: "Message") -> "dict[str, StateDict]":
-    """Entry -> what came in, from which a change is measured; zeros where weights travel rounded, which are changes already."""
+    """TensorSpec -> what came in, from which a change is measured; zeros where weights travel rounded, which are changes already."""
     import torch
 
-    from medflare.federation.screening.rounding import WIRE
+    from medflare.federation.update_validation.rounding import WIRE
 
-    if WIRE not in incoming.facts:
+    if WIRE not in incoming.meta:
         return incoming.states
     rounded = {(entry, name) for entry, state in reply.states.items() for name, tensor in state.items() if tensor.dtype == torch.bfloat16}
     return {

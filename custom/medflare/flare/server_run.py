@@ -31,7 +31,7 @@ class ServerSpec:
     """JSON-serialisable, so that another process can take it over.
 
     Attributes:
-        method: whose site half the sites run; `server_half` names the other half's method.
+        method: whose site algorithm the sites run; `server_algorithm` names the other algorithm's method.
         hyper: the aggregator's, as the job has them.
         settings: fields of `RunSettings` as the job has them, not checked yet.
         members: names of the sites that FLARE has in the job.
@@ -44,7 +44,7 @@ class ServerSpec:
     """
 
     method: str
-    server_half: str
+    server_algorithm: str
     hyper: Mapping[str, Any] | None
     settings: Mapping[str, Any]
     members: tuple[str, ...]
@@ -57,14 +57,14 @@ class ServerSpec:
 
     @classmethod
     def of(
-        cls, fl_ctx: FLContext, aggregator: Any, site_half: str | None, settings: Mapping[str, Any], members: Iterable[str]
+        cls, fl_ctx: FLContext, aggregator: Any, site_algorithm: str | None, settings: Mapping[str, Any], members: Iterable[str]
     ) -> "ServerSpec":
         """What FLARE knows of the job; whatever is wrong with it is found later."""
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
-        job, server_half = fl_ctx.get_job_id(), getattr(aggregator, "method_name", "")
+        job, server_algorithm = fl_ctx.get_job_id(), getattr(aggregator, "method_name", "")
         return cls(
-            method=site_half or server_half,
-            server_half=server_half,
+            method=site_algorithm or server_algorithm,
+            server_algorithm=server_algorithm,
             hyper=getattr(aggregator, "hyper", None),
             settings=settings,
             members=tuple(members),
@@ -87,7 +87,7 @@ class ServerSpec:
 
     def aggregator(self) -> MethodAggregator:
         """One that does what the job's component does, in a process that has no components."""
-        return MethodAggregator(dict(self.hyper or {}), self.server_half)
+        return MethodAggregator(dict(self.hyper or {}), self.server_algorithm)
 
     def run(self, aggregator: MethodAggregator, **watching: Any) -> "Run":
         """The run that the job describes.
@@ -106,8 +106,8 @@ class ServerSpec:
             take_up(Path(self.kept) / interrupted(settings.resume), self.checkpoints)
         for module in filter(None, (*own.packages, self.trusted)):
             trust(module)
-        task, method = load_task(Path(self.task_file)), get_method(self.method, server=self.server_half)
-        aggregator.hyper = method.effective(aggregator.hyper or {})  # the halves' own values, whichever way the job spells them
+        task, method = load_task(Path(self.task_file)), get_method(self.method, server=self.server_algorithm)
+        aggregator.hyper = method.effective(aggregator.hyper or {})  # the algorithms' own values, whichever way the job spells them
         return Run(
             method=method,
             task=task,
@@ -135,7 +135,9 @@ class ServerSpec:
         outside = self.settings["outside"]
         named = outside if isinstance(outside, list | tuple) else ()
         roles = {site: "outside" if site in named else "inside" for site in self.members}
-        return Ending.of(refused_run(Path(self.results), reason, roles, method=str(self.server_half) or UNKNOWN, events=events, **known))
+        return Ending.of(
+            refused_run(Path(self.results), reason, roles, method=str(self.server_algorithm) or UNKNOWN, events=events, **known)
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Ending:
 
 
 def formula(aggregator: Any, name: str) -> MethodAggregator:
-    """A job's component that holds the server half's formula.
+    """A job's component that holds the server algorithm's formula.
 
     Raises:
         ConfigError: it is something else.
@@ -177,7 +179,7 @@ def allowed(spec: ServerSpec, fl_ctx: FLContext) -> ServerSpec:
     """
     from medflare.tasks.config import load_task
 
-    authorize((spec.method, spec.server_half), fl_ctx)
+    authorize((spec.method, spec.server_algorithm), fl_ctx)
     return replace(spec, trusted=authorize_network(load_task(Path(spec.task_file)), fl_ctx))
 
 

@@ -21,7 +21,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError
-from medflare.federation.settings import DELIVER, ENROL
+from medflare.federation.settings import ENROL, FINALIZE
 from medflare.flare.liveness import ALIVE, PATIENCE, WORK, Liveness
 
 _NEWCOMER = 60.0  # seconds for which the others wait for a site that joins later; then it goes on reading, and is asked again
@@ -169,7 +169,7 @@ class TaskExchange:
                 return {}
             since = {site: self.liveness.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
         silent = {site: round(seconds, 1) for site, seconds in since.items()}
-        return {**self._step._asdict(), "silent": silent, "silence": self.liveness.silence}
+        return {**self._step._asdict(), "silent": silent, "silence": self.liveness.heartbeat_timeout}
 
     def close(self) -> None:
         """There will be no more tasks: nobody is kept waiting for one."""
@@ -181,7 +181,7 @@ class TaskExchange:
         """Seconds for which the next step waits; for a newcomer everybody does, so that it may read its images while the others go on."""
         if phase == ENROL:
             return self.enrol_timeout if self._step is None else min(self.enrol_timeout or _NEWCOMER, _NEWCOMER)
-        return 0.0 if phase == DELIVER else self.step_timeout
+        return 0.0 if phase == FINALIZE else self.step_timeout
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ def _slow(step: _Step, asked: Mapping[str, _Asked]) -> list[str]:
         seconds = time.monotonic() - one.began
         if one.fetched and not one.answered and seconds >= max(_SLOW, _TIMES * took, 2 * one.named):
             one.named = seconds
-            remedy = "" if step.phase in (ENROL, DELIVER) else "; a job with a step_timeout would go on without it"
+            remedy = "" if step.phase in (ENROL, FINALIZE) else "; a job with a step_timeout would go on without it"
             lines.append(f"slow: {site}: at work on {step} for {seconds:.0f} s, the others took {took:.0f} s at most{remedy}")
     return lines
 

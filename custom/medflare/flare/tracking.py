@@ -96,14 +96,14 @@ class Tracking:
 
     def __call__(self, step: Mapping[str, Any]) -> None:
         """Take a step."""
-        facts, aggregation = step["sites"], step["aggregation"]
-        numbers = {site: numbers_of(found) for site, found in facts.items()}
+        meta, aggregation = step["sites"], step["aggregation"]
+        numbers = {site: numbers_of(found) for site, found in meta.items()}
         curves = {site: {**numbers.get(site, {}), **aggregation_of(aggregation.get(site, {}))} for site in {*numbers, *aggregation}}
         for tag in sorted({tag for found in curves.values() for tag in found}):
             values = {site: found[tag] for site, found in sorted(curves.items()) if tag in found}
             dxo = create_analytic_dxo(tag=tag, value=values, data_type=AnalyticsDataType.SCALARS, global_step=step["round"])
             send_analytic_dxo(self.component, dxo, self.fl_ctx)
-        weights = {site: float(found.get("n_samples", 1.0)) for site, found in facts.items()}
+        weights = {site: float(found.get("n_samples", 1.0)) for site, found in meta.items()}
         self._fire_aggregation(step["phase"], step["round"], numbers, weights)
 
     def _fire_aggregation(self, phase: str, round: int, numbers: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> None:
@@ -155,14 +155,14 @@ class MLflowTracker(AnalyticsReceiver):
         self._receiver.finalize(fl_ctx)
 
 
-def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The curves in a reply's facts: loss and, by role, the validation metric; what is undefined is left out.
+def numbers_of(meta: Mapping[str, Any]) -> dict[str, float]:
+    """The curves in a reply's meta: loss and, by role, the validation metric; what is undefined is left out.
 
     Examples:
         >>> numbers_of({"loss": 0.5, "validation": {"global": 0.75, "personal": None}})
         {'loss': 0.5, 'validation_global': 0.75}
     """
-    found = {"loss": facts.get("loss"), **{f"validation_{role}": value for role, value in (facts.get("validation") or {}).items()}}
+    found = {"loss": meta.get("loss"), **{f"validation_{role}": value for role, value in (meta.get("validation") or {}).items()}}
     return _finite(found)
 
 

@@ -137,7 +137,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
         "datalist": _volume_list(task.channel_names) if volumes else _picture_list(),
         "network_def": network,
         "preprocessing": {"_target_": "Compose", "transforms": steps},
-        "inferer": sliding_window(task) if task.fit == "patch" else _resizing(task),
+        "inferer": sliding_window(task) if task.image_mode == "patch" else _resizing(task),
     }
     if task.kind == "classification":  # predictions.csv: file, then one probability per class in the order of the metadata
         saver = {"_target_": "CSVSaver", "output_dir": "@output_dir", "filename": "predictions.csv", "overwrite": True}
@@ -227,7 +227,7 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "spatial_shape": list(task.size),
         "dtype": "float32",
         "value_range": [],
-        "is_patch_data": task.fit == "patch",
+        "is_patch_data": task.image_mode == "patch",
         "channel_def": as_data(_channel_words(task)),
     }
     output = {
@@ -237,7 +237,7 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "spatial_shape": list(task.size) if task.kind == "segmentation" else [],
         "dtype": "float32",
         "value_range": [0, 1],
-        "is_patch_data": task.fit == "patch",
+        "is_patch_data": task.image_mode == "patch",
         "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
     }
     return {

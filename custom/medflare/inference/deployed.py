@@ -1,6 +1,6 @@
 """Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
 
-A delivered model is a `Message`. Its fact `kind` says how a module is built from it: this file builds the kind "plain" (one
+A delivered model is a `Message`. Its item `kind` says how a module is built from it: this file builds the kind "plain" (one
 network) and the adapted kinds of `adaptation.registry`; a method's own kinds stand in its `Method.models`. Every module maps images
 (N, C, H, W) to probabilities.
 """
@@ -29,12 +29,12 @@ from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
 
 MODEL = "model"  # the entry of a plain model that holds its weights
-KEPT = "kept"  # fact of a deployed model that was chosen at its site: how, for the card and the results
+KEPT = "kept"  # item of a deployed model that was chosen at its site: how, for the card and the results
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
 _TRIAL = 16.0  # GiB that the intensity transform of one image may take
-SEAL = "seal"  # the card's own checksum, which covers that of the weights
-_PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
+SEAL = "signature"  # the card's own checksum, which covers that of the weights
+_PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "image_mode", "orientation", "spacing")
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
         ConfigError: a kind that nobody here builds.
         StateError: weights that do not fit the task.
     """
-    kind = message.facts.get("kind", "plain")
+    kind = message.meta.get("kind", "plain")
     if kind == "plain":
         return plain_model(task, message)
     if kind in ADAPTATIONS:
@@ -67,13 +67,13 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
     return builder(task, message)
 
 
-def plain_message(state: StateDict, **facts: Any) -> Message:
+def plain_message(state: StateDict, **meta: Any) -> Message:
     """One network's weights as a delivered model of kind "plain".
 
     Args:
-        facts: further facts of the message.
+        meta: further meta of the message.
     """
-    return Message({MODEL: state}, {"kind": "plain", **facts})
+    return Message({MODEL: state}, {"kind": "plain", **meta})
 
 
 def plain_model(task: TaskConfig, message: Message) -> nn.Module:
@@ -158,7 +158,7 @@ class StoredModel:
     @property
     def kind(self) -> str:
         """The kind of model, for example "plain" or "super"."""
-        return str(self.message.facts["kind"])
+        return str(self.message.meta["kind"])
 
     def build(self, builder: Builder = build) -> nn.Module:
         """The module from images to probabilities, in evaluation mode on the CPU.
@@ -184,14 +184,14 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
     Raises:
         ValueError: the message does not say of which kind it is.
     """
-    if "kind" not in message.facts:
-        raise ValueError("a delivered model needs the fact 'kind'")
+    if "kind" not in message.meta:
+        raise ValueError("a delivered model needs the item 'kind'")
     folder, described = Path(folder), task.to_dict()
     write_message(folder / WEIGHTS_FILE, message)
     whole = {
         "schema": CARD_SCHEMA,
         **card,
-        "kind": message.facts["kind"],
+        "kind": message.meta["kind"],
         "labels": list(task.labels),
         "network": described["network"],
         "preprocessing": {key: described[key] for key in _PREPROCESSING},
@@ -202,13 +202,13 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
         "sha256": file_digest(folder / WEIGHTS_FILE),
         "versions": installed_versions(),
     }
-    write_json(folder / CARD_FILE, sealed(whole))
+    write_json(folder / CARD_FILE, signed(whole))
 
 
-def sealed(card: Mapping[str, Any]) -> dict[str, Any]:
+def signed(card: Mapping[str, Any]) -> dict[str, Any]:
     """The card with the SHA-256 of all that it says, the checksum of the weights included, in place of an older one.
 
-    It shows what was changed by mistake or by hand. Who forges a card can compute it too: a seal that is to prove where a model comes
+    It shows what was changed by mistake or by hand. Who forges a card can compute it too: a signature that is to prove where a model comes
     from is compared with the one that the delivering party tells.
 
     Args:
@@ -219,16 +219,16 @@ def sealed(card: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
-def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBounds = ImageBounds()) -> StoredModel:
+def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBounds = ImageBounds()) -> StoredModel:
     """Read a delivered model; nothing is unpickled.
 
     Args:
         folder: holds weights and card.
-        unsealed: take a card without a seal too, as a medflare before 0.3 wrote it: nothing tells whether somebody changed it.
+        unsigned: take a card without a signature too, as a medflare before 0.3 wrote it: nothing tells whether somebody changed it.
         bounds: how large an image of its task may be.
 
     Raises:
-        StateError: a file is missing or damaged, the card is of another schema, was changed or has lost its seal, its task is none that
+        StateError: a file is missing or damaged, the card is of another schema, was changed or has lost its signature, its task is none that
             this version knows, or card and weights do not belong together.
         ConfigError: its images are larger than the bounds.
     """
@@ -242,18 +242,18 @@ def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBound
         card = json.loads((folder / CARD_FILE).read_text())
         schema, checksum, described = card["schema"], card["sha256"], card["task"]
         shown = printable_json(card)
-        resealed = sealed(card)[SEAL]
+        resealed = signed(card)[SEAL]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"{folder / CARD_FILE}: not a model card ({one_line(error)}); fetch the model again") from error
     if schema != CARD_SCHEMA:
         raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
-    if SEAL not in card and not unsealed:
+    if SEAL not in card and not unsigned:
         raise StateError(
             f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it "
-            "where you know that it is of an older medflare (predict and export: --unsealed)"
+            "where you know that it is of an older medflare (predict and export: --unsigned)"
         )
     if card.get(SEAL, resealed) != resealed:
-        raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
+        raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its signature does not fit; fetch the model again")
     if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
     try:

@@ -21,7 +21,7 @@ from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_json
 from medflare.inference.bundle import write_bundle
-from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, sealed
+from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, signed
 from medflare.tasks.config import TaskConfig
 
 TOLERANCE = 1e-4  # of a probability: float32 arithmetic in another order differs by about 1e-6
@@ -59,7 +59,7 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
     """
     if format not in FORMATS:
         raise ConfigError(f"no export format {format!r}; known are {', '.join(FORMATS)}")
-    for kind in (stored.kind, stored.message.facts.get("base")):
+    for kind in (stored.kind, stored.message.meta.get("base")):
         if kind in _REFUSED:
             raise ExportError(f"a model of kind {kind!r} cannot be exported: {_REFUSED[kind]}")
     model = stored.build(builder).eval()
@@ -70,7 +70,7 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
             raise ExportError(
                 f"the model as {format} differs from the delivered one by {difference:.1e}; use another format or `medflare predict`"
             )
-        write_json(folder / CARD_FILE, sealed({**stored.card, "export": {"format": format, "largest_difference": difference}}))
+        write_json(folder / CARD_FILE, signed({**stored.card, "export": {"format": format, "largest_difference": difference}}))
         shutil.copytree(folder, out, dirs_exist_ok=True)
         return Exported(tuple(out / file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()), difference)
 

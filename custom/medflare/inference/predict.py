@@ -246,8 +246,8 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
         raise ConfigError(f"no adaptation {adapt!r}; known are {', '.join(ADAPTATIONS)}")
     replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}  # delivered: what is asked for in its place
     if adapt in replaced.get(stored.kind, ()):
-        facts = {**stored.message.facts, "kind": stored.message.facts["base"]}
-        stored = StoredModel(stored.task, Message(stored.message.states, facts), stored.card)
+        meta = {**stored.message.meta, "kind": stored.message.meta["base"]}
+        stored = StoredModel(stored.task, Message(stored.message.states, meta), stored.card)
     model = stored.build(builder)
     if adapt in ("auto", "none", stored.kind):
         return model
@@ -270,7 +270,7 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
     def batches() -> Iterator[Tensor]:
         nonlocal count
         count = 0
-        fed = (windows_of(image, task.size) if task.fit == "patch" else image[None] for part in prepared for image in part.images)
+        fed = (windows_of(image, task.size) if task.image_mode == "patch" else image[None] for part in prepared for image in part.images)
         images = chain.from_iterable(fed)
         while batch := list(islice(images, size)):
             count += len(batch)
@@ -330,7 +330,7 @@ def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig
         One for each input, with its probabilities on the CPU.
     """
     size, answers = scoring_batch(task), _Answers(model)
-    if task.fit == "patch":
+    if task.image_mode == "patch":
         for whole in prepared:
             slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
             yield Prediction(whole, torch.stack(slid), ("",) * len(slid))

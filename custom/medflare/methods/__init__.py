@@ -1,6 +1,6 @@
 """Methods: a room for each paper, the baselines, and what a method is made of.
 
-What an author of a method needs can be imported from here: `Method`, the halves `SiteHalf` and `ServerHalf`, FedAvg's halves to
+What an author of a method needs can be imported from here: `Method`, the algorithms `SiteAlgorithm` and `ServerAlgorithm`, FedAvg's algorithms to
 start from, the words of their declarations, and the training loop.
 """
 
@@ -10,19 +10,19 @@ from medflare.core.facade import public
 
 _MODULES = {
     "aggregation": "Aggregation SiteModel WeightedMean site_models states_of",
-    "base": "LOSS MEASURED N_SAMPLES VALIDATION Kept Plan ServerContext ServerHalf ServerHyper SiteHalf SiteHyper Step",
+    "base": "LOSS MEASURED N_SAMPLES VALIDATION PersistentState Plan ServerContext ServerAlgorithm ServerHyper SiteAlgorithm SiteHyper Step",
     "catalogue": "build_deployed get_method method_names",
     "fedavg.partial": "PartialSite",
     "fedavg.server": "FedAvgServer FedAvgServerHyper",
     "fedavg.site": "GLOBAL MODEL SELECTED_ROUND TRAIN VALIDATE FedAvgHyper FedAvgSite FedAvgSiteHyper received trained_model",
     "method": "Method",
     "parts.partial": "LocalPart",
-    "parts.proximal": "pull",
-    "parts.selection": "Best Election",
+    "parts.proximal": "proximal_term",
+    "parts.selection": "Best ModelSelector",
     "parts.steps": "Steps",
     "parts.training": "epochs finite_or_none run_epochs train_epochs trainable",
     "medflare.core.hyper": "param",
-    "medflare.core.manifest": "Entry Fact Phase count listing number table text",
+    "medflare.core.manifest": "TensorSpec MetaSpec Phase count listing number table text",
     "medflare.core.message": "Message",
     "medflare.core.settings": "STRICT",
     "medflare.core.states": "StateDict blend copy_state weighted_mean",

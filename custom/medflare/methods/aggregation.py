@@ -1,6 +1,6 @@
-"""A server half's formula, apart from its schedule: from the sites' models to the next global one, or to one for each site.
+"""A server algorithm's formula, apart from its schedule: from the sites' models to the next global one, or to one for each site.
 
-The same object works in both worlds: a server half calls it on the replies of a round, and the FLARE aggregator that holds it calls
+The same object works in both worlds: a server algorithm calls it on the replies of a round, and the FLARE aggregator that holds it calls
 it on the models of FLARE's own workflows.
 """
 
@@ -24,12 +24,12 @@ class SiteModel:
 
     Attributes:
         samples: its number of training samples n_k.
-        facts: what came with it, for example a score.
+        meta: what came with it, for example a score.
     """
 
     state: StateDict
     samples: float = 1.0
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
@@ -54,16 +54,16 @@ def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteMod
     """
     states = {site: reply.states[entry] for site, reply in replies.items()}
     try:
-        return {site: SiteModel(states[site], float(reply.facts["n_samples"]), reply.facts) for site, reply in replies.items()}
+        return {site: SiteModel(states[site], float(reply.meta["n_samples"]), reply.meta) for site, reply in replies.items()}
     except KeyError as error:
-        raise UpdateError("a reply without the fact 'n_samples' cannot be weighted by samples; use weighting=uniform") from error
+        raise UpdateError("a reply without the item 'n_samples' cannot be weighted by samples; use weighting=uniform") from error
 
 
 class Aggregation(ABC, Generic[V]):
-    """The formula of a server half.
+    """The formula of a server algorithm.
 
     Attributes:
-        hyper: the server half's hyper-parameters.
+        hyper: the server algorithm's hyper-parameters.
         rounds: of the federation, for formulas with a schedule; None where nobody has said.
         weights: site -> its weight in the latest call, for the record; empty where the formula has none to tell.
     """
@@ -92,14 +92,14 @@ class Aggregation(ABC, Generic[V]):
         return {}
 
     def pack(self, message: Message) -> None:
-        """Add what the formula remembers of earlier rounds to a message that stores a half."""
+        """Add what the formula remembers of earlier rounds to a message that stores an algorithm."""
 
     def unpack(self, message: Message) -> None:
         """Take up what `pack` stored."""
 
 
 class NoAggregation(Aggregation[Any]):
-    """Of a server half that averages no models."""
+    """Of a server algorithm that averages no models."""
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
         """Nothing to average.
@@ -107,7 +107,7 @@ class NoAggregation(Aggregation[Any]):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("the method's server half averages no models; run it with its own server half")
+        raise ConfigError("the method's server algorithm averages no models; run it with its own server algorithm")
 
 
 class WeightedMean(Aggregation[Any]):

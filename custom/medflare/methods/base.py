@@ -1,4 +1,4 @@
-"""The two halves of a method. They know nothing of FLARE, files or processes; an engine carries messages between them."""
+"""The two algorithms of a method. They know nothing of FLARE, files or processes; an engine carries messages between them."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -11,41 +11,41 @@ from torch import nn
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, models
+from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, NoAggregation
 from medflare.methods.parts.measured import images, mean_loss, metric_value
-from medflare.methods.parts.selection import Election, Selection
+from medflare.methods.parts.selection import ModelSelector, Selection
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
 
-Capability = Literal["accumulate", "freeze"]  # see `SiteHalf.capabilities`
+Capability = Literal["accumulate", "freeze"]  # see `SiteAlgorithm.capabilities`
 
 
 @dataclass(frozen=True, config=STRICT)
 class SiteHyper:
-    """Hyper-parameters of a site half; by itself, none."""
+    """Hyper-parameters of a site algorithm; by itself, none."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ServerHyper:
-    """Hyper-parameters that every server half has; site halves that keep models of their own go by them too."""
+    """Hyper-parameters that every server algorithm has; site algorithms that keep models of their own go by them too."""
 
     selection: Selection = param(
         "median", "deliver the round of best validation by the sites' median, median gain (paired) or weighted mean, or the last one"
     )
 
 
-# What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
-N_SAMPLES = Fact("n_samples", "training images", images)
-LOSS = Fact("loss", "mean training loss", mean_loss, "train")
-VALIDATION = Fact("validation", "model -> the task's metric on validation images before training", models(metric_value), "validation")
+# What every reply to training or validation reports, see `SiteAlgorithm.meta`. A bad metric costs the site its vote and not its update.
+N_SAMPLES = MetaSpec("n_samples", "training images", images)
+LOSS = MetaSpec("loss", "mean training loss", mean_loss, "train")
+VALIDATION = MetaSpec("validation", "model -> the task's metric on validation images before training", models(metric_value), "validation")
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)
@@ -56,7 +56,7 @@ class Step:
     """One exchange with the sites.
 
     Attributes:
-        phase: the name of the phase, and of the site half's method that answers: "train", "validate", ...
+        phase: the name of the phase, and of the site algorithm's method that answers: "train", "validate", ...
         round: 0-based; steps after the last round carry the number of rounds.
         everyone: ask all inside sites, also in a round for which only some were drawn.
         part: 0-based number of the exchange where a phase comes more than once in a round.
@@ -70,11 +70,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[S, V]):
-    """What both halves know before anything is trained.
+    """What both algorithms know before anything is trained.
 
     Attributes:
         sites: names of the inside sites, sorted; a site's place in it is its label for as long as the federation lasts.
-        site_hyper, server_hyper: the hyper-parameters of the two halves. Each half owns its own and may read the other's.
+        site_hyper, server_hyper: the hyper-parameters of the two algorithms. Each algorithm owns its own and may read the other's.
     """
 
     task: TaskConfig
@@ -97,13 +97,13 @@ class Plan(Generic[S, V]):
 
 @dataclasses.dataclass
 class ServerContext:
-    """What a server half is given.
+    """What a server algorithm is given.
 
     Attributes:
-        phases: what the site half declares, by phase; empty where nobody has said.
-        aggregation: the formula to aggregate with, where somebody holds it already (FLARE's aggregator component); None: the half's own.
+        phases: what the site algorithm declares, by phase; empty where nobody has said.
+        aggregation: the formula to aggregate with, where somebody holds it already (FLARE's aggregator component); None: the algorithm's own.
         site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
-        events: where the half reports what it noticed.
+        events: where the algorithm reports what it noticed.
         start: what the task's network starts from, where that is no random draw; see `networks.weights.starting_state`.
         notes: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
         counted: site -> the part of its training images that counts, below 1 where the lead limits its share; all of those of others.
@@ -131,8 +131,8 @@ class ServerContext:
         """The inside sites."""
         return self.plan.sites
 
-    def answer(self, phase: str, entry: str) -> EntrySpec | None:
-        """What the sites' entry of that name holds in a phase; None where the site half declares none."""
+    def answer(self, phase: str, entry: str) -> StateSpec | None:
+        """What the sites' entry of that name holds in a phase; None where the site algorithm declares none."""
         found = (answer for declared in self.phases if declared.name == phase for answer in declared.answered(self.plan) if answer == entry)
         return next((answer.spec(self.plan) for answer in found), None)
 
@@ -154,37 +154,37 @@ class ServerContext:
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
-class Kept:
-    """A state that a half remembers, as an attribute of it: what is assigned lies in `memory` and outlives the process."""
+class PersistentState:
+    """A state that an algorithm remembers, as an attribute of it: what is assigned lies in `memory` and outlives the process."""
 
     def __init__(self, entry: str):
         self.entry = entry
 
-    def __get__(self, half: Any, owner: type | None = None) -> Any:
-        return self if half is None else half.memory.states.get(self.entry)
+    def __get__(self, algorithm: Any, owner: type | None = None) -> Any:
+        return self if algorithm is None else algorithm.memory.states.get(self.entry)
 
-    def __set__(self, half: Any, state: StateDict | None) -> None:
+    def __set__(self, algorithm: Any, state: StateDict | None) -> None:
         if state is None:
-            half.memory.states.pop(self.entry, None)
+            algorithm.memory.states.pop(self.entry, None)
         else:
-            half.memory.states[self.entry] = state
+            algorithm.memory.states[self.entry] = state
 
 
-class SiteHalf(ABC, Generic[S]):
+class SiteAlgorithm(ABC, Generic[S]):
     """A method's work at one site.
 
-    A half may be thrown away after any task and rebuilt in another process: whatever it must remember lies in `memory`. Everything
+    An algorithm may be thrown away after any task and rebuilt in another process: whatever it must remember lies in `memory`. Everything
     random is keyed by (seed, site, round, purpose).
 
     Attributes:
-        Hyper: the hyper-parameters that this half owns.
-        server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
-        phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
-        delivery: what the server's message with the final models holds; None: the half does not say.
+        Hyper: the hyper-parameters that this algorithm owns.
+        server_hyper: the class of hyper-parameters without which a server algorithm cannot serve this one: what it reads of them, or relies on.
+        phases: what the algorithm answers and what its answers hold; each has a method of its name, (round, message) -> reply.
+        delivery: what the server's message with the final models holds; None: the algorithm does not say.
         capabilities: "accumulate": all steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; "freeze": parts of
             the network can stay as they are, see `TaskConfig.freeze`. A subclass that trains in another way takes them back.
-        unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
-        memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
+        dp_unsupported_reason: why the algorithm cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
+        memory: states and meta that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
         minimum_patients: of how many a number must be for it to leave the site.
     """
@@ -194,7 +194,7 @@ class SiteHalf(ABC, Generic[S]):
     phases: ClassVar[tuple[Phase, ...]] = ()
     delivery: ClassVar[Phase | None] = None
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
+    dp_unsupported_reason: ClassVar[str] = "its training takes no gradient of each patient's own"
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
         self.site = site
@@ -211,20 +211,20 @@ class SiteHalf(ABC, Generic[S]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
-        """Before anything starts, refuse what the half cannot work with.
+        """Before anything starts, refuse what the algorithm cannot work with.
 
         Args:
             task: what is to be learnt.
-            hyper: of this half.
-            server_hyper: of the server half that it is paired with.
+            hyper: of this algorithm.
+            server_hyper: of the server algorithm that it is paired with.
 
         Raises:
-            ConfigError: the half cannot work with this task and these settings.
+            ConfigError: the algorithm cannot work with this task and these settings.
         """
 
     @classmethod
     def needs_features(cls, hyper: S) -> bool:
-        """Whether the half works with a network's features or its head, under these settings; it is never given a network without."""
+        """Whether the algorithm works with a network's features or its head, under these settings; it is never given a network without."""
         return False
 
     @classmethod
@@ -232,15 +232,15 @@ class SiteHalf(ABC, Generic[S]):
         """The declaration of a phase.
 
         Raises:
-            ConfigError: the half has none of that name.
+            ConfigError: the algorithm has none of that name.
         """
         for phase in cls.phases:
             if phase.name == name:
                 return phase
         raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
 
-    def contradicted(self, incoming: Message) -> str | None:
-        """What a message tells, though as it is declared, that is not so under this half's plan, in words, or None."""
+    def validate_request(self, incoming: Message) -> str | None:
+        """What a message tells, though as it is declared, that is not so under this algorithm's plan, in words, or None."""
         return None
 
     @classmethod
@@ -266,19 +266,19 @@ class SiteHalf(ABC, Generic[S]):
         return reply
 
     @abstractmethod
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Final models by role ("global", "personal", "deployed"), each a message from which a module is built, see `Method.models`.
 
-        An outside site calls it on a half that never trained; a role it cannot have is left out.
+        An outside site calls it on an algorithm that never trained; a role it cannot have is left out.
         """
 
-    def facts(self, *, validation: Mapping[str, float | None], loss: float | None = None, **more: Any) -> dict[str, Any]:
+    def meta(self, *, validation: Mapping[str, float | None], loss: float | None = None, **more: Any) -> dict[str, Any]:
         """`MEASURED` and more: an undefined metric travels as None, a loss that is not finite as it is, for the server to see.
 
         Args:
             validation: role -> metric of the incoming model of that role.
             loss: mean training loss; None where the phase does not train.
-            more: further facts, as the phase declares them.
+            more: further meta, as the phase declares them.
         """
         measured = {role: finite_or_none(value) for role, value in validation.items()}
         return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: measured, **more}
@@ -292,14 +292,14 @@ class SiteHalf(ABC, Generic[S]):
         return None
 
     def restore(self, memory: Message) -> None:
-        """Take up a memory of the half, in this or another process."""
-        self.memory.states, self.memory.facts = memory.states, memory.facts
+        """Take up a memory of the algorithm, in this or another process."""
+        self.memory.states, self.memory.meta = memory.states, memory.meta
 
     def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """The half's network for a purpose, built once per process, holding `state`.
+        """The algorithm's network for a purpose, built once per process, holding `state`.
 
         Args:
-            purpose: names the network within the half, and keys its initial weights.
+            purpose: names the network within the algorithm, and keys its initial weights.
             state: what it is loaded with.
             spec: the network, see `networks.catalogue`; None: the task's.
             outputs: output channels; None: the task's.
@@ -321,15 +321,15 @@ class SiteHalf(ABC, Generic[S]):
         return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
 
-class ServerHalf(ABC, Generic[V]):
+class ServerAlgorithm(ABC, Generic[V]):
     """A method's work at the server: what each site is sent, and what becomes of the answers.
 
     Attributes:
-        Hyper: the hyper-parameters that this half owns.
-        site_hyper: the class of hyper-parameters without which this half cannot serve a site half: what it reads of them, or relies on.
-        aggregation_class: the formula that the half aggregates models with, if it does; FLARE's aggregators run the same one.
-        capabilities: "freeze", as of a site half.
-        site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `method.extended`).
+        Hyper: the hyper-parameters that this algorithm owns.
+        site_hyper: the class of hyper-parameters without which this algorithm cannot serve a site algorithm: what it reads of them, or relies on.
+        aggregation_class: the formula that the algorithm aggregates models with, if it does; FLARE's aggregators run the same one.
+        capabilities: "freeze", as of a site algorithm.
+        site_extension: what the algorithm asks of any site beside training, as a class that is mixed into the site algorithm (see `method.extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
 
@@ -337,7 +337,7 @@ class ServerHalf(ABC, Generic[V]):
     site_hyper: ClassVar[type] = SiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = NoAggregation
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    site_extension: ClassVar[type[SiteHalf[Any]] | None] = None
+    site_extension: ClassVar[type[SiteAlgorithm[Any]] | None] = None
 
     def __init__(self, context: ServerContext):
         self.context = context
@@ -365,24 +365,24 @@ class ServerHalf(ABC, Generic[V]):
         """
 
     @abstractmethod
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """What the site needs for its final models; for an outside site too."""
 
     def models(self) -> dict[str, Message]:
         """Delivered models that the server holds, by path below its `models` folder; not those that never leave their site."""
         return {}
 
-    def elections(self) -> dict[str, Election]:
+    def model_selectors(self) -> dict[str, ModelSelector]:
         """What the sites choose together, by model; empty where each chooses alone, or the last round is delivered."""
         return {}
 
     def state(self) -> Message:
         """The half as a message that `restore` takes up, in this or another process."""
-        stored = Message(dict(self.memory.states), dict(self.memory.facts))
+        stored = Message(dict(self.memory.states), dict(self.memory.meta))
         self.aggregation.pack(stored)
         return stored
 
     def restore(self, state: Message) -> None:
         """Go on from what `state` gave."""
-        self.memory.states, self.memory.facts = state.states, state.facts
+        self.memory.states, self.memory.meta = state.states, state.meta
         self.aggregation.unpack(state)

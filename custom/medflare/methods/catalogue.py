@@ -38,8 +38,8 @@ def get_method(name: str | Method, *, site: str | None = None, server: str | Non
 
     Args:
         name: of the method, or a method that no package declares; its models can then be built in this process alone.
-        site: method that the site half comes from; None: `name`.
-        server: method that the server half comes from; None: `name`.
+        site: method that the site algorithm comes from; None: `name`.
+        server: method that the server algorithm comes from; None: `name`.
 
     Raises:
         ConfigError: no such method, with the nearest name, or one that cannot be loaded.
@@ -64,7 +64,7 @@ def module_of(name: str) -> str:
 
 
 def method_names() -> tuple[str, ...]:
-    """Names of all methods that train, ours and others', sorted; imports no half."""
+    """Names of all methods that train, ours and others', sorted; imports no algorithm."""
     return tuple(sorted({*_own(), *_foreign()} - set(SURVEYS)))
 
 

@@ -1,4 +1,4 @@
-"""A method as one object: its halves, the models it delivers, its paper. Light to import; the halves are loaded when needed."""
+"""A method as one object: its algorithms, the models it delivers, its paper. Light to import; the algorithms are loaded when needed."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from medflare.core.message import Message
     from medflare.data.sites.site import Site
-    from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf
+    from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm
     from medflare.tasks.config import TaskConfig
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
@@ -29,19 +29,19 @@ class Method:
         name: as commands, jobs and results spell it.
         title: what it is, a few words.
         paper: short citation.
-        site, server: the two halves, each a class or "module:Class".
+        site, server: the two algorithms, each a class or "module:Class".
         models: kind of a delivered model -> builder of its module, or "module:function"; the kind "plain" needs none.
         trains: whether there are rounds of training, and models in the end; a method without asks sites what they have.
         roles: which final models an inside site has, of `MODEL_ROLES`.
         outside: whether a site that never trains gets a model; without, a run with outside sites is refused.
-        origin: names of the methods that site half and server half come from, where this is a pair of two methods' halves.
+        origin: names of the methods that site algorithm and server algorithm come from, where this is a pair of two methods' algorithms.
     """
 
     name: str
     title: str
     paper: str
-    site: "str | type[SiteHalf[Any]]"
-    server: "str | type[ServerHalf[Any]]"
+    site: "str | type[SiteAlgorithm[Any]]"
+    server: "str | type[ServerAlgorithm[Any]]"
     models: "Mapping[str, str | Builder]" = field(default_factory=dict)
     trains: bool = True
     roles: tuple[str, ...] = MODEL_ROLES
@@ -49,25 +49,25 @@ class Method:
     origin: tuple[str, str] | None = None
 
     @property
-    def halves(self) -> tuple[str, str]:
-        """Names of the methods that site half and server half come from."""
+    def algorithms(self) -> tuple[str, str]:
+        """Names of the methods that site algorithm and server algorithm come from."""
         return self.origin or (self.name, self.name)
 
     @cached_property
-    def site_class(self) -> "type[SiteHalf[Any]]":
-        """The site half, with what the server half asks of any site mixed in."""
+    def site_class(self) -> "type[SiteAlgorithm[Any]]":
+        """The site algorithm, with what the server algorithm asks of any site mixed in."""
         return extended(loaded(self.site), self.server_class.site_extension)
 
     @cached_property
-    def server_class(self) -> "type[ServerHalf[Any]]":
-        """The server half."""
+    def server_class(self) -> "type[ServerAlgorithm[Any]]":
+        """The server algorithm."""
         return loaded(self.server)
 
     # -- hyper-parameters ------------------------------------------------------------------------------------------------------
 
     @property
     def hyper_classes(self) -> dict[str, type]:
-        """half -> class of the hyper-parameters that it owns."""
+        """algorithm -> class of the hyper-parameters that it owns."""
         return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
 
     def check(self, values: Mapping[str, Any], task: "TaskConfig | None" = None) -> None:
@@ -103,7 +103,7 @@ class Method:
         self.site_class.check(task, site, server)
 
     def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
-        """ConfigError where a half does not know of parts at rest, or the network has no such parts."""
+        """ConfigError where an algorithm does not know of parts at rest, or the network has no such parts."""
         from medflare.methods.parts.partial import LocalPart
 
         if "freeze" not in self.site_class.capabilities & self.server_class.capabilities:
@@ -116,7 +116,7 @@ class Method:
             raise ConfigError(f"task {task.name}: freeze.parts {task.freeze['parts']} leave nothing to train; leave one of them out")
 
     def effective(self, values: Mapping[str, Any]) -> Halved:
-        """Every hyper-parameter as it is used, under its half: the given values, checked, and the defaults of the others.
+        """Every hyper-parameter as it is used, under its algorithm: the given values, checked, and the defaults of the others.
 
         Args:
             values: hyper-parameters, see `core.hyper.halved`.
@@ -125,34 +125,37 @@ class Method:
         return {"site": plain(site), "server": plain(server)}
 
     def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
-        if self.unprotected and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
-            raise ConfigError(f"{asked[0]}: {self.unprotected}")
+        if self.dp_unsupported_reason and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
+            raise ConfigError(f"{asked[0]}: {self.dp_unsupported_reason}")
         owned = halved(values, self.hyper_classes, self.name)
-        built: list[Any] = [build_hyper(cls, owned[half], f"method {self.name}, {half} half") for half, cls in self.hyper_classes.items()]
+        built: list[Any] = [
+            build_hyper(cls, owned[algorithm], f"method {self.name}, {algorithm} algorithm")
+            for algorithm, cls in self.hyper_classes.items()
+        ]
         return built[0], built[1]
 
     def _check_pair(self) -> None:
-        """ConfigError where a half needs of the other what only its own method's has."""
-        lonely = "method {!r}: the {} half of {!r} goes with no {} half but its own; run {!r}"
-        (of_site, of_server), site, server = self.halves, self.site_class, self.server_class
+        """ConfigError where an algorithm needs of the other what only its own method's has."""
+        lonely = "method {!r}: the {} half of {!r} goes with no {} algorithm but its own; run {!r}"
+        (of_site, of_server), site, server = self.algorithms, self.site_class, self.server_class
         if not issubclass(server.Hyper, site.server_hyper):
             raise ConfigError(lonely.format(self.name, "site", of_site, "server", of_site))
         if not issubclass(site.Hyper, server.site_hyper):
             raise ConfigError(lonely.format(self.name, "server", of_server, "site", of_server))
 
     @property
-    def unprotected(self) -> str:
+    def dp_unsupported_reason(self) -> str:
         """Why sites cannot train with differential privacy, one line; empty where they can."""
         from medflare.privacy.settings import PrivacyHyper
 
         if issubclass(self.site_class.Hyper, PrivacyHyper):
             return ""
-        return f"method {self.name!r} cannot train with differential privacy: {self.site_class.unprotected}"
+        return f"method {self.name!r} cannot train with differential privacy: {self.site_class.dp_unsupported_reason}"
 
     # -- objects ---------------------------------------------------------------------------------------------------------------
 
     def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
-        """What both halves know before anything is trained.
+        """What both algorithms know before anything is trained.
 
         Args:
             task: what is to be learnt.
@@ -167,12 +170,12 @@ class Method:
         self._check_pair()
         return Plan(task, sites, *self._built(values))
 
-    def make_site(self, site: "Site", plan: "Plan[Any, Any]") -> "SiteHalf[Any]":
-        """The site half at one site."""
+    def make_site(self, site: "Site", plan: "Plan[Any, Any]") -> "SiteAlgorithm[Any]":
+        """The site algorithm at one site."""
         return self.site_class(site, plan)
 
-    def make_server(self, context: "ServerContext") -> "ServerHalf[Any]":
-        """The server half of one federation."""
+    def make_server(self, context: "ServerContext") -> "ServerAlgorithm[Any]":
+        """The server algorithm of one federation."""
         return self.server_class(context)
 
 
@@ -193,7 +196,7 @@ def refuse_other_steps(task: "TaskConfig", reason: str) -> None:
 
 
 def paired(of_site: Method, of_server: Method) -> Method:
-    """The site half of one method with the server half of another.
+    """The site algorithm of one method with the server algorithm of another.
 
     Raises:
         ConfigError: one of the two trains nothing.
@@ -202,17 +205,17 @@ def paired(of_site: Method, of_server: Method) -> Method:
         return of_site
     if not (of_site.trains and of_server.trains):
         alone = of_server if of_site.trains else of_site
-        raise ConfigError(f"method {alone.name!r} trains nothing, and its halves go with no others; run {alone.name!r}")
+        raise ConfigError(f"method {alone.name!r} trains nothing, and its algorithms go with no others; run {alone.name!r}")
     return Method(
         name=f"{of_site.name}+{of_server.name}",
-        title=f"{of_site.title} with the server half of {of_server.title}",
+        title=f"{of_site.title} with the server algorithm of {of_server.title}",
         paper=f"{of_site.paper}; {of_server.paper}",
         site=of_site.site,
         server=of_server.server,
         models={**of_server.models, **of_site.models},
         roles=of_site.roles,
         outside=of_site.outside and of_server.outside,
-        origin=(of_site.halves[0], of_server.halves[1]),
+        origin=(of_site.algorithms[0], of_server.algorithms[1]),
     )
 
 
@@ -236,8 +239,8 @@ def _bare_names(values: Mapping[str, Any]) -> list[str]:
     return names + [name for value in values.values() if isinstance(value, Mapping) for name in value]
 
 
-def extended(site_class: "type[SiteHalf[Any]]", extension: "type[SiteHalf[Any]] | None") -> "type[SiteHalf[Any]]":
-    """The site half with a server half's `site_extension` mixed in; its hyper-parameters stay the site half's own."""
+def extended(site_class: "type[SiteAlgorithm[Any]]", extension: "type[SiteAlgorithm[Any]] | None") -> "type[SiteAlgorithm[Any]]":
+    """The site algorithm with a server algorithm's `site_extension` mixed in; its hyper-parameters stay the site algorithm's own."""
     from medflare.core.manifest import merged_phases
 
     if extension is None or issubclass(site_class, extension):

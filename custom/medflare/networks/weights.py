@@ -177,8 +177,8 @@ def _delivered(path: Path) -> StateDict:
         message = read_message(path)
     except StateError as error:
         raise ConfigError(f"weights {path}: {error}") from error
-    if message.facts.get("kind") != "plain" or set(message.states) != {"model"}:
-        kind = message.facts.get("kind")
+    if message.meta.get("kind") != "plain" or set(message.states) != {"model"}:
+        kind = message.meta.get("kind")
         raise ConfigError(f"weights {path}: a model of kind {kind!r} is more than one network; start from a plain one (role global)")
     return message.states["model"]
 

@@ -1,6 +1,6 @@
 """What a site has given away of its patients' privacy: every noisy release, counted once and for good.
 
-A ledger is kept apart from what a site half remembers. A step that is asked again starts from an earlier state of the half, but
+A ledger is kept apart from what a site algorithm remembers. A step that is asked again starts from an earlier state of the algorithm, but
 the first answer may have left the site: nothing is ever taken off a ledger.
 """
 
@@ -48,7 +48,7 @@ class Ledger:
             StateError: the stored ledger is damaged.
         """
         message = self._store.load(self._name)
-        return [] if message is None else [Release(*entry) for entry in message.facts["releases"]]
+        return [] if message is None else [Release(*entry) for entry in message.meta["releases"]]
 
     def add(self, release: Release) -> None:
         """Count a release; it is on disk, where the store is, when this returns."""

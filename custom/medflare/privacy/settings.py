@@ -1,6 +1,6 @@
 """Training with differential privacy as a part of methods: its settings, what it can be used with, what it has cost.
 
-Site halves opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes through `FedAvgSite.descend`. What is
+Site algorithms opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes through `FedAvgSite.descend`. What is
 protected is a training patient, with all images. The mechanism is in `dp_sgd.py`, which alone needs Opacus.
 """
 
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import Taken
+from medflare.core.manifest import Validator
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.sites.local import PLACE
@@ -35,7 +35,7 @@ from medflare.tasks.losses import pools_images
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacyHyper:
-    """What a half has that can train with DP-SGD."""
+    """What an algorithm has that can train with DP-SGD."""
 
     dp_noise: float = param(0.0, "deviation of DP-SGD's noise in units of dp_clip; 0: none", symbol="σ", source="Abadi 2016, Alg. 1", low=0)
     dp_clip: float = param(1.0, "largest norm of one patient's gradient", symbol="C", source="Abadi 2016, Alg. 1", low=1e-6)
@@ -157,7 +157,7 @@ class _Cost(TypedDict):
     steps: Annotated[int, Field(strict=True, ge=0)]
 
 
-cost: Final = Taken(_Cost)  # what `privacy_cost` gives, as it has travelled
+cost: Final = Validator(_Cost)  # what `privacy_cost` gives, as it has travelled
 
 
 def _dp_sgd(site: Site) -> ModuleType:

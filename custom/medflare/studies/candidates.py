@@ -41,28 +41,28 @@ class Candidate:
 
     Attributes:
         method: name of a method or of one of `REFERENCES`.
-        hyper: hyper-parameters under their halves, those that differ from the defaults.
-        site_half, server_half: see `run_local`.
+        hyper: hyper-parameters under their algorithms, those that differ from the defaults.
+        site_algorithm, server_algorithm: see `run_local`.
         trained_as: the method that a reference trains with.
     """
 
     label: str
     method: str
     hyper: Mapping[str, Any] = field(default_factory=dict)
-    site_half: str | None = None
-    server_half: str | None = None
+    site_algorithm: str | None = None
+    server_algorithm: str | None = None
     trained_as: str = TRAINED_AS
 
     @classmethod
     def parse(cls, text: str, selection: str | None = None) -> "Candidate":
-        """From "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1", "moon:server_half=grace" or "single-site:method=prr".
+        """From "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1", "moon:server_algorithm=grace" or "single-site:method=prr".
 
         Args:
             text: a method or reference with settings.
             selection: "best" or "last", for a row that does not say it itself; None: the method's default.
 
         Raises:
-            ConfigError: no such method or hyper-parameter, a value that it cannot have, or a reference with halves of its own.
+            ConfigError: no such method or hyper-parameter, a value that it cannot have, or a reference with algorithms of its own.
         """
         method, _, settings = text.partition(":")
         pairs = [setting.partition("=") for setting in settings.split(",") if setting]
@@ -71,22 +71,26 @@ class Candidate:
         if method == CONSTANT and pairs:
             raise ConfigError(f"{text}: {method} trains nothing and has no settings; leave {pairs[0][0]!r} out")
         values = {name: parsed_value(value) for name, _, value in pairs}
-        halves = {name: values.pop(name, None) for name in ("site_half", "server_half")}
-        if method in REFERENCES and any(halves.values()):
-            raise ConfigError(f"{text}: {method} is no federation, it trains with {TRAINED_AS}'s halves alone; leave the halves out")
+        algorithms = {name: values.pop(name, None) for name in ("site_algorithm", "server_algorithm")}
+        if method in REFERENCES and any(algorithms.values()):
+            raise ConfigError(
+                f"{text}: {method} is no federation, it trains with {TRAINED_AS}'s algorithms alone; leave the algorithms out"
+            )
         if method != SINGLE_SITE and "method" in values:
             raise ConfigError(f"{text}: only {SINGLE_SITE} trains with a method of choice; leave 'method' out")
         trained_as = values.pop("method", TRAINED_AS)
-        trained = get_method(trained_as if method in REFERENCES else method, site=halves["site_half"], server=halves["server_half"])
+        trained = get_method(
+            trained_as if method in REFERENCES else method, site=algorithms["site_algorithm"], server=algorithms["server_algorithm"]
+        )
         trained.check(values)
         hyper = halved(values, trained.hyper_classes, trained.name)
         if selection is not None and method != CONSTANT:
             hyper["server"] = {"selection": selection, **hyper["server"]}
-        return cls(text, method, hyper, **halves, trained_as=trained_as)
+        return cls(text, method, hyper, **algorithms, trained_as=trained_as)
 
     @property
     def effective(self) -> Halved:
-        """Every hyper-parameter as the row's runs use it, under its half; a constant has none."""
+        """Every hyper-parameter as the row's runs use it, under its algorithm; a constant has none."""
         if self.method == CONSTANT:
             return {"site": {}, "server": {}}
         return self._trained.effective(self.hyper)
@@ -98,8 +102,10 @@ class Candidate:
 
     @property
     def _trained(self) -> Method:
-        """The method whose halves train."""
-        return get_method(self.trained_as if self.method in REFERENCES else self.method, site=self.site_half, server=self.server_half)
+        """The method whose algorithms train."""
+        return get_method(
+            self.trained_as if self.method in REFERENCES else self.method, site=self.site_algorithm, server=self.server_algorithm
+        )
 
     def check(self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()) -> None:
         """Refuse a task or a number of rounds that the row cannot have, before anything runs.
@@ -146,8 +152,8 @@ class Candidate:
             outside=outside,
             data_root=setting.data_root,
             resplit=seed,
-            site_half=self.site_half,
-            server_half=self.server_half,
+            site_algorithm=self.site_algorithm,
+            server_algorithm=self.server_algorithm,
             **self.hyper,
         )
 
@@ -156,7 +162,7 @@ def weighs_by_samples(server: Mapping[str, Any]) -> bool:
     """Whether a server's mean weighs sites by their training images and by nothing else: not alike, by scores (SHA) or consistency (GRACE).
 
     Args:
-        server: hyper-parameters of the server half, every one.
+        server: hyper-parameters of the server algorithm, every one.
 
     Examples:
         >>> weighs_by_samples({"weighting": "samples"}), weighs_by_samples({"weighting": "uniform"}), weighs_by_samples({"r0": 0.35})

@@ -169,9 +169,9 @@ def _by_site(images: Mapping[str, str]) -> dict[str, str]:
 
 
 def _named(inside: Sequence[str], rounds: int, task: Mapping[str, Any], hyper: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    halves = {f"{half}.{name}": value for half, values in hyper.items() for name, value in values.items()}
+    algorithms = {f"{algorithm}.{name}": value for algorithm, values in hyper.items() for name, value in values.items()}
     learnt = {f"task.{name}": value for name, value in task.items()}
-    return dict(json_ready({"rounds": rounds, "sites": sorted(inside), **learnt, **halves}))
+    return dict(json_ready({"rounds": rounds, "sites": sorted(inside), **learnt, **algorithms}))
 
 
 # -- runs of this one ------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def recorded_run(*arguments: Any, models: Models | None = None, **settings: Any)
     scores: dict[str, dict[str, dict[str, Any]]] = {}
 
     def observe(report: StepReport) -> None:
-        for site, facts in report.facts.items():
-            for model, value in (facts.get("validation") or {}).items():
+        for site, meta in report.meta.items():
+            for model, value in (meta.get("validation") or {}).items():
                 if value is not None:
                     curves.setdefault(model, {}).setdefault(site, {})[report.step.round] = round(value, 5)
 

@@ -16,7 +16,7 @@ from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 
 FALSE_ALARMS: Final = tuple(place / 20 for place in range(21))  # 1 - specificity: 0, 0.05, ..., 1
-MOST_CLASSES: Final = 16  # of a reply: facts are small (`federation.settings.FACTS_LIMIT`)
+MOST_CLASSES: Final = 16  # of a reply: meta are small (`federation.settings.FACTS_LIMIT`)
 _DIGITS: Final = 4
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
@@ -163,8 +163,8 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
     value = float(v10.mean())
     if m < 2 or n < 2:
         return Area(value, np.nan, np.nan)
-    half = _NORMAL_975 * float(np.sqrt(np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n))
-    return Area(value, max(0.0, value - half), min(1.0, value + half))
+    algorithm = _NORMAL_975 * float(np.sqrt(np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n))
+    return Area(value, max(0.0, value - algorithm), min(1.0, value + algorithm))
 
 
 def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:

@@ -233,7 +233,7 @@ class TaskConfig:
     unlisted_labels: Literal["error", "drop"] = "error"
     resplit: int | None = None
     spatial_dims: Annotated[int, one_of(2, 3)] = 2
-    fit: Literal["resize", "patch"] = "resize"
+    image_mode: Literal["resize", "patch"] = "resize"
     patches_per_image: Count = 1
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
     spacing: Annotated[tuple[Millimetres, Millimetres, Millimetres] | None, takes("three millimetres above 0, or null as stored")] = None
@@ -355,7 +355,7 @@ def _check_together(task: TaskConfig, place: str) -> None:
         raise unknown("metric", task.metric, selection_metrics(task.kind), place)
     if strange := [label for label in task.label_values if label not in task.labels]:
         raise unknown("label", strange[0], task.labels, f"{place}: label_values")
-    volumes, masks, patches = task.spatial_dims == 3, task.kind == "segmentation", task.fit == "patch"
+    volumes, masks, patches = task.spatial_dims == 3, task.kind == "segmentation", task.image_mode == "patch"
     unlisted = [label for label in task.labels if label not in task.label_values] if task.label_values else []
     twice = _meant_twice(task)
     read = {"orientation": volumes, "spacing": volumes, "slices": not volumes, "surface_tolerance": volumes and masks}
@@ -365,7 +365,10 @@ def _check_together(task: TaskConfig, place: str) -> None:
         (None not in task.clip.values(), "clip takes norm or value, got both"),
         (bool(task.freeze["parts"]) != bool(task.freeze["rounds"]), "freeze takes parts and rounds, both or neither"),
         (bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"), "sampling has weights where it is weighted alone"),
-        (ignored, f"{', '.join(ignored)}: nothing reads it where kind is {task.kind}, spatial_dims {task.spatial_dims} and fit {task.fit}"),
+        (
+            ignored,
+            f"{', '.join(ignored)}: nothing reads it where kind is {task.kind}, spatial_dims {task.spatial_dims} and fit {task.image_mode}",
+        ),
         (task.embedded and (volumes or task.channels not in (1, 3)), f"embedded {task.embedded!r} is pictures of 1 or 3 channels"),
         (patches and not masks, "fit 'patch' is for segmentation: a class belongs to a whole image"),
         (task.pick and len(task.pick) != task.image_channels, f"pick names {len(task.pick)} volumes for {task.image_channels} channels"),

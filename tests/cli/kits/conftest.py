@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cli.kits.fake import Root, make_kit
+from helpers.picture_sites import forget_decoded_sites, make_site, make_task
 from medflare.cli.kits.kit import Kit
-from pictures import forget_decoded_sites, make_site, make_task
 
 __all__ = ["forget_decoded_sites", "make_site", "make_task"]
 

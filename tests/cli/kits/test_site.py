@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from cli.kits.fake import JOB, Root, make_kit
+from helpers.small_tasks import small_task
 from medflare.cli import main
 from medflare.cli.kits.kit import Kit
 from medflare.cli.kits.status import job_states
 from medflare.core.store import write_json
-from medflare.federation.delivery import SiteFolder
+from medflare.federation.final_models import SiteFolder
 from medflare.flare.names import BUILT, REFUSED
 from medflare.methods.catalogue import get_method
-from small import small_task
 
 OTHER = JOB[::-1].replace("-", "")[:8] + JOB[8:]
 OUTBOUND = "time,phase,round,entry,tensors,bytes,purpose,sent\n"
@@ -25,7 +25,7 @@ def _job(kit: Kit) -> Path:
     folder, own = kit.folder / JOB, kit.folder / "medflare" / JOB
     SiteFolder(own, kit.name, get_method("fedavg"), small_task(), 0).tell("train", 1, 20, True)
     folder.mkdir()
-    rows = "t,train,0,model,3,2000,update,yes\nt,train,0,facts,0,100,loss,yes\nt,train,1,everything,,,too large,no\n"
+    rows = "t,train,0,model,3,2000,update,yes\nt,train,0,meta,0,100,loss,yes\nt,train,1,everything,,,too large,no\n"
     (own / "outbound.csv").write_text(OUTBOUND + rows)
     write_json(folder / "meta.json", {"name": "fedsm-brain"})
     for role in ("deployed", "personal"):

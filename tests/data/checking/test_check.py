@@ -8,14 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from downloads import classes
+from helpers.downloaded_folders import classes
+from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.check import CheckReport, IntensityCheck, SiteReport, check_site, check_task, site_shift
+from medflare.data.dataset_import.datalists import init
 from medflare.data.loading import load_site_data
 from medflare.data.splits import SiteData, Split
-from medflare.data.starting.datalists import init
 from medflare.tasks.config import TaskConfig, load_task
-from volumes import cube_task, make_volumes
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]

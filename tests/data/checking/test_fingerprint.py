@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
-from medflare.data.datalist import Entry
+from medflare.data.datalist import DatalistItem
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
-from volumes import cube_task, make_volumes
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
@@ -68,7 +68,7 @@ def test_one_image_in_memory_at_a_time(make_site: SiteOf, make_task: TaskOf, mon
     alive: list[weakref.ref[np.ndarray]] = []
     read = FileSource.image
 
-    def image(source: FileSource, entry: Entry) -> Any:
+    def image(source: FileSource, entry: DatalistItem) -> Any:
         assert [kept for kept in alive if kept() is not None] == []
         found = read(source, entry)
         array = found.array.copy()

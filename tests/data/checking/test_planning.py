@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-import small
+from helpers import small_tasks
+from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.data.checking.check import check_task
 from medflare.data.checking.fingerprint import LEARNT, Channel, DatasetFingerprint, Intensities, Presence, Spread
 from medflare.data.checking.planning import plan, pooled
 from medflare.data.checking.rules import Topology, topology
 from medflare.tasks.config import load_task
-from volumes import cube_task
 
 VALUES = Intensities(-100, 20, 300, 50, 80)
 SIDE = 16
@@ -28,7 +28,7 @@ def fingerprint(
     """Ten images of one size, one channel."""
     dims = len(sides)
     settings = {"channels": 1, **changes.pop("learnt", {})}
-    task = cube_task(**settings) if dims == 3 else small.small_task(**settings)
+    task = cube_task(**settings) if dims == 3 else small_tasks.small_task(**settings)
     written = task.to_dict()
     gaps, extent = None, None
     if spacing is not None:
@@ -49,7 +49,7 @@ def planned(*found: DatasetFingerprint, **options: Any) -> dict[str, Any]:
 class TestGeometry:
     def test_the_median_image_where_memory_holds_it(self) -> None:
         task = planned(fingerprint(30, 20, 17, spacing=(2.0, 2.0, 2.0)))
-        assert task["spacing"] == [2.0, 2.0, 2.0] and task["fit"] == "patch"
+        assert task["spacing"] == [2.0, 2.0, 2.0] and task["image_mode"] == "patch"
         # 30, 20, 17 -> 15, 10, 9 -> 8, 5, 5 -> 4: two poolings of all, a third one of the first axis, which has 8 left, less than 12
         assert task["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2]]
         assert task["network"]["filters"] == [32, 64, 128] and task["size"] == [32, 20, 20]
@@ -186,7 +186,7 @@ class TestTogether:
             plan([])
 
     def test_classes_are_not_planned(self) -> None:
-        task = small.small_task("classification").to_dict()
+        task = small_tasks.small_task("classification").to_dict()
         found = dataclasses.replace(fingerprint(SIDE, SIDE), learnt={name: task[name] for name in LEARNT})
         with pytest.raises(ConfigError, match="shades"):
             plan([found])

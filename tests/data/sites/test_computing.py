@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.small_tasks import INSTANCE_UNET, small_task
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
@@ -18,7 +19,6 @@ from medflare.data.sites.local import local_settings
 from medflare.data.sites.opening import open_site, usable_devices
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork
-from small import INSTANCE_UNET, small_task
 
 CPU = torch.device("cpu")
 NETWORKS: tuple[dict[str, Any], ...] = (
@@ -81,8 +81,8 @@ def test_channels_last_changes_the_order_of_memory_alone(dims: int, tmp_path: Pa
     assert ordered.features_and_output(pictures)[0].is_contiguous(memory_format=order)  # a round's weights do not undo it
     state = copy_state(ordered.state_dict())
     assert all(torch.equal(tensor, plain.state_dict()[name]) and tensor.is_contiguous() for name, tensor in state.items())
-    StateStore(tmp_path).save("half", Message({"moments": {name: tensor.clone() for name, tensor in ordered.state_dict().items()}}))
-    stored = StateStore(tmp_path).load("half")
+    StateStore(tmp_path).save("algorithm", Message({"moments": {name: tensor.clone() for name, tensor in ordered.state_dict().items()}}))
+    stored = StateStore(tmp_path).load("algorithm")
     assert stored is not None and torch.equal(stored.states["moments"]["head.weight"], plain.state_dict()["head.weight"])
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from helpers.small_tasks import small_task
 from medflare.data.sites.constant import constant_value, is_at_chance
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from small import small_task
 
 
 def grades(*of: int) -> Split:

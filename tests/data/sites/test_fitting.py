@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helpers.small_tasks import predicted
+from helpers.volume_sites import PATCHES, SHAPE, cube_task, make_volumes
 from medflare.core.rng import numpy_random_state
-from medflare.data.sites.fitting import Fitting, Patches, Taken, of_task, windowed, windows_of
+from medflare.data.sites.fitting import Fitting, Patches, Validator, of_task, windowed, windows_of
 from medflare.data.sites.opening import open_site
 from medflare.data.splits import Split
 from medflare.tasks.config import TaskConfig, load_task
-from small import predicted
-from volumes import PATCHES, SHAPE, cube_task, make_volumes
 
 TASK = load_task(PATCHES)
 
@@ -29,7 +29,7 @@ def _split(task: TaskConfig = TASK, foreground: bool = True) -> Split:
     return Split(images, targets, ("p", "q"), ("p", "q"), (None, None))
 
 
-def _taken(fitting: Fitting, data: Split, rows: Tensor, random: np.random.RandomState) -> Taken:
+def _taken(fitting: Fitting, data: Split, rows: Tensor, random: np.random.RandomState) -> Validator:
     return fitting.samples(fitting.read(data, rows), random)
 
 
@@ -103,7 +103,7 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
 
 
 def test_pictures_can_be_patches_as_well(make_task: Callable[..., TaskConfig]) -> None:
-    task = make_task(fit="patch", size=[8, 8])
+    task = make_task(image_mode="patch", size=[8, 8])
     images = tuple(torch.rand(1, side, 12) for side in (9, 20))
     data = Split(images, tuple((image[0] > 0.5).long() for image in images), ("p", "q"), ("p", "q"))
     assert _taken(of_task(task), data, torch.tensor([0, 1]), np.random.RandomState(0))[0].shape == (2, 1, 8, 8)

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from helpers.small_tasks import stacked
 from medflare.data.sites.montage import contact_sheet, fullest_row, overlay
 from medflare.data.sites.site import Site
 from methods import squares
-from small import stacked
 
 GREEN, MAGENTA = (0, 255, 80), (255, 60, 200)
 

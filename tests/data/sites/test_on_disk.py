@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.small_tasks import predicted, small_task, tiny_phantom
+from helpers.volume_sites import PATCHES, cube_task, make_volumes
 from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.data.loading import load_site_data
@@ -18,8 +20,6 @@ from medflare.data.splits import joined
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model
 from medflare.tasks.config import TaskConfig, load_task
-from small import predicted, small_task, tiny_phantom
-from volumes import PATCHES, cube_task, make_volumes
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]

@@ -165,7 +165,7 @@ def test_a_missing_gpu_is_said(make_task: TaskOf) -> None:
         ({"local_epochs": 10**9}, r"local_epochs, bounds\.epochs in local/medflare\.json allows 1000"),
         ({"batch_size": 10**12}, r"batch_size 1000000000000, bounds\.batch in local/medflare\.json"),
         ({"accumulate": 10**9}, r"accumulate 1000000000, bounds\.batch"),
-        ({"patches_per_image": 10**9, "fit": "patch"}, r"patches_per_image 1000000000, bounds\.batch"),
+        ({"patches_per_image": 10**9, "image_mode": "patch"}, r"patches_per_image 1000000000, bounds\.batch"),
         ({"network": {"name": "unet", "channels": [20_000, 40_000]}}, r"bounds\.model_bytes in local/medflare\.json allows"),
         ({"intensity": {"name": "GaussianSmooth", "sigma": 1e7}}, r"intensity GaussianSmooth: .*bounds\.memory in local/medflare\.json"),
     ],
@@ -177,5 +177,5 @@ def test_a_new_site_has_bounds_before_it_says_any(make_site: SiteOf, make_task: 
 
 def test_a_site_may_raise_its_bounds(make_site: SiteOf, make_task: TaskOf) -> None:
     bounds = {"epochs": 10**10, "batch": 10**10}
-    task = make_task(local_epochs=10**9, patches_per_image=10**9, fit="patch")
+    task = make_task(local_epochs=10**9, patches_per_image=10**9, image_mode="patch")
     assert open_site("A", task, data_root=make_site(), local={"bounds": bounds}).task.local_epochs == 10**9

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from helpers.picture_sites import numbered_site
 from medflare.tasks.config import TaskConfig
-from pictures import numbered_site
 
 TaskOf = Callable[..., TaskConfig]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.data.sites.batches import drawing_weights, in_random_order, sampling_groups
-from small import small_task
 
 LABELS = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.picture_sites import numbered_site
 from medflare.data.sites.scoring import answers, evaluating, scoring_batch
 from medflare.data.splits import Batch
 from medflare.tasks.config import TaskConfig
-from pictures import numbered_site
 
 TaskOf = Callable[..., TaskConfig]
 

@@ -25,7 +25,7 @@ FAULTS = (
 
 
 class MisbehavingExecutor(FedAvgExecutor):
-    """FedAvg's site half with the fault number `round` of `FAULTS` in every answer to "train" of the site `victim`."""
+    """FedAvg's site algorithm with the fault number `round` of `FAULTS` in every answer to "train" of the site `victim`."""
 
     def __init__(self, victim: str = "", **options: Any):
         super().__init__(**options)
@@ -60,8 +60,8 @@ def spoil(message: Any, fault: str) -> None:
     elif fault == "extra_entry":
         message.states["images"] = {"scan": torch.ones(2, 2)}
     elif fault == "tensor_in_facts":
-        message.facts["weights"] = torch.ones(3)
+        message.meta["weights"] = torch.ones(3)
     elif fault == "nan_metric":
-        message.facts["validation"] = {"global": math.nan}
+        message.meta["validation"] = {"global": math.nan}
     else:
-        message.facts["n_samples"] = {"no_samples": 0, "negative_samples": -5, "nan_samples": math.nan}[fault]
+        message.meta["n_samples"] = {"no_samples": 0, "negative_samples": -5, "nan_samples": math.nan}[fault]

@@ -103,10 +103,10 @@ def test_jobs_differ_in_their_components_only(tmp_path: Path) -> None:
 
 
 def test_halves_of_two_methods(tmp_path: Path) -> None:
-    folder = build_job("grace", "phantom", out=tmp_path / "job", site_half="moon")
+    folder = build_job("grace", "phantom", out=tmp_path / "job", site_algorithm="moon")
     assert config(folder, "client")["executors"][0]["executor"]["args"]["method"] == "moon"
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.ConsistencyAggregator"
-    assert config(folder, "server")["workflows"][0]["args"]["site_half"] == "moon"
+    assert config(folder, "server")["workflows"][0]["args"]["site_algorithm"] == "moon"
 
 
 def test_a_method_without_components_of_its_own_uses_those_it_extends(tmp_path: Path) -> None:

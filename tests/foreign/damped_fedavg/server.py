@@ -28,7 +28,7 @@ class DampedMean(WeightedMean):
 
 
 class DampedServer(FedAvgServer[DampedHyper]):
-    """FedAvg's server half, more slowly."""
+    """FedAvg's server algorithm, more slowly."""
 
     Hyper: ClassVar[type] = DampedHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = DampedMean

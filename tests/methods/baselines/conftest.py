@@ -21,7 +21,7 @@ def opposite(split: Split) -> Split:
 
 @pytest.fixture
 def torn(squares: ModuleType) -> Callable[..., dict[str, float]]:
-    """(site half, server half, task, rounds, change, hyper-parameters) -> site -> test metric of the model that it uses in the end.
+    """(site algorithm, server algorithm, task, rounds, change, hyper-parameters) -> site -> test metric of the model that it uses in the end.
 
     Sites A and B have the same images and targets, but for `change`, which is done to all that B has; by default opposite labels.
     """
@@ -32,12 +32,12 @@ def torn(squares: ModuleType) -> Callable[..., dict[str, float]]:
         data = squares.site("A", task, (24, 8, 8)).data
         other = SiteData(change(data.train), change(data.validation), change(data.test))
         plan = squares.plan_of(site_class, server_class, task, ("A", "B"), **hyper)
-        halves = {name: site_class(Site(name, task, own, squares.SEED), plan) for name, own in (("A", data), ("B", other))}
-        played = squares.play(squares.server(server_class, rounds=rounds, outside=(), halves=halves), halves)
+        algorithms = {name: site_class(Site(name, task, own, squares.SEED), plan) for name, own in (("A", data), ("B", other))}
+        played = squares.play(squares.server(server_class, rounds=rounds, outside=(), algorithms=algorithms), algorithms)
         found = {}
-        for name, half in played.halves.items():
-            used = half.deliver(played.server.configure_delivery(name))["deployed"]
-            found[name] = half.site.score(build(task, used), "test").values[task.metric]
+        for name, algorithm in played.algorithms.items():
+            used = algorithm.finalize(played.server.configure_final(name))["deployed"]
+            found[name] = algorithm.site.score(build(task, used), "test").values[task.metric]
         return found
 
     return federation

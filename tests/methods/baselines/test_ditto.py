@@ -18,9 +18,9 @@ LR = 0.1
 SGD = {"name": "sgd", "lr": LR}
 
 
-def by_hand(half: Any, start: StateDict, shared: StateDict, round: int, lam: float) -> StateDict:
+def by_hand(algorithm: Any, start: StateDict, shared: StateDict, round: int, lam: float) -> StateDict:
     """v <- v - η (∇F_k(v) + λ (v - w_g)) over the round's batches (Alg. 1), written down anew."""
-    network, site = half.site.network(), half.site
+    network, site = algorithm.site.network(), algorithm.site
     network.load_state_dict(start)
     anchor = [shared[name] for name, _ in network.named_parameters()]
     network.train()
@@ -38,8 +38,8 @@ def test_personal_model_by_hand(squares: ModuleType) -> None:
     expected = squares.start(task)
     for round in range(2):
         shared = played.log[round].outgoing["B"].states["model"]
-        expected = by_hand(played.halves["B"], expected, shared, round, 0.7)
-    squares.assert_close(played.halves["B"].personal, expected)
+        expected = by_hand(played.algorithms["B"], expected, shared, round, 0.7)
+    squares.assert_close(played.algorithms["B"].personal, expected)
 
 
 def test_the_global_model_is_fedavgs(squares: ModuleType) -> None:
@@ -54,9 +54,9 @@ def test_the_global_model_is_fedavgs(squares: ModuleType) -> None:
 def test_without_lam_nobody_else_matters(squares: ModuleType) -> None:
     """The personal model of λ = 0 has never seen what others learnt."""
     alone, among = (squares.federation(DittoSite, FedAvgServer, sites=sites, lam=0.0) for sites in (("A",), ("A", "B", "C")))
-    assert squares.equal(alone.halves["A"].personal, among.halves["A"].personal)
+    assert squares.equal(alone.algorithms["A"].personal, among.algorithms["A"].personal)
     drawn = squares.federation(DittoSite, FedAvgServer, lam=1.0)
-    assert not squares.equal(drawn.halves["A"].personal, among.halves["A"].personal)
+    assert not squares.equal(drawn.algorithms["A"].personal, among.algorithms["A"].personal)
 
 
 def test_the_stronger_the_pull_the_nearer_to_the_global_model(squares: ModuleType) -> None:
@@ -66,7 +66,7 @@ def test_the_stronger_the_pull_the_nearer_to_the_global_model(squares: ModuleTyp
     def distance(lam: float) -> float:
         played = squares.federation(DittoSite, FedAvgServer, task, rounds=3, lam=lam)
         shared = played.log[2].outgoing["A"].states["model"]
-        return sum((played.halves["A"].personal[name] - shared[name]).square().sum().item() for name in weights)
+        return sum((played.algorithms["A"].personal[name] - shared[name]).square().sum().item() for name in weights)
 
     distances = [distance(lam) for lam in (0.0, 1.0, 10.0)]
     assert distances == sorted(distances, reverse=True) and distances[2] < 0.5 * distances[0]
@@ -85,30 +85,30 @@ def test_both_models_are_measured_and_the_personal_one_never_leaves(squares: Mod
     played = squares.federation(DittoSite, FedAvgServer)
     for turn in played.log:
         for reply in turn.replies.values():
-            assert reply.facts["validation"].keys() == {"global", "personal"}
+            assert reply.meta["validation"].keys() == {"global", "personal"}
             assert reply.states.keys() <= {"model"}
-    first = played.log[0].replies["A"].facts["validation"]
+    first = played.log[0].replies["A"].meta["validation"]
     assert first["personal"] == first["global"], "v begins as w_g"
     assert METHOD.site_class.phases == FedAvgSite.phases
 
 
 def test_delivery_is_the_best_round_by_the_sites_own_validation(squares: ModuleType) -> None:
     played = squares.federation(DittoSite, FedAvgServer, rounds=3)
-    half, message = played.halves["A"], played.server.configure_delivery("A")
-    values = [turn.replies["A"].facts["validation"]["personal"] for turn in played.log[1:]]
-    assert half.best.value == max(values) and half.best.round == 1 + values.index(max(values))
-    models = half.deliver(message)
-    assert squares.equal(models["personal"].states["model"], half.best.state)
+    algorithm, message = played.algorithms["A"], played.server.configure_final("A")
+    values = [turn.replies["A"].meta["validation"]["personal"] for turn in played.log[1:]]
+    assert algorithm.best.value == max(values) and algorithm.best.round == 1 + values.index(max(values))
+    models = algorithm.finalize(message)
+    assert squares.equal(models["personal"].states["model"], algorithm.best.state)
     assert models["deployed"] is models["personal"] and squares.equal(models["global"].states["model"], message.states["model"])
     last = squares.federation(DittoSite, FedAvgServer, rounds=3, selection="last")
-    assert squares.equal(last.halves["A"].deliver(message)["personal"].states["model"], half.personal)
+    assert squares.equal(last.algorithms["A"].finalize(message)["personal"].states["model"], algorithm.personal)
 
 
 @pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])
 def test_a_site_without_a_personal_model_uses_the_global_one(squares: ModuleType, name: str) -> None:
-    half = squares.half(DittoSite, name)
-    assert half.deliver(Message({"model": squares.start()})).keys() == {"global", "deployed"}
-    assert half.validate(3, Message({"model": squares.start()})).facts["validation"]["personal"] is None
+    algorithm = squares.algorithm(DittoSite, name)
+    assert algorithm.finalize(Message({"model": squares.start()})).keys() == {"global", "deployed"}
+    assert algorithm.validate(3, Message({"model": squares.start()})).meta["validation"]["personal"] is None
 
 
 @pytest.mark.parametrize(("values", "words"), [({"lam": -0.1}, "lam"), ({"dp_noise": 1.0}, "dp_noise")])

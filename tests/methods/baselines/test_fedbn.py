@@ -38,7 +38,7 @@ def test_it_is_prr_without_its_three_parts(squares: ModuleType, kind: str) -> No
     bn = squares.federation(FedBNSite, FedAvgServer, task, rounds=3, outside=outside, weighting="uniform", reset_optimizer=True)
     prr = squares.federation(PRRSite, PRRServer, task, rounds=3, outside=outside, **FEDBN_OF_PRR)
     for name in squares.SITES:
-        own, theirs = (played.halves[name].deliver(played.server.configure_delivery(name))["deployed"] for played in (bn, prr))
+        own, theirs = (played.algorithms[name].finalize(played.server.configure_final(name))["deployed"] for played in (bn, prr))
         assert squares.equal(own.states["model"], theirs.states["model"])
     assert squares.equal(bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"])
 
@@ -48,12 +48,12 @@ def test_a_round_by_hand(squares: ModuleType) -> None:
     played = squares.federation(FedBNSite, FedAvgServer, rounds=1, weighting="uniform")
     trained = {}
     for name in squares.SITES:
-        alone = squares.half(FedAvgSite, name)
+        alone = squares.algorithm(FedAvgSite, name)
         trained[name] = alone.perform("train", 0, Message({"model": squares.start()})).states["model"]
     mean, own = weighted_mean(trained, dict.fromkeys(trained, 1.0)), batch_norm_entries(squares.site().network())
-    for name, half in played.halves.items():
+    for name, algorithm in played.algorithms.items():
         expected = {key: trained[name][key] if key in own else mean[key] for key in mean}
-        used = half.deliver(played.server.configure_delivery(name))["deployed"].states["model"]
+        used = algorithm.finalize(played.server.configure_final(name))["deployed"].states["model"]
         assert squares.equal(used, {key: expected[key] for key in used})
 
 
@@ -72,9 +72,9 @@ def test_sites_with_other_contrast_are_no_trouble(squares: ModuleType, torn: Any
 def test_sites_outside_get_the_mean_of_all_normalisations(squares: ModuleType) -> None:
     played = squares.federation(FedBNSite, FedAvgServer, outside=("O",), weighting="uniform")
     assert [turn.step.phase for turn in played.log] == ["train", "train", "validate", "share"]
-    mean = weighted_mean({name: half.own for name, half in played.halves.items()}, dict.fromkeys(played.halves, 1.0))
+    mean = weighted_mean({name: algorithm.own for name, algorithm in played.algorithms.items()}, dict.fromkeys(played.algorithms, 1.0))
     assert squares.equal({name: played.model[name] for name in mean}, mean)
-    models = squares.half(FedBNSite, "O").deliver(played.server.configure_delivery("O"))
+    models = squares.algorithm(FedBNSite, "O").finalize(played.server.configure_final("O"))
     assert models.keys() == {"global", "deployed"}
     assert squares.equal(models["deployed"].states["model"], played.model)
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.fedprox import METHOD, FedProxSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
-from medflare.methods.parts.proximal import pull
+from medflare.methods.parts.proximal import proximal_term
 
 
 def loaded(network: nn.Module, numbers: dict[str, np.ndarray], name: str) -> StateDict:
@@ -29,7 +29,7 @@ def test_step_is_the_reference(golden: Golden, step: str) -> None:
     loaded(network, numbers, "theta")
     for name, weight in network.named_parameters():
         weight.grad = torch.from_numpy(numbers[f"grad/{name}"])
-    pull(network, anchor, 0.1)()
+    proximal_term(network, anchor, 0.1)()
     torch.optim.SGD(network.parameters(), lr=0.1).step()
     for name, weight in network.named_parameters():
         expected = torch.from_numpy(numbers[f"fedprox_step_{step}_lr.1_mu.1/{name}"])
@@ -44,7 +44,7 @@ def test_pull_by_hand() -> None:
     with torch.no_grad():
         linear.weight.fill_(3.0)
     linear.weight.grad = torch.tensor([[1.0]])
-    pull(network, anchor, 0.5)()
+    proximal_term(network, anchor, 0.5)()
     assert linear.weight.grad.item() == 1 + 0.5 * 3
     assert linear.bias.grad is None and norm.weight.grad is None, "frozen, and without a part in the loss"
 

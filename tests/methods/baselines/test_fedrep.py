@@ -25,9 +25,9 @@ def parts(state: StateDict) -> tuple[StateDict, StateDict]:
 
 def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
     """The whole model of a site after its first round."""
-    half = squares.half(FedRepSite, task=task or squares.SEGMENTATION, **hyper)
-    reply = half.perform("train", 0, Message({"model": parts(squares.start(half.site.task))[0]}))
-    return {**reply.states["model"], **half.own}
+    algorithm = squares.algorithm(FedRepSite, task=task or squares.SEGMENTATION, **hyper)
+    reply = algorithm.perform("train", 0, Message({"model": parts(squares.start(algorithm.site.task))[0]}))
+    return {**reply.states["model"], **algorithm.own}
 
 
 def test_what_rests_does_not_move() -> None:
@@ -78,7 +78,7 @@ def test_the_body_trains_for_the_tasks_epochs_unless_told_otherwise(squares: Mod
 
 def test_the_loss_of_a_round_without_training_is_undefined(squares: ModuleType) -> None:
     body = Message({"model": parts(squares.start())[0]})
-    assert squares.half(FedRepSite, body_epochs=0).perform("train", 0, body).facts["loss"] > 0
+    assert squares.algorithm(FedRepSite, body_epochs=0).perform("train", 0, body).meta["loss"] > 0
 
 
 def test_heads_never_leave_unless_a_site_outside_needs_one(squares: ModuleType) -> None:
@@ -93,9 +93,9 @@ def test_heads_never_leave_unless_a_site_outside_needs_one(squares: ModuleType) 
 
 def test_sites_outside_get_the_mean_head(squares: ModuleType) -> None:
     played = squares.federation(FedRepSite, FedAvgServer, outside=("O",), head_epochs=1)
-    heads = torch.stack([half.own["head.weight"] for half in played.halves.values()])
+    heads = torch.stack([algorithm.own["head.weight"] for algorithm in played.algorithms.values()])
     torch.testing.assert_close(played.model["head.weight"], heads.mean(dim=0))
-    models = squares.half(FedRepSite, "O").deliver(played.server.configure_delivery("O"))
+    models = squares.algorithm(FedRepSite, "O").finalize(played.server.configure_final("O"))
     assert models.keys() == {"global", "deployed"} and squares.equal(models["deployed"].states["model"], played.model)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from flare.server import SITES, Server, in_this_process
-from interrupted import Killed
+from helpers.killed_runs import Killed
+from helpers.small_tasks import tiny_phantom
+from helpers.volume_sites import TASK, make_volumes
 from medflare.core.errors import Aborted, ConfigError, DataError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
@@ -21,7 +23,7 @@ from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.participant import Participant
-from medflare.federation.settings import DELIVER
+from medflare.federation.settings import FINALIZE
 from medflare.flare import messages
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
@@ -29,8 +31,6 @@ from medflare.methods.base import ServerContext, Step
 from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT, FingerprintServer, FingerprintSite
 from medflare.methods.catalogue import get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
-from small import tiny_phantom
-from volumes import TASK, make_volumes
 
 CUBES = load_task(TASK)
 PHANTOM = load_task(tiny_phantom())
@@ -88,7 +88,7 @@ def test_taken_up_after_the_sites_have_answered(volumes: Path, tmp_path: Path, m
 
     def dying(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
         asked.append(step.phase)
-        if step.phase == DELIVER and asked.count(DELIVER) == 1:
+        if step.phase == FINALIZE and asked.count(FINALIZE) == 1:
             raise Killed
         return call(exchange, step, outgoing)
 
@@ -97,7 +97,7 @@ def test_taken_up_after_the_sites_have_answered(volumes: Path, tmp_path: Path, m
         looked_at(CUBES, ["A", "B"], tmp_path, data_root=volumes)
     assert not (tmp_path / FILE).exists()
     assert resume_local(tmp_path, data_root=volumes)["status"] == "COMPLETED"
-    assert asked.count("describe") == 1 and found_in(tmp_path) == to_json(fingerprints(volumes, CUBES))
+    assert asked.count("selector_features") == 1 and found_in(tmp_path) == to_json(fingerprints(volumes, CUBES))
 
 
 # ---- what a site keeps back ----------------------------------------------------------------------------------------------
@@ -115,28 +115,28 @@ def test_of_too_few_patients_nothing_is_told(volumes: Path, tmp_path: Path, monk
 
 
 def test_what_single_patients_show_is_not_told(volumes: Path) -> None:
-    half = METHOD.make_site(open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {}))
-    whole = half.perform("describe", 0, Message()).facts[FINGERPRINT]
-    half.minimum_patients = 3
-    guarded = half.perform("describe", 0, Message()).facts[FINGERPRINT]
+    algorithm = METHOD.make_site(open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {}))
+    whole = algorithm.perform("selector_features", 0, Message()).meta[FINGERPRINT]
+    algorithm.minimum_patients = 3
+    guarded = algorithm.perform("selector_features", 0, Message()).meta[FINGERPRINT]
     assert guarded["sizes"]["minimum"] == guarded["sizes"]["p10"] == whole["sizes"]["p10"]
     assert guarded["classes"] == whole["classes"], "three patients show it"
-    half.minimum_patients = 4
-    assert half.perform("describe", 0, Message()).facts == {FINGERPRINT: {}}
+    algorithm.minimum_patients = 4
+    assert algorithm.perform("selector_features", 0, Message()).meta == {FINGERPRINT: {}}
 
 
 def test_images_in_memory_have_no_fingerprint(squares: Any) -> None:
-    half = METHOD.make_site(squares.site("A"), METHOD.plan(squares.SEGMENTATION, squares.SITES, {}))
-    assert isinstance(half, FingerprintSite)
+    algorithm = METHOD.make_site(squares.site("A"), METHOD.plan(squares.SEGMENTATION, squares.SITES, {}))
+    assert isinstance(algorithm, FingerprintSite)
     with pytest.raises(DataError, match="site A"):
-        half.perform("describe", 0, Message())
+        algorithm.perform("selector_features", 0, Message())
 
 
 def test_a_site_that_is_stopped_reads_no_further(volumes: Path) -> None:
     site, answers = open_site("A", CUBES, data_root=volumes), iter((False, True))
     site.abort = lambda: next(answers)
     with pytest.raises(Aborted, match="site A"):
-        METHOD.make_site(site, METHOD.plan(CUBES, ("A", "B"), {})).perform("describe", 0, Message())
+        METHOD.make_site(site, METHOD.plan(CUBES, ("A", "B"), {})).perform("selector_features", 0, Message())
     assert list(answers) == []
 
 
@@ -160,8 +160,8 @@ def numbers(volumes: Path) -> dict[str, Any]:
     ],
 )
 def test_numbers_of_another_shape_are_refused(numbers: dict[str, Any], change: dict[str, Any], said: str) -> None:
-    assert FINGERPRINT.takes(numbers) is None and FINGERPRINT.takes({}) is None
-    problem = FINGERPRINT.takes({**numbers, **change})
+    assert FINGERPRINT.validator(numbers) is None and FINGERPRINT.validator({}) is None
+    problem = FINGERPRINT.validator({**numbers, **change})
     assert problem and said in problem
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from helpers.small_tasks import stacked
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines import moon
 from medflare.methods.baselines.moon import MoonSite, contrastive_loss
 from medflare.methods.fedavg.site import FedAvgSite
 from methods import squares
-from small import stacked
 
 
 def test_loss_by_hand() -> None:
@@ -45,8 +45,8 @@ def test_contrast_sets_in_with_the_second_round(kind: str) -> None:
 
 def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
     """Five rounds of contrast alone, from the same global model: nearer to it than without."""
-    half, start = squares.half(MoonSite, mu=5.0), squares.start()
-    free = squares.half(FedAvgSite)
+    algorithm, start = squares.algorithm(MoonSite, mu=5.0), squares.start()
+    free = squares.algorithm(FedAvgSite)
     images = stacked(squares.site().data.train).images
 
     def similarity(state: StateDict) -> float:
@@ -57,15 +57,15 @@ def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
         return torch.nn.functional.cosine_similarity(one, other).mean().item()
 
     for round in range(5):
-        drawn, own = (each.perform("train", round, Message({"model": copy_state(start)})).states["model"] for each in (half, free))
+        drawn, own = (each.perform("train", round, Message({"model": copy_state(start)})).states["model"] for each in (algorithm, free))
     assert similarity(drawn) > similarity(own)
 
 
 def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all three hold the same weights they see the same features, whatever their running statistics are; these do not move."""
-    half = squares.half(MoonSite)
+    algorithm = squares.algorithm(MoonSite)
     state = {name: tensor + 3.0 if "running" in name else tensor for name, tensor in squares.start().items()}
-    model = half.network("model", state).train()
+    model = algorithm.network("model", state).train()
     images = stacked(squares.site().data.train).images[:6]
     seen: list[tuple[torch.Tensor, ...]] = []
 
@@ -74,7 +74,7 @@ def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.
         return features[0].sum()
 
     monkeypatch.setattr(moon, "contrastive_loss", noted)
-    penalty = half._contrast(model, state)
+    penalty = algorithm._contrast(model, state)
     with torch.enable_grad():
         penalty(images, model.features_and_output(images)[0])
     ((local, shared, previous),) = seen
@@ -82,17 +82,17 @@ def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.
     torch.testing.assert_close(previous, local)
     assert local.requires_grad and not shared.requires_grad and not previous.requires_grad
     for purpose in ("frozen", "previous"):
-        assert squares.equal({**half._networks[purpose].state_dict()}, state)
+        assert squares.equal({**algorithm._networks[purpose].state_dict()}, state)
 
 
 def test_inside_the_best_local_model_outside_the_global_one() -> None:
-    half, start = squares.half(MoonSite), squares.start()
+    algorithm, start = squares.algorithm(MoonSite), squares.start()
     incoming = Message({"model": start})
-    assert squares.equal(half.deliver(incoming)["deployed"].states["model"], start), "a site that never trained"
+    assert squares.equal(algorithm.finalize(incoming)["deployed"].states["model"], start), "a site that never trained"
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
-    half.validation = lambda model: next(values)  # global, personal, ... of three rounds
-    states = [half.perform("train", round, Message({"model": copy_state(start)})).states["model"] for round in range(3)]
-    delivered = half.deliver(incoming)
+    algorithm.validation = lambda model: next(values)  # global, personal, ... of three rounds
+    states = [algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"] for round in range(3)]
+    delivered = algorithm.finalize(incoming)
     assert squares.equal(delivered["global"].states["model"], start) and squares.equal(delivered["personal"].states["model"], states[1])
-    outside = squares.half(MoonSite, "O").deliver(incoming)
+    outside = squares.algorithm(MoonSite, "O").finalize(incoming)
     assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)

@@ -1,4 +1,4 @@
-"""Robust means: values by hand, degenerate cases, a liar among honest sites, and the server halves that can use them."""
+"""Robust means: values by hand, degenerate cases, a liar among honest sites, and the server algorithms that can use them."""
 
 import math
 from types import ModuleType
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import medflare
+from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import SiteModel
@@ -19,7 +20,6 @@ from medflare.methods.parts.robust import (
     robust_mean,
     squared_distances,
 )
-from small import tiny_phantom
 
 TINY = tiny_phantom(batch_size=32)
 
@@ -74,7 +74,7 @@ def test_a_plausible_liar_does_not_move_the_model_far(rule: str) -> None:
 
 def test_a_federation_trains_and_serves_other_site_halves() -> None:
     assert medflare.run_local("robust", TINY, 3, rounds=1, seed=0)["status"] == "COMPLETED"
-    assert medflare.run_local("moon", TINY, 3, rounds=1, seed=0, server_half="robust")["status"] == "COMPLETED"
+    assert medflare.run_local("moon", TINY, 3, rounds=1, seed=0, server_algorithm="robust")["status"] == "COMPLETED"
     events = medflare.run_local("robust", TINY, 2, rounds=1, seed=0)["events"]
     assert any(event["kind"] == "warning" and "three" in event["message"] for event in events)
 

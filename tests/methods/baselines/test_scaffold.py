@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
+from helpers.small_tasks import INSTANCE_UNET
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
@@ -21,7 +22,6 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.networks.catalogue import NETWORKS
 from medflare.networks.features import FeatureNetwork
-from small import INSTANCE_UNET
 
 LR = 0.05
 SGD = {"name": "sgd", "lr": LR}
@@ -98,30 +98,32 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squar
 def test_gradient_at_the_global_model(squares: ModuleType) -> None:
     """∇F_k(w_g) of one full batch is autograd's, whatever the optimizer; training goes on from the same model."""
     task = squares.task("classification", batch_size=16, local_epochs=3)
-    half = squares.half(ScaffoldSite, task=task, control="gradient")
+    algorithm = squares.algorithm(ScaffoldSite, task=task, control="gradient")
     start = squares.start(task)
     network = squares.site("A", task).network()
-    images, targets = half.site.data.train.images, half.site.data.train.targets
-    half.site.loss(network.train()(images), targets).backward()
+    images, targets = algorithm.site.data.train.images, algorithm.site.data.train.targets
+    algorithm.site.loss(network.train()(images), targets).backward()
     zeros = {name: torch.zeros_like(weight) for name, weight in copy_state(dict(network.named_parameters())).items()}
-    reply = half.perform("train", 0, Message({"model": start, "control": zeros}, {"counted": None}))
+    reply = algorithm.perform("train", 0, Message({"model": start, "control": zeros}, {"counted": None}))
     close(reply.states["control_update"], {name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None})
     assert squares.equal(reply.states["model"], squares.trained(FedAvgSite, task)[0])
 
 
 @pytest.mark.parametrize(
-    ("changes", "images"), [({"fit": "patch", "patches_per_image": 3}, 5), ({}, 1), ({"batch_size": 1}, 1)], ids=["patches", "one", "alone"]
+    ("changes", "images"),
+    [({"image_mode": "patch", "patches_per_image": 3}, 5), ({}, 1), ({"batch_size": 1}, 1)],
+    ids=["patches", "one", "alone"],
 )
 def test_gradient_is_a_mean_however_many_samples_an_image_gives(squares: ModuleType, changes: dict[str, Any], images: int) -> None:
     """An image gives several patches; the only image of a site fills its batch twice."""
     task = squares.task(network=INSTANCE_UNET, **changes)
-    half = squares.half(ScaffoldSite, task=task, counts=(images, 4, 5), control="gradient")
-    network, seen = half.site.network().train(), 0
+    algorithm = squares.algorithm(ScaffoldSite, task=task, counts=(images, 4, 5), control="gradient")
+    network, seen = algorithm.site.network().train(), 0
     zeros = {name: torch.zeros_like(weight) for name, weight in copy_state(dict(network.named_parameters())).items()}
-    for batch in half.site.batches("train", 0, "control", 0):
-        (half.site.loss(network(batch.images), batch.targets) * len(batch.images)).backward()
+    for batch in algorithm.site.batches("train", 0, "control", 0):
+        (algorithm.site.loss(network(batch.images), batch.targets) * len(batch.images)).backward()
         seen += len(batch.images)
-    reply = half.perform("train", 0, Message({"model": squares.start(task), "control": zeros}, {"counted": None}))
+    reply = algorithm.perform("train", 0, Message({"model": squares.start(task), "control": zeros}, {"counted": None}))
     expected = {name: weight.grad / seen for name, weight in network.named_parameters() if weight.grad is not None}
     close(reply.states["control_update"], expected)
 
@@ -135,9 +137,9 @@ def settled(played: Any) -> dict[str, StateDict]:
     """site -> c_k, as both sides hold it after the last step."""
     zeros = {name: torch.zeros_like(tensor) for name, tensor in played.server.control.items()}
     found = {}
-    for name, half in played.halves.items():
-        counted = half.update is not None and played.server.memory.facts["counted"].get(name) == half.memory.facts["updated"]
-        found[name] = moved(half.control or zeros, half.update) if counted else half.control or zeros
+    for name, algorithm in played.algorithms.items():
+        counted = algorithm.update is not None and played.server.memory.meta["counted"].get(name) == algorithm.memory.meta["updated"]
+        found[name] = moved(algorithm.control or zeros, algorithm.update) if counted else algorithm.control or zeros
     return found
 
 
@@ -146,29 +148,29 @@ def settled(played: Any) -> dict[str, StateDict]:
 def test_c_is_the_mean_of_all_c_k_whoever_takes_part(squares: ModuleType, weighting: str, control: str) -> None:
     plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting=weighting, control=control)
     counts = {"A": 12, "B": 6, "C": 9}
-    halves = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in counts.items()}
-    server = squares.server(ScaffoldServer, rounds=4, outside=(), halves=halves)
+    algorithms = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in counts.items()}
+    server = squares.server(ScaffoldServer, rounds=4, outside=(), algorithms=algorithms)
     missing = {0: "C", 1: "C", 2: "A"}
-    played = squares.play(server, halves, lambda step, name: missing.get(step.round) == name)
+    played = squares.play(server, algorithms, lambda step, name: missing.get(step.round) == name)
     weights = dict.fromkeys(counts, 1.0) if weighting == "uniform" else counts
     close(played.server.control, weighted_mean(settled(played), weights))
     assert any(tensor.any() for tensor in played.server.control.values())
 
 
 def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> None:
-    """`max_share` makes less of A's images; that C comes later, whereupon A may count for more, leaves c the mean of the c_k."""
+    """`max_client_weight` makes less of A's images; that C comes later, whereupon A may count for more, leaves c the mean of the c_k."""
     plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting="samples")
-    halves = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in {"A": 12, "B": 6, "C": 6}.items()}
-    server = squares.server(ScaffoldServer, rounds=2, outside=(), halves=halves)
+    algorithms = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in {"A": 12, "B": 6, "C": 6}.items()}
+    server = squares.server(ScaffoldServer, rounds=2, outside=(), algorithms=algorithms)
     late = server.context.site_counts.pop("C")
     server.context.counted = {"A": 0.5, "B": 1.0}
     for step in server.steps()[:2]:
-        there = [name for name in halves if name in server.context.site_counts]
-        replies = {name: halves[name].perform(step.phase, step.round, server.configure(step, name)) for name in there}
+        there = [name for name in algorithms if name in server.context.site_counts]
+        replies = {name: algorithms[name].perform(step.phase, step.round, server.configure(step, name)) for name in there}
         server.aggregate(step, replies)
         server.context.site_counts["C"], server.context.counted = late, {"A": 1.0, "B": 1.0, "C": 1.0}
     assert server.weights == {"A": 6.0, "B": 6.0, "C": 6.0}
-    close(server.control, weighted_mean(settled(squares.Played([], server, halves)), server.weights))
+    close(server.control, weighted_mean(settled(squares.Played([], server, algorithms)), server.weights))
 
 
 def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
@@ -179,14 +181,14 @@ def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
 
 
 def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) -> None:
-    halves = squares.halves(ScaffoldSite)
-    server = squares.server(ScaffoldServer, rounds=3, outside=(), halves=halves)
+    algorithms = squares.algorithms(ScaffoldSite)
+    server = squares.server(ScaffoldServer, rounds=3, outside=(), algorithms=algorithms)
     for step in server.steps()[:3]:
-        replies = {name: half.perform(step.phase, step.round, server.configure(step, name)) for name, half in halves.items()}
+        replies = {name: algorithm.perform(step.phase, step.round, server.configure(step, name)) for name, algorithm in algorithms.items()}
         server.aggregate(step, {name: reply for name, reply in replies.items() if (name, step.round) not in {("B", 1), ("C", 2)}})
-    played = squares.Played([], server, halves)
+    played = squares.Played([], server, algorithms)
     close(server.control, weighted_mean(settled(played), dict.fromkeys("ABC", 1.0)))
-    assert halves["B"].control is not None, "the update of round 0 was counted, that of round 1 was not"
+    assert algorithms["B"].control is not None, "the update of round 0 was counted, that of round 1 was not"
 
 
 # ---- the server's step ---------------------------------------------------------------------------------------------------
@@ -242,11 +244,14 @@ def test_sites_that_disagree_no_longer_pull_the_model_off_its_minimum(
     def slope(site_class: Any, server_class: Any, **hyper: Any) -> float:
         """Length of the gradient of the mean loss at the final model."""
         plan = squares.plan_of(site_class, server_class, task, ("A", "B"), weighting="uniform", **hyper)
-        halves = {name: site_class(site(name, seed), plan) for seed, name in enumerate("AB")}
-        played = squares.play(squares.server(server_class, rounds=30, outside=(), halves=halves), halves)
-        network = halves["A"].site.network()
+        algorithms = {name: site_class(site(name, seed), plan) for seed, name in enumerate("AB")}
+        played = squares.play(squares.server(server_class, rounds=30, outside=(), algorithms=algorithms), algorithms)
+        network = algorithms["A"].site.network()
         network.load_state_dict(played.model)
-        losses = [half.site.loss(network(half.site.data.train.images), half.site.data.train.targets) for half in halves.values()]
+        losses = [
+            algorithm.site.loss(network(algorithm.site.data.train.images), algorithm.site.data.train.targets)
+            for algorithm in algorithms.values()
+        ]
         gradients = torch.autograd.grad(torch.stack(losses).mean(), list(network.parameters()))
         return sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
 

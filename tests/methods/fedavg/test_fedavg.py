@@ -1,4 +1,4 @@
-"""FedAvg's halves on small generated images: the mean of what the sites trained, the best round, what is delivered."""
+"""FedAvg's algorithms on small generated images: the mean of what the sites trained, the best round, what is delivered."""
 
 from itertools import pairwise
 
@@ -13,8 +13,8 @@ from methods import squares
 
 
 def test_the_global_model_is_the_mean_of_what_the_sites_trained() -> None:
-    members = {name: squares.half(FedAvgSite, name, counts=(count, 4, 5)) for name, count in zip("ABC", (6, 12, 18), strict=True)}
-    log, server, _ = squares.play(squares.server(FedAvgServer, rounds=2, outside=(), halves=members), members)
+    members = {name: squares.algorithm(FedAvgSite, name, counts=(count, 4, 5)) for name, count in zip("ABC", (6, 12, 18), strict=True)}
+    log, server, _ = squares.play(squares.server(FedAvgServer, rounds=2, outside=(), algorithms=members), members)
     assert [(turn.step.phase, turn.step.round, turn.step.everyone) for turn in log] == [
         ("train", 0, False),
         ("train", 1, False),
@@ -36,14 +36,14 @@ def test_everybody_starts_from_the_same_weights() -> None:
 
 
 def test_facts_of_a_round() -> None:
-    half = squares.half(FedAvgSite)
+    algorithm = squares.algorithm(FedAvgSite)
     start = squares.start()
-    facts = half.perform("train", 0, Message({"model": copy_state(start)})).facts
-    assert facts.keys() == {"n_samples", "loss", "validation"} and facts["n_samples"] == 12 and 0 < facts["loss"] < 2
-    network = half.site.network()
+    meta = algorithm.perform("train", 0, Message({"model": copy_state(start)})).meta
+    assert meta.keys() == {"n_samples", "loss", "validation"} and meta["n_samples"] == 12 and 0 < meta["loss"] < 2
+    network = algorithm.site.network()
     network.load_state_dict(start)
-    assert facts["validation"] == {"global": half.validation(network)}, "of the model that came, before training"
-    assert squares.half(FedAvgSite, counts=(12, 0, 5)).perform("validate", 0, Message({"model": start})).facts["validation"] == {
+    assert meta["validation"] == {"global": algorithm.validation(network)}, "of the model that came, before training"
+    assert squares.algorithm(FedAvgSite, counts=(12, 0, 5)).perform("validate", 0, Message({"model": start})).meta["validation"] == {
         "global": None
     }
 
@@ -75,8 +75,8 @@ class TestSelection:
             self.offered(server, values)
             state, rounds = server.selected
             assert state["w"].item() == expected
-            message = server.configure_delivery("A")
-            assert message.facts == {"selected_round": rounds} and squares.equal(message.states["model"], state)
+            message = server.configure_final("A")
+            assert message.meta == {"selected_round": rounds} and squares.equal(message.states["model"], state)
             assert squares.equal(server.models()["global"].states["model"], state)
         assert best.selected[1] == round
 
@@ -89,9 +89,9 @@ class TestSelection:
 
 
 def test_inside_and_outside_use_the_global_model() -> None:
-    _, server, halves = squares.federation(FedAvgSite, FedAvgServer, outside=("O",))
-    for half in (halves["A"], squares.half(FedAvgSite, "O")):
-        models = half.deliver(server.configure_delivery(half.site.name))
+    _, server, algorithms = squares.federation(FedAvgSite, FedAvgServer, outside=("O",))
+    for algorithm in (algorithms["A"], squares.algorithm(FedAvgSite, "O")):
+        models = algorithm.finalize(server.configure_final(algorithm.site.name))
         assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
         assert squares.equal(models["global"].states["model"], server.selected[0])
 

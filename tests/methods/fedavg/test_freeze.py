@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import INSTANCE_UNET, small_task
 from medflare.core.errors import ConfigError
 from medflare.methods.baselines.fedprox import FedProxSite
 from medflare.methods.catalogue import get_method
@@ -12,7 +13,6 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig
 from methods import squares
-from small import INSTANCE_UNET, small_task
 
 FROZEN: dict[str, Any] = {"freeze": {"parts": ["body"], "rounds": 2}}
 
@@ -22,8 +22,8 @@ def head(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def play(task: TaskConfig, site_class: type[FedAvgSite[Any]] = FedAvgSite, rounds: int = 3, **hyper: Any) -> Any:
-    members = {name: squares.half(site_class, name, task, **hyper) for name in "ABC"}
-    return squares.play(squares.server(FedAvgServer, task, rounds=rounds, outside=(), halves=members), members)
+    members = {name: squares.algorithm(site_class, name, task, **hyper) for name in "ABC"}
+    return squares.play(squares.server(FedAvgServer, task, rounds=rounds, outside=(), algorithms=members), members)
 
 
 def test_what_rests_neither_moves_nor_travels() -> None:

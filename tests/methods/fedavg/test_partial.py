@@ -50,17 +50,17 @@ def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> 
     return squares.federation(site_class, FedAvgServer, **options)
 
 
-def whole(half: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**shared, **half.own}
+def whole(algorithm: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**shared, **algorithm.own}
 
 
 def test_the_part_that_stays_never_travels() -> None:
-    log, server, halves = federation()
+    log, server, algorithms = federation()
     assert [turn.step.phase for turn in log] == ["train", "train", "validate"]
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
             assert all(state.keys() == squares.start().keys() - HEAD for state in message.states.values())
-    assert halves["A"].own.keys() == HEAD and not equal(halves["A"].own, halves["B"].own)
+    assert algorithms["A"].own.keys() == HEAD and not equal(algorithms["A"].own, algorithms["B"].own)
     assert server.partial and server.models() == {}, "no whole model is known to the server"
 
 
@@ -74,9 +74,9 @@ def test_the_shared_part_is_the_mean() -> None:
 
 
 def test_the_first_round_starts_from_the_common_initial_model() -> None:
-    log, _, halves = federation(rounds=1)
+    log, _, algorithms = federation(rounds=1)
     alone = squares.trained(FedAvgSite)[0]
-    assert equal({**log[0].replies["A"].states["model"], **halves["A"].own}, alone)
+    assert equal({**log[0].replies["A"].states["model"], **algorithms["A"].own}, alone)
 
 
 def test_with_nothing_to_keep_it_is_fedavg() -> None:
@@ -91,38 +91,40 @@ def test_with_nothing_to_share_it_is_refused_before_anything_starts() -> None:
 
 
 def test_inside_a_site_uses_its_own_best_round_both_parts_together() -> None:
-    log, server, halves = federation(rounds=4)
-    for name, half in halves.items():
-        values = [turn.replies[name].facts["validation"]["global"] for turn in log]
-        assert half.best.value == max(values[1:]) and half.best.round == 1 + values[1:].index(max(values[1:]))
-        models = half.deliver(server.configure_delivery(name))
+    log, server, algorithms = federation(rounds=4)
+    for name, algorithm in algorithms.items():
+        values = [turn.replies[name].meta["validation"]["global"] for turn in log]
+        assert algorithm.best.value == max(values[1:]) and algorithm.best.round == 1 + values[1:].index(max(values[1:]))
+        models = algorithm.finalize(server.configure_final(name))
         assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
         state = models["personal"].states["model"]
-        assert half.validation(half.network("again", state)) == pytest.approx(half.best.value)
-        sent = next(turn.outgoing[name].states["model"] for turn in log if turn.step.round == half.best.round)
+        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.best.value)
+        sent = next(turn.outgoing[name].states["model"] for turn in log if turn.step.round == algorithm.best.round)
         assert all(torch.equal(state[entry], tensor) for entry, tensor in sent.items())
 
 
 def test_the_last_round_on_request() -> None:
-    _, server, halves = federation(rounds=3, selection="last")
-    state = halves["A"].deliver(server.configure_delivery("A"))["personal"].states["model"]
+    _, server, algorithms = federation(rounds=3, selection="last")
+    state = algorithms["A"].finalize(server.configure_final("A"))["personal"].states["model"]
     shared = {name: tensor for name, tensor in server.model.items() if name not in HEAD}
-    assert equal(state, whole(halves["A"], shared))
+    assert equal(state, whole(algorithms["A"], shared))
 
 
 def test_outside_sites_get_the_mean_of_what_stayed_too() -> None:
-    log, server, halves = federation(outside=("O",))
+    log, server, algorithms = federation(outside=("O",))
     assert [turn.step.phase for turn in log] == ["train", "train", "validate", "share"]
     assert not log[-1].outgoing["A"].states and log[-1].replies["A"].states.keys() == {"own"}
-    mean = weighted_mean({name: half.own for name, half in halves.items()}, dict.fromkeys(SITES, 12.0))
-    models = squares.half(OwnHead, "O").deliver(server.configure_delivery("O"))
+    mean = weighted_mean({name: algorithm.own for name, algorithm in algorithms.items()}, dict.fromkeys(SITES, 12.0))
+    models = squares.algorithm(OwnHead, "O").finalize(server.configure_final("O"))
     assert models.keys() == {"global", "deployed"}
     state = models["deployed"].states["model"]
     assert equal({name: state[name] for name in HEAD}, mean) and state.keys() == squares.start().keys()
     assert equal(server.models()["global"].states["model"], state)
     shared = {name: tensor for name, tensor in state.items() if name not in HEAD}
     own = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
-    assert equal(own.halves["A"].deliver(own.server.configure_delivery("A"))["personal"].states["model"], whole(own.halves["A"], shared))
+    assert equal(
+        own.algorithms["A"].finalize(own.server.configure_final("A"))["personal"].states["model"], whole(own.algorithms["A"], shared)
+    )
 
 
 def test_a_site_that_never_trained_has_the_common_beginning_of_its_part() -> None:
@@ -132,4 +134,4 @@ def test_a_site_that_never_trained_has_the_common_beginning_of_its_part() -> Non
 
 def test_a_server_that_needs_whole_models_says_so() -> None:
     with pytest.raises(ConfigError, match="at home"):
-        squares.server(SHAServer, halves=squares.halves(OwnHead))
+        squares.server(SHAServer, algorithms=squares.algorithms(OwnHead))

@@ -1,4 +1,4 @@
-"""FedDAG's halves on small generated images: both stages, every setting, what is shared and kept, parity of engines."""
+"""FedDAG's algorithms on small generated images: both stages, every setting, what is shared and kept, parity of engines."""
 
 import io
 import math
@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from helpers.small_tasks import tiny_phantom
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.federation.local.loop import run_local
@@ -20,7 +21,6 @@ from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.site import FedDAGSite
 from medflare.tasks.config import load_task
 from methods import squares
-from small import tiny_phantom
 
 
 def weights(module: nn.Module) -> StateDict:
@@ -49,28 +49,28 @@ class TestSite:
         self, hyper: dict[str, Any], expected: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Twelve images in batches of six, three epochs: six batches a round."""
-        half = squares.half(FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper)
+        algorithm = squares.algorithm(FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper)
         decays = []
         monkeypatch.setattr(generation, "ema_update", lambda teacher, student, decay: decays.append(decay))
-        half.perform("train", 0, Message({"model": squares.start()}))
+        algorithm.perform("train", 0, Message({"model": squares.start()}))
         assert decays == pytest.approx([expected] * 6)
 
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_every_setting_changes_the_model(self, kind: str) -> None:
         task = squares.task(kind)
         results = [squares.trained(FedDAGSite, task, **{"ema": 0.9, **variant}) for variant in VARIANTS]  # a teacher that lags behind
-        for model, facts in results:
-            assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
+        for model, meta in results:
+            assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(meta["loss"])
         for i in range(len(VARIANTS)):
             for j in range(i):
                 assert not squares.equal(results[i][0], results[j][0]), (VARIANTS[i], VARIANTS[j])
 
     def test_reply_is_what_the_site_declares(self) -> None:
         for hyper in ({}, {"distribution": "type2"}, {"ndag": False}, {"sha": False}, {"rho": 0.0}):
-            half = squares.half(FedDAGSite, **hyper)
-            reply = half.perform("train", 0, Message({"model": squares.start()}))
-            assert reply.states.keys() == half.manifest("train", half.plan).keys()
-        assert half.manifest("warm_up", half.plan).keys() == {"model"} and half.manifest("score", half.plan) == {}
+            algorithm = squares.algorithm(FedDAGSite, **hyper)
+            reply = algorithm.perform("train", 0, Message({"model": squares.start()}))
+            assert reply.states.keys() == algorithm.manifest("train", algorithm.plan).keys()
+        assert algorithm.manifest("warm_up", algorithm.plan).keys() == {"model"} and algorithm.manifest("score", algorithm.plan) == {}
 
     @pytest.mark.parametrize(
         ("hyper", "student", "teacher"),
@@ -82,28 +82,28 @@ class TestSite:
         ],
     )
     def test_who_starts_from_what(self, hyper: Any, student: str, teacher: str) -> None:
-        half = squares.half(FedDAGSite, **hyper)
-        networks = {name: weights(half.site.network(name)) for name in ("global", "student", "kept")}
-        half.kept = networks["kept"]
-        begun = half._begin(Message({"model": networks["global"], "student": networks["student"]}))
+        algorithm = squares.algorithm(FedDAGSite, **hyper)
+        networks = {name: weights(algorithm.site.network(name)) for name in ("global", "student", "kept")}
+        algorithm.kept = networks["kept"]
+        begun = algorithm._begin(Message({"model": networks["global"], "student": networks["student"]}))
         assert squares.equal(weights(begun.student), networks[student]) and squares.equal(weights(begun.teacher), networks[teacher])
 
     def test_perturbed_model_lies_rho_away(self) -> None:
-        states = squares.half(FedDAGSite, rho=0.2).perform("train", 0, Message({"model": squares.start()})).states
+        states = squares.algorithm(FedDAGSite, rho=0.2).perform("train", 0, Message({"model": squares.start()})).states
         moves = [states["perturbed"][name] - tensor for name, tensor in states["model"].items() if tensor.is_floating_point()]
         assert math.sqrt(sum(move.square().sum() for move in moves)) == pytest.approx(0.2, rel=1e-4)
 
     def test_pictures_are_made_of_own_images_and_stay(self) -> None:
-        half = squares.half(FedDAGSite, pictures=3)
-        generator = initial_generator(half.site.task, half.site.seed, half.hyper).state_dict()
-        content = half.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
+        algorithm = squares.algorithm(FedDAGSite, pictures=3)
+        generator = initial_generator(algorithm.site.task, algorithm.site.seed, algorithm.hyper).state_dict()
+        content = algorithm.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
         assert Image.open(io.BytesIO(content)).size == (3 * 96, 3 * 96)  # three images; original, perturbation, sum
-        assert half.pictures(Message({"model": squares.start()})) == {}
-        assert squares.half(FedDAGSite, pictures=0).pictures(Message({"generator": generator})) == {}
+        assert algorithm.pictures(Message({"model": squares.start()})) == {}
+        assert squares.algorithm(FedDAGSite, pictures=0).pictures(Message({"generator": generator})) == {}
 
     def test_site_with_one_image(self) -> None:
-        model, facts = squares.trained(FedDAGSite, counts=(1, 1, 1))
-        assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
+        model, meta = squares.trained(FedDAGSite, counts=(1, 1, 1))
+        assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(meta["loss"])
 
 
 class TestFederation:
@@ -112,11 +112,11 @@ class TestFederation:
         steps = server.steps()
         assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
         server.steps = lambda: steps[:2]
-        after = squares.play(server, squares.halves(FedDAGSite)).model
+        after = squares.play(server, squares.algorithms(FedDAGSite)).model
         plain = squares.server(FedAvgServer, rounds=2)
-        plain_steps = plain.steps()[:2]
-        plain.steps = lambda: plain_steps
-        assert squares.equal(after, squares.play(plain, squares.halves(FedAvgSite)).model)
+        supports_gradient_accumulation = plain.steps()[:2]
+        plain.steps = lambda: supports_gradient_accumulation
+        assert squares.equal(after, squares.play(plain, squares.algorithms(FedAvgSite)).model)
         assert not server.aggregation.history
 
     @pytest.mark.parametrize("sha", [True, False])
@@ -128,10 +128,10 @@ class TestFederation:
         for step in server.steps():
             models[step.round] = copy_state(server.model)
             shift = next(own)
-            facts = {"n_samples": 1, "loss": 0.0, "validation": {"global": values.get(step.round)}}
+            meta = {"n_samples": 1, "loss": 0.0, "validation": {"global": values.get(step.round)}}
             moved = {name: tensor + shift if tensor.is_floating_point() else tensor for name, tensor in server.model.items()}
             states = {"warm_up": {"model": moved}, "train": {"model": moved}}.get(step.phase, {})
-            reply = Message(states, {"scores": {}} if step.phase == "score" else facts)
+            reply = Message(states, {"scores": {}} if step.phase == "score" else meta)
             server.aggregate(step, dict.fromkeys("ABC", reply))
         assert server.best.round == 3 and squares.equal(server.selected[0], models[3])
 
@@ -143,14 +143,14 @@ class TestFederation:
     def test_without_both_parts_it_is_fedavg(self) -> None:
         """w/o NDAG and w/o SHA, the teacher no slower than its student: Table V's last row."""
         settings: dict[str, Any] = {"ndag": False, "sha": False, "ema": 0.0}
-        both = squares.play(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings)).model
-        assert squares.equal(both, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
+        both = squares.play(squares.server(FedDAGServer, **settings), squares.algorithms(FedDAGSite, **settings)).model
+        assert squares.equal(both, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)
 
     def test_generators_are_averaged_with_the_models_weights(self) -> None:
         settings: dict[str, Any] = {"beta": 4.0}
-        server, halves = squares.server(FedDAGServer, rounds=1, **settings), squares.halves(FedDAGSite, **settings)
+        server, algorithms = squares.server(FedDAGServer, rounds=1, **settings), squares.algorithms(FedDAGSite, **settings)
         step = server.steps()[0]
-        replies = {name: half.perform(step.phase, 0, server.configure(step, name)) for name, half in halves.items()}
+        replies = {name: algorithm.perform(step.phase, 0, server.configure(step, name)) for name, algorithm in algorithms.items()}
         server.aggregate(step, replies)
         score = server.steps()[1]
         scores = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
@@ -164,19 +164,19 @@ class TestFederation:
     def test_students_of_type_2_are_a_second_global_model(self) -> None:
         server = squares.server(FedDAGServer, rounds=4, distribution="type2", warmup=1)
         steps = server.steps()
-        halves = squares.halves(FedDAGSite, distribution="type2")
+        algorithms = squares.algorithms(FedDAGSite, distribution="type2")
         server.steps = lambda: steps[:1]
-        squares.play(server, halves)
+        squares.play(server, algorithms)
         assert squares.equal(server.companions["student"], server.model)
         server.steps = lambda: steps[1:3]
-        squares.play(server, halves)
+        squares.play(server, algorithms)
         assert not squares.equal(server.companions["student"], server.model)
 
     def test_only_inside_sites_get_the_generator(self) -> None:
         server = squares.server(FedDAGServer)
-        assert server.configure_delivery("A").states.keys() == {"model", "generator"}
-        assert server.configure_delivery("O").states.keys() == {"model"}
-        assert squares.server(FedDAGServer, pictures=0).configure_delivery("A").states.keys() == {"model"}
+        assert server.configure_final("A").states.keys() == {"model", "generator"}
+        assert server.configure_final("O").states.keys() == {"model"}
+        assert squares.server(FedDAGServer, pictures=0).configure_final("A").states.keys() == {"model"}
 
     def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self) -> None:
         task = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}, batch_size=load_task("phantom").batch_size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
 from medflare.methods import feddag

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
@@ -19,7 +20,6 @@ from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import pooled
 from medflare.tasks.config import TaskConfig
 from methods import squares
-from small import stacked
 
 
 def weights(module: nn.Module) -> StateDict:
@@ -130,19 +130,19 @@ class TestStrength:
 
     def test_strength_counts_deviations_of_the_site_own_images(self) -> None:
         """The same images on another scale are perturbed as much for their contrast, and no image is told."""
-        half = squares.half(FedDAGSite)
-        deviation, images = half.unit, stacked(half.site.data.train).images
+        algorithm = squares.algorithm(FedDAGSite)
+        deviation, images = algorithm.unit, stacked(algorithm.site.data.train).images
         assert deviation.shape == (1, 1, 1) and deviation.item() == pytest.approx(images.std(correction=0).item())
-        assert half.memory.facts["deviations"] == pytest.approx([deviation.item()])
-        reply = half.perform("train", 0, Message({"model": squares.start()}))
-        assert "deviations" not in reply.facts
+        assert algorithm.memory.meta["deviations"] == pytest.approx([deviation.item()])
+        reply = algorithm.perform("train", 0, Message({"model": squares.start()}))
+        assert "deviations" not in reply.meta
 
     @pytest.mark.parametrize("train_on", ["both", "perturbation"])
     def test_unit_scales_the_perturbation(self, train_on: str) -> None:
-        half = squares.half(FedDAGSite, train_on=train_on, alpha=0.5)
-        dag = half._begin(Message({"model": squares.start()}))
+        algorithm = squares.algorithm(FedDAGSite, train_on=train_on, alpha=0.5)
+        dag = algorithm._begin(Message({"model": squares.start()}))
         images = first_batch(dag).images
-        expected = 0.5 * half.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
+        expected = 0.5 * algorithm.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
         torch.testing.assert_close(dag.student_images(images), expected)
 
 

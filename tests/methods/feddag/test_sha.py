@@ -1,4 +1,4 @@
-"""SHA's two halves on small generated images: perturbation, scores, aggregation, memory, pairings."""
+"""SHA's two algorithms on small generated images: perturbation, scores, aggregation, memory, pairings."""
 
 import math
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ def aggregation(**hyper: Any) -> HierarchicalAggregation:
 
 def averaged(average: Any, states: Any, scores: dict[str, float]) -> StateDict:
     """What the formula makes of models that come with scores."""
-    return average.shared({site: SiteModel(model, facts={"score": scores[site]}) for site, model in states.items()}, 0)
+    return average.shared({site: SiteModel(model, meta={"score": scores[site]}) for site, model in states.items()}, 0)
 
 
 class TestPerturbation:
     def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self) -> None:
-        half = squares.half(SHASite, rho=0.3)
-        reply = half.perform("train", 0, Message({"model": squares.start()}))
+        algorithm = squares.algorithm(SHASite, rho=0.3)
+        reply = algorithm.perform("train", 0, Message({"model": squares.start()}))
         model, moved = reply.states["model"], reply.states["perturbed"]
         names = [name for name, _ in squares.site().network().named_parameters()]
         assert math.sqrt(sum((moved[name] - model[name]).square().sum() for name in names)) == pytest.approx(0.3, rel=1e-4)
@@ -65,15 +65,15 @@ class TestPerturbation:
         def loss(weights: Any) -> float:
             network = squares.site().network().eval()
             network.load_state_dict(weights)
-            images, targets, _ = half.last_batch(0)
-            return half.site.loss(network(images), targets).item()
+            images, targets, _ = algorithm.last_batch(0)
+            return algorithm.site.loss(network(images), targets).item()
 
         assert loss(moved) > loss(model)
 
     def test_last_batch_is_the_one_that_training_ended_with(self) -> None:
-        half = squares.half(SHASite, task=squares.task(local_epochs=2))
-        used = [batch.index.tolist() for epoch in range(2) for batch in half.site.batches("train", 3, "model", epoch)]
-        assert half.last_batch(3).index.tolist() == used[-1] != used[0]
+        algorithm = squares.algorithm(SHASite, task=squares.task(local_epochs=2))
+        used = [batch.index.tolist() for epoch in range(2) for batch in algorithm.site.batches("train", 3, "model", epoch)]
+        assert algorithm.last_batch(3).index.tolist() == used[-1] != used[0]
 
     def test_training_itself_is_that_of_the_site(self) -> None:
         plain, _ = squares.trained(FedAvgSite)
@@ -82,35 +82,39 @@ class TestPerturbation:
 
     def test_without_rho_nothing_more_is_sent(self) -> None:
         for hyper in ({"rho": 0.0}, {"sha": False}):
-            assert squares.half(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
+            assert squares.algorithm(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
 
 
 class TestScoring:
     def test_scores_are_the_validation_metric_of_each_model(self) -> None:
-        half = squares.half(SHASite)
+        algorithm = squares.algorithm(SHASite)
         trained, _ = squares.trained(FedAvgSite, rounds=1)
-        scores = half.perform("score", 0, Message({"candidate/B": squares.start(), "candidate/C": trained})).facts["scores"]
-        networks = {"B": half.site.network(), "C": half.site.network()}
+        scores = algorithm.perform("score", 0, Message({"candidate/B": squares.start(), "candidate/C": trained})).meta["scores"]
+        networks = {"B": algorithm.site.network(), "C": algorithm.site.network()}
         networks["C"].load_state_dict(trained)
-        assert scores == {name: half.validation(network) for name, network in networks.items()}
-        assert half.perform("score", 0, Message()).facts["scores"] == {}
+        assert scores == {name: algorithm.validation(network) for name, network in networks.items()}
+        assert algorithm.perform("score", 0, Message()).meta["scores"] == {}
 
     def test_score_is_auc_where_the_task_has_it(self) -> None:
         """The task's own metric of a model that always gives the same answer says nothing; its ranking may."""
         for task, name in ((squares.task("classification"), "auc_macro"), (squares.SEGMENTATION, squares.SEGMENTATION.metric)):
             assert task.metric != "auc_macro"
             start = Message({"candidate/B": squares.start(task)})
-            found, named = (squares.half(SHASite, task=task, score_metric=metric).perform("score", 0, start) for metric in ("auto", name))
-            assert found.facts["scores"]["B"] is not None and found.facts == named.facts
+            found, named = (
+                squares.algorithm(SHASite, task=task, score_metric=metric).perform("score", 0, start) for metric in ("auto", name)
+            )
+            assert found.meta["scores"]["B"] is not None and found.meta == named.meta
 
     def test_score_may_be_another_metric(self) -> None:
         start = Message({"candidate/B": squares.start()})
-        dice, iou = (squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou"))
+        dice, iou = (
+            squares.algorithm(SHASite, score_metric=name).perform("score", 0, start).meta["scores"]["B"] for name in ("dice", "iou")
+        )
         assert dice > iou
 
     def test_site_without_validation_images_gives_no_score(self) -> None:
-        half = squares.half(SHASite, counts=(12, 0, 1))
-        assert half.perform("score", 0, Message({"candidate/B": squares.start()})).facts["scores"] == {"B": None}
+        algorithm = squares.algorithm(SHASite, counts=(12, 0, 1))
+        assert algorithm.perform("score", 0, Message({"candidate/B": squares.start()})).meta["scores"] == {"B": None}
 
     def test_metric_of_another_kind_of_task_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="auc_macro"):
@@ -213,14 +217,14 @@ class TestServer:
 
 class TestFederation:
     def test_without_sha_it_is_fedavg(self) -> None:
-        sha = squares.play(squares.server(SHAServer, sha=False), squares.halves(SHASite, sha=False))
-        assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
+        sha = squares.play(squares.server(SHAServer, sha=False), squares.algorithms(SHASite, sha=False))
+        assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)
 
     def test_cea_with_equal_weights_is_the_uniform_mean(self) -> None:
         """rho = 0 and kappa = 0 leave the plain cross-client evaluation; beta = 0 makes all scores equal."""
         settings: dict[str, Any] = {"rho": 0.0, "kappa": 0, "beta": 0.0}
-        cea = squares.play(squares.server(SHAServer, **settings), squares.halves(SHASite, **settings)).model
-        uniform = squares.play(squares.server(FedAvgServer, weighting="uniform"), squares.halves(FedAvgSite)).model
+        cea = squares.play(squares.server(SHAServer, **settings), squares.algorithms(SHASite, **settings)).model
+        uniform = squares.play(squares.server(FedAvgServer, weighting="uniform"), squares.algorithms(FedAvgSite)).model
         for name, tensor in uniform.items():
             torch.testing.assert_close(cea[name], tensor)
 

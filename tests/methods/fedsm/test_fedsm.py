@@ -1,4 +1,4 @@
-"""FedSM's halves on small generated images: rounds, the selector, γ and every personalization."""
+"""FedSM's algorithms on small generated images: rounds, the selector, γ and every personalization."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import stacked
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state, weighted_mean
-from medflare.federation.screening.withholding import withhold
+from medflare.federation.update_validation.suppression import withhold
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.server import FedAvgServer
@@ -24,7 +25,6 @@ from medflare.methods.fedsm.site import FedSMSite
 from medflare.methods.parts.training import trainable
 from methods import squares
 from methods.squares import COUNTS, SITES, equal
-from small import stacked
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
 ONE_UPDATE: dict[str, Any] = {**COMPACT, "selector_updates": 1}
@@ -46,10 +46,10 @@ def federation(**options: Any) -> squares.Played:
 @pytest.mark.parametrize("settings", [*SETTINGS[1:5], {}], ids=str)
 def test_a_restart_after_every_step_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     once, again = (federation(**settings, store=store) for store in (None, tmp_path))
-    first, second = (played.server.configure_delivery("A") for played in (once, again))
-    assert first.facts == second.facts and first.states.keys() == second.states.keys()
+    first, second = (played.server.configure_final("A") for played in (once, again))
+    assert first.meta == second.meta and first.states.keys() == second.states.keys()
     assert all(equal(state, second.states[entry]) for entry, state in first.states.items())
-    for model in once.halves["A"].deliver(first).values():
+    for model in once.algorithms["A"].finalize(first).values():
         assert torch.isfinite(build_deployed(squares.SEGMENTATION, model)(stacked(squares.site().data.test).images)).all()
 
 
@@ -59,9 +59,9 @@ def test_fedsm_extra_trains_its_selector_after_the_rounds(combine: str, tmp_path
     once, again = (squares.federation(FedSMExtraSite, FedSMExtraServer, rounds=1, store=store, **settings) for store in (None, tmp_path))
     assert [turn.step.phase for turn in once.log] == ["train", "validate", "train_selector", "train_selector"]
     assert [len(turn.outgoing["A"].states) for turn in once.log[-2:]] == [5, 1], "the finished models are sent once"
-    first, second = (played.server.configure_delivery("A") for played in (once, again))
+    first, second = (played.server.configure_final("A") for played in (once, again))
     assert all(equal(state, second.states[entry]) for entry, state in first.states.items())
-    assert first.facts["combine"] == combine
+    assert first.meta["combine"] == combine
 
 
 def test_the_global_model_is_fedavgs() -> None:
@@ -86,15 +86,15 @@ def test_the_personal_model_of_an_absent_site_is_kept() -> None:
 def test_every_option_changes_what_is_delivered() -> None:
     found = []
     for settings in SETTINGS:
-        delivered = federation(**{"gamma": 0.5, "selection": "last", **settings}).server.configure_delivery("A")
+        delivered = federation(**{"gamma": 0.5, "selection": "last", **settings}).server.configure_final("A")
         found.append({f"{entry}/{name}": tensor for entry, state in delivered.states.items() for name, tensor in state.items()})
     assert not any(equal(found[i], found[j]) for i in range(len(found)) for j in range(i))
 
 
 def test_an_outside_site_gets_no_personal_model() -> None:
     played = federation(outside=("O",))
-    models = squares.half(FedSMSite, "O", **COMPACT).deliver(played.server.configure_delivery("O"))
-    assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "super"
+    models = squares.algorithm(FedSMSite, "O", **COMPACT).finalize(played.server.configure_final("O"))
+    assert models.keys() == {"global", "deployed"} and models["deployed"].meta["kind"] == "super"
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ def test_invalid_settings_are_refused(method: str, options: dict[str, Any], offe
 
 def test_gamma_is_tuned_at_the_end_or_given() -> None:
     tuned = federation()
-    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "calibrate", "tune"]
+    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "selector_confidence", "tune"]
     assert tuned.log[-2].outgoing["A"].states.keys() == {"selector"}, "the whole super model is sent once"
-    gains = {site: reply.facts["gains"] for site, reply in tuned.log[-1].replies.items()}
+    gains = {site: reply.meta["gains"] for site, reply in tuned.log[-1].replies.items()}
     assert all(of.keys() == {f"{gamma:g}" for gamma in GAMMAS} for of in gains.values())
-    assert tuned.server.gamma == tuned_gamma(gains) == tuned.server.configure_delivery("A").facts["gamma"]
+    assert tuned.server.gamma == tuned_gamma(gains) == tuned.server.configure_final("A").meta["gamma"]
     given = federation(gamma=0.25)
-    assert given.log[-1].step.phase == "calibrate" and given.server.configure_delivery("A").facts["gamma"] == 0.25
+    assert given.log[-1].step.phase == "selector_confidence" and given.server.configure_final("A").meta["gamma"] == 0.25
 
 
 def test_the_summary_leaves_out_suppressed_sites() -> None:
@@ -131,30 +131,30 @@ def test_the_summary_leaves_out_suppressed_sites() -> None:
     played = federation()
     calibrate, tune = played.log[-2:]
     for turn in (calibrate, tune):
-        withhold(turn.replies["B"].facts, FedSMSite.phase(turn.step.phase).reports, ("validation",))
+        withhold(turn.replies["B"].meta, FedSMSite.phase(turn.step.phase).reply_meta, ("validation",))
         played.server.aggregate(turn.step, turn.replies)
     summary = played.server.selector_summary()
     assert list(summary["votes"]) == ["A", "C"] and summary["candidates"] == list(GAMMAS)
     votes = {site: dict(zip(map("{:g}".format, GAMMAS), values, strict=True)) for site, values in summary["votes"].items()}
     assert summary["gamma"] == tuned_gamma(votes)
     assert summary["mean_gain"] == pytest.approx(sum(of[f"{summary['gamma']:g}"] for of in votes.values()) / 2)
-    told = {site: calibrate.replies[site].facts["calibration"] for site in "AC"}
-    assert summary["temperature"] == fitted_temperature(told) and calibrate.replies["B"].facts["calibration"] == []
+    told = {site: calibrate.replies[site].meta["calibration"] for site in "AC"}
+    assert summary["temperature"] == fitted_temperature(told) and calibrate.replies["B"].meta["calibration"] == []
 
 
 def test_the_delivered_selector_is_calibrated() -> None:
     """Its scores are those of the elected round at the temperature that the sites' validation images ask for."""
     played = federation()
-    temperature = fitted_temperature({site: reply.facts["calibration"] for site, reply in played.log[-2].replies.items()})
+    temperature = fitted_temperature({site: reply.meta["calibration"] for site, reply in played.log[-2].replies.items()})
     assert temperature != 1.0
-    sent, delivered = played.log[-2].outgoing["A"].states["selector"], played.server.configure_delivery("A").states["selector"]
-    logits = [played.halves["A"].selector.logits(state, "test") for state in (sent, delivered)]
+    sent, delivered = played.log[-2].outgoing["A"].states["selector"], played.server.configure_final("A").states["selector"]
+    logits = [played.algorithms["A"].selector.logits(state, "test") for state in (sent, delivered)]
     torch.testing.assert_close(logits[1], logits[0] / temperature)
 
 
 def test_below_gamma_the_global_model_answers() -> None:
-    _, server, halves = federation(gamma=1.0)
-    delivered = halves["A"].deliver(server.configure_delivery("A"))
+    _, server, algorithms = federation(gamma=1.0)
+    delivered = algorithms["A"].finalize(server.configure_final("A"))
     images = stacked(squares.site().data.test).images
     deployed, plain = (build_deployed(squares.SEGMENTATION, delivered[role]) for role in ("deployed", "global"))
     torch.testing.assert_close(deployed(images), plain(images))
@@ -169,24 +169,24 @@ def test_below_gamma_the_global_model_answers() -> None:
 def test_the_selector_is_solved_or_takes_a_hundred_updates(options: dict[str, Any], rounds: int, updates: int | None) -> None:
     phases = [step.phase for step in squares.server(FedSMServer, rounds=rounds, **options).steps()]
     trains = {"train", "train_selector"}
-    assert ("describe" in phases) == (updates is None) and (updates is None or sum(phase in trains for phase in phases) == updates)
+    assert ("selector_features" in phases) == (updates is None) and (updates is None or sum(phase in trains for phase in phases) == updates)
 
 
 def test_further_updates_send_the_selector_alone() -> None:
     log, _, _ = federation(selector_updates=3, rounds=1, gamma=0.5)
-    phases = [("train", 0), ("train_selector", 1), ("train_selector", 2), ("validate", 0), ("calibrate", 0)]
+    phases = [("train", 0), ("train_selector", 1), ("train_selector", 2), ("validate", 0), ("selector_confidence", 0)]
     assert [(turn.step.phase, turn.step.part) for turn in log] == phases
     for update in (1, 2):
         message = log[update].outgoing["A"]
-        assert message.states.keys() == {"selector"} and message.facts == {"update": update}
+        assert message.states.keys() == {"selector"} and message.meta == {"update": update}
 
 
 def uneven(**options: Any) -> squares.Played:
     """Site C has eight times the images of the others."""
     sizes = {"A": (4, 4, 5), "B": (4, 4, 5), "C": (32, 4, 5)}
     hyper: dict[str, Any] = {**ONE_UPDATE, "gamma": 0.5, **options}
-    halves = {name: squares.half(FedSMSite, name, counts=counts, **hyper) for name, counts in sizes.items()}
-    return squares.play(squares.server(FedSMServer, rounds=1, outside=(), halves=halves), halves)
+    algorithms = {name: squares.algorithm(FedSMSite, name, counts=counts, **hyper) for name, counts in sizes.items()}
+    return squares.play(squares.server(FedSMServer, rounds=1, outside=(), algorithms=algorithms), algorithms)
 
 
 def test_sites_count_alike_in_the_selectors_gradient() -> None:
@@ -201,10 +201,10 @@ def test_sites_count_alike_in_the_selectors_gradient() -> None:
 def test_sites_count_alike_in_the_choice_of_the_selectors_round() -> None:
     """Site C has most images and would choose the second round by them."""
     played = uneven(selection="mean")
-    played.server.memory.facts.pop("selector/best")  # of the federation's own round
+    played.server.memory.meta.pop("selector/best")  # of the federation's own round
     for round, accuracies in ((1, (1.0, 1.0, 0.0)), (2, (0.0, 0.0, 1.0))):
         replies = {
-            name: Message(reply.states, {**reply.facts, "validation": {"selector": accuracy}})
+            name: Message(reply.states, {**reply.meta, "validation": {"selector": accuracy}})
             for (name, reply), accuracy in zip(played.log[0].replies.items(), accuracies, strict=True)
         }
         played.server.aggregate(Step("validate", round), replies)
@@ -213,27 +213,29 @@ def test_sites_count_alike_in_the_choice_of_the_selectors_round() -> None:
 
 def test_ridge_tells_sites_apart_after_one_exchange() -> None:
     """The sites of the tests differ in brightness; nothing is trained, and nothing of the selector travels in a round."""
-    log, server, halves = federation(selector="ridge", rounds=1, sites=("A", "C"))
-    assert [turn.step.phase for turn in log] == ["train", "validate", "describe", "calibrate", "tune"]
+    log, server, algorithms = federation(selector="ridge", rounds=1, sites=("A", "C"))
+    assert [turn.step.phase for turn in log] == ["train", "validate", "selector_features", "selector_confidence", "tune"]
     assert not any("selector" in entry for entry in log[0].replies["A"].states) and "selector" not in log[0].outgoing["A"].states
     assert log[2].replies["A"].states.keys() == {"selector_statistics"}
     for place, name in enumerate(("A", "C")):
-        choices = halves[name].selector.logits(server.delivered_selector, "test").argmax(dim=1)
+        choices = algorithms[name].selector.logits(server.delivered_selector, "test").argmax(dim=1)
         assert (choices == place).all()
 
 
 def test_a_site_without_statistics_is_never_chosen() -> None:
-    _, server, halves = federation(selector="ridge", rounds=1, gamma=0.5, absent=lambda step, name: (step.phase, name) == ("describe", "B"))
-    scores = halves["B"].selector.logits(server.delivered_selector, "test").softmax(dim=1)
+    _, server, algorithms = federation(
+        selector="ridge", rounds=1, gamma=0.5, absent=lambda step, name: (step.phase, name) == ("selector_features", "B")
+    )
+    scores = algorithms["B"].selector.logits(server.delivered_selector, "test").softmax(dim=1)
     assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
 
 
 def test_a_site_with_one_image_answers_as_others_do() -> None:
     """The image fills its batch twice, and counts once."""
     task, counts = squares.task("classification"), {"A": 1, "B": 6, "C": 6}
-    halves = {name: squares.half(FedSMSite, name, task, (count, 4, 5), **ONE_UPDATE) for name, count in counts.items()}
-    log = squares.play(squares.server(FedSMServer, task, rounds=1, halves=halves), halves).log
-    assert 0.9 < log[0].replies["A"].facts["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"
+    algorithms = {name: squares.algorithm(FedSMSite, name, task, (count, 4, 5), **ONE_UPDATE) for name, count in counts.items()}
+    log = squares.play(squares.server(FedSMServer, task, rounds=1, algorithms=algorithms), algorithms).log
+    assert 0.9 < log[0].replies["A"].meta["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"
 
 
 def test_volumes_have_the_compact_selector() -> None:
@@ -245,24 +247,24 @@ def test_labels_of_the_best_model_are_found_once(monkeypatch: pytest.MonkeyPatch
     asked: list[int] = []
     original = FedSMExtraSite._labels
 
-    def counted(half: Any, networks: Any) -> list[int]:
+    def counted(algorithm: Any, networks: Any) -> list[int]:
         asked.append(len(networks))
-        return original(half, networks)
+        return original(algorithm, networks)
 
     monkeypatch.setattr(FedSMExtraSite, "_labels", counted)
     played = squares.federation(FedSMExtraSite, FedSMExtraServer, rounds=1, selector_rounds=4, **COMPACT)
     assert asked == [4] * 3, "K + 1 networks, once a site"
-    memory = played.halves["A"].memory
-    assert len(memory.facts["labels"]) == COUNTS[0] and not any(entry.startswith("frozen/") for entry in memory.states)
+    memory = played.algorithms["A"].memory
+    assert len(memory.meta["labels"]) == COUNTS[0] and not any(entry.startswith("frozen/") for entry in memory.states)
 
 
 def test_per_fedavg_adapts_the_aggregated_model() -> None:
     """The personal model is a few steps from the shared model that the server sent, and it is the one that was measured."""
-    log, server, halves = federation(personalization="perfedavg", gamma=0.5, selection="last", rounds=2)
+    log, server, algorithms = federation(personalization="perfedavg", gamma=0.5, selection="last", rounds=2)
     last = log[-2]
     assert last.step.phase == "validate"
-    for name, half in halves.items():
-        model = half.network("expected", last.outgoing[name].states["meta"])
-        adapt(model, half.site, last.step.round, half.optimizers.recall("meta", half.site.optimizer(trainable(model))), 1)
+    for name, algorithm in algorithms.items():
+        model = algorithm.network("expected", last.outgoing[name].states["meta"])
+        adapt(model, algorithm.site, last.step.round, algorithm.optimizers.recall("meta", algorithm.site.optimizer(trainable(model))), 1)
         assert equal(server.personal[name], copy_state(model.state_dict()))
-        assert half.validation(model) == last.replies[name].facts["validation"]["personal"]
+        assert algorithm.validation(model) == last.replies[name].meta["validation"]["personal"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.small_tasks import stacked
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
@@ -16,7 +17,6 @@ from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
 from medflare.methods.parts.training import epochs, trainable
 from methods import squares
-from small import stacked
 
 RATE = 0.05
 
@@ -94,16 +94,18 @@ def test_per_fedavg_takes_the_second_batchs_gradient_at_the_adapted_model() -> N
 def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
     """Plain steps of 0.001 beside a task with Adam left it where it was, and training loss with it."""
     task = squares.task(local_epochs=4, optimizer={"name": "adam", "lr": 0.005})
-    log, _, halves = squares.federation(FedSMSite, FedSMServer, task, rounds=5, personalization=personalization, gamma=0.5)
-    half, start = halves["A"], log[0].outgoing["A"].states
+    log, _, algorithms = squares.federation(FedSMSite, FedSMServer, task, rounds=5, personalization=personalization, gamma=0.5)
+    algorithm, start = algorithms["A"], log[0].outgoing["A"].states
 
     def moved(entry: str) -> float:
         trained = log[4].replies["A"].states[entry]
-        return float(sum((trained[name] - start[entry][name]).square().sum() for name, _ in half.site.network().named_parameters()) ** 0.5)
+        return float(
+            sum((trained[name] - start[entry][name]).square().sum() for name, _ in algorithm.site.network().named_parameters()) ** 0.5
+        )
 
     def training_loss(state: StateDict) -> float:
-        network, images = half.frozen(state), stacked(half.site.data.train)
-        return float(half.site.loss(network(images.images), images.targets))
+        network, images = algorithm.frozen(state), stacked(algorithm.site.data.train)
+        return float(algorithm.site.loss(network(images.images), images.targets))
 
     assert moved("meta") > 0.1 * moved("model") > 0
     before, after = training_loss(start["meta"]), training_loss(log[4].replies["A"].states["meta"])
@@ -126,9 +128,9 @@ def test_apfl_learns_through_the_mixture() -> None:
 
 
 def test_apfls_statistics_are_those_that_its_mixture_collected() -> None:
-    half, start = squares.half(FedSMSite, "A", personalization="apfl"), squares.start()
+    algorithm, start = squares.algorithm(FedSMSite, "A", personalization="apfl"), squares.start()
     shifted = {name: tensor + 5.0 if "running" in name else tensor for name, tensor in start.items()}
-    local, mixture = train_apfl(half.network("personal", start), copy_state(start), shifted, half.site, 0, 0.5)
+    local, mixture = train_apfl(algorithm.network("personal", start), copy_state(start), shifted, algorithm.site, 0, 0.5)
     statistics = [name for name in start if "running" in name]
     assert statistics and all(torch.equal(mixture[name], local[name]) for name in statistics)
 

@@ -2,13 +2,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.small_tasks import predicted
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.methods.fedsm.extra import ExtraSuperModel
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network
 from methods import squares
-from small import predicted
 
 SITES = ["A", "B", "C"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
 from medflare.core.errors import UpdateError
 from medflare.core.states import StateDict
 from medflare.methods.grace import formulas as grace

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import stacked
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
@@ -17,7 +18,6 @@ from medflare.methods.grace.server import GraceServer, trainable_names
 from medflare.methods.grace.site import GraceSite
 from medflare.methods.parts.normalisation import batch_statistics
 from methods import squares
-from small import stacked
 
 VARIANTS: list[dict[str, Any]] = [
     {"client": "erm"},
@@ -42,9 +42,9 @@ class TestLocalTraining:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_every_variant_trains_in_its_own_way(self, kind: str) -> None:
         models = [squares.trained(GraceSite, squares.task(kind), rounds=2, **variant) for variant in VARIANTS]
-        for model, facts in models:
+        for model, meta in models:
             assert all(torch.isfinite(tensor).all() for tensor in model.values())
-            assert math.isfinite(facts["loss"]) and facts["n_samples"] == 12
+            assert math.isfinite(meta["loss"]) and meta["n_samples"] == 12
         for i, variant in enumerate(VARIANTS):
             for j in range(i):
                 assert not squares.equal(models[i][0], models[j][0]), (variant, VARIANTS[j])
@@ -73,7 +73,7 @@ class TestLocalTraining:
     @pytest.mark.parametrize("distance", [grace.coral, grace.mmd])
     def test_identical_weights_are_aligned(self, distance: Any) -> None:
         """Both models normalise by the same batch; the global one's running statistics stay."""
-        half = squares.half(GraceSite)
+        half = squares.algorithm(GraceSite)
         local = half.network("model", squares.trained(FedAvgSite)[0])
         shared = half.frozen(copy_state(local.state_dict()))
         before, images = copy_state(shared.state_dict()), stacked(half.site.data.train).images
@@ -85,22 +85,22 @@ class TestLocalTraining:
     @pytest.mark.parametrize("client", ["coral", "mmd", "adv"])
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_site_with_one_image(self, kind: str, client: str) -> None:
-        model, facts = squares.trained(GraceSite, squares.task(kind), counts=(1, 1, 1), client=client)
-        assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
+        model, meta = squares.trained(GraceSite, squares.task(kind), counts=(1, 1, 1), client=client)
+        assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(meta["loss"])
 
     def test_the_discriminator_learns_and_the_site_keeps_it(self) -> None:
-        half, start = squares.half(GraceSite, client="adv"), squares.start()
+        half, start = squares.algorithm(GraceSite, client="adv"), squares.start()
         half.perform("train", 0, Message({"model": copy_state(start)}))
         first = half.discriminator
         half.perform("train", 1, Message({"model": copy_state(start)}))
         assert not squares.equal(half.discriminator, first)
         assert {"discriminator", "optimizer/discriminator"} <= half.memory.states.keys()
-        other = squares.half(GraceSite, "B", client="adv")
+        other = squares.algorithm(GraceSite, "B", client="adv")
         assert other.discriminator is None  # nobody else's
 
     def test_a_rate_without_a_plain_step_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="inner_rate"):
-            squares.half(GraceSite, inner_rate=0.1)
+            squares.algorithm(GraceSite, inner_rate=0.1)
 
 
 class TestServer:
@@ -138,17 +138,17 @@ class TestServer:
     def test_identical_sites_are_a_fixed_point(self, replies: dict[str, Message]) -> None:
         server = squares.server(GraceServer)
         before = copy_state(server.model)
-        same = {name: Message({"model": copy_state(before)}, reply.facts) for name, reply in replies.items()}
+        same = {name: Message({"model": copy_state(before)}, reply.meta) for name, reply in replies.items()}
         assert squares.equal(self.aggregated(server, same), before)
 
 
 class TestFederation:
     def test_nothing_of_grace_is_fedavg(self) -> None:
-        ours = squares.play(squares.server(GraceServer, consistency=False), squares.halves(GraceSite, client="erm"))
-        assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
+        ours = squares.play(squares.server(GraceServer, consistency=False), squares.algorithms(GraceSite, client="erm"))
+        assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)
 
     def test_it_learns(self) -> None:
-        server, halves = squares.server(GraceServer, rounds=12), squares.halves(GraceSite)
+        server, halves = squares.server(GraceServer, rounds=12), squares.algorithms(GraceSite)
         squares.play(server, halves)
         assert server.best.value > 0.5
         assert halves["A"].personal.value > 0.9

@@ -16,51 +16,51 @@ def incoming(state: StateDict) -> Message:
 
 
 def test_inside_the_best_local_model_outside_the_global_one() -> None:
-    half, start = squares.half(GraceSite), squares.start()
+    half, start = squares.algorithm(GraceSite), squares.start()
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
     half.validation = lambda model: next(values)  # global, personal, ... of three rounds
     states = [half.perform("train", round, incoming(start)).states["model"] for round in range(3)]
-    delivered = half.deliver(incoming(start))
+    delivered = half.finalize(incoming(start))
     assert squares.equal(delivered["global"].states["model"], start)
     assert squares.equal(delivered["personal"].states["model"], states[1])
     assert delivered["deployed"] is delivered["personal"]
-    outside = squares.half(GraceSite, "O").deliver(incoming(start))
+    outside = squares.algorithm(GraceSite, "O").finalize(incoming(start))
     assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)
 
 
 @pytest.mark.parametrize(("hyper", "counts"), [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))], ids=["last", "no validation images"])
 def test_the_last_local_model(hyper: Any, counts: tuple[int, int, int]) -> None:
-    half, start = squares.half(GraceSite, counts=counts, **hyper), squares.start()
+    half, start = squares.algorithm(GraceSite, counts=counts, **hyper), squares.start()
     states = [half.perform("train", round, incoming(start)).states["model"] for round in range(2)]
-    assert squares.equal(half.deliver(incoming(start))["personal"].states["model"], states[1])
+    assert squares.equal(half.finalize(incoming(start))["personal"].states["model"], states[1])
 
 
 def test_site_that_never_trained_uses_the_global_model() -> None:
     start = squares.start()
-    assert squares.equal(squares.half(GraceSite).deliver(incoming(start))["deployed"].states["model"], start)
+    assert squares.equal(squares.algorithm(GraceSite).finalize(incoming(start))["deployed"].states["model"], start)
 
 
 def test_outside_adaptation_only_outside() -> None:
     start = squares.start()
     for tta, kind in (("none", "plain"), ("tent", "tent"), ("dsbn", "dsbn")):
-        delivered = {name: squares.half(GraceSite, name, tta=tta).deliver(incoming(start)) for name in "AO"}
-        assert {name: models["deployed"].facts["kind"] for name, models in delivered.items()} == {"A": "plain", "O": kind}
-        assert {models["global"].facts["kind"] for models in delivered.values()} == {"plain"}
+        delivered = {name: squares.algorithm(GraceSite, name, tta=tta).finalize(incoming(start)) for name in "AO"}
+        assert {name: models["deployed"].meta["kind"] for name, models in delivered.items()} == {"A": "plain", "O": kind}
+        assert {models["global"].meta["kind"] for models in delivered.values()} == {"plain"}
     assert delivered["O"]["deployed"].states.keys() == {"model", "statistics"}
-    tent = squares.half(GraceSite, "O", tta="tent", tent_rate=0.02).deliver(incoming(start))
-    assert tent["deployed"].facts["tent"]["rate"] == 0.02
+    tent = squares.algorithm(GraceSite, "O", tta="tent", tent_rate=0.02).finalize(incoming(start))
+    assert tent["deployed"].meta["tent"]["rate"] == 0.02
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])
 def test_adaptation_without_batch_norm_is_refused_before_training(tta: str) -> None:
     task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
     with pytest.raises(ConfigError, match="BatchNorm"):
-        squares.half(GraceSite, "A", task, tta=tta)
-    squares.half(GraceSite, "A", task)
+        squares.algorithm(GraceSite, "A", task, tta=tta)
+    squares.algorithm(GraceSite, "A", task)
 
 
 def test_facts_and_probe() -> None:
-    _, facts = squares.trained(GraceSite, probe=True)
-    assert 0 <= facts["validation"]["personal"] <= 1 and -2 <= facts["a_distance"] <= 2
+    _, meta = squares.trained(GraceSite, probe=True)
+    assert 0 <= meta["validation"]["personal"] <= 1 and -2 <= meta["a_distance"] <= 2
     assert "a_distance" not in squares.trained(GraceSite)[1]
     assert squares.trained(GraceSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.formulas import (
     consistency_loss,

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import evaluated
+from medflare.federation.final_models import evaluated
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD
 from medflare.methods.iop_fl.formulas import agreeing, all_classes, image_spread, window_radius
@@ -19,14 +20,13 @@ from medflare.methods.iop_fl.site import IOPSite
 from methods import squares
 from methods.iop_fl.test_outside import PRINTED, delivered
 from methods.squares import CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION
-from small import stacked
 
 
 def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
-    half, models = delivered(counts=(0, 0, 8), **hyper)
+    algorithm, models = delivered(counts=(0, 0, 8), **hyper)
     model = build_deployed(SEGMENTATION, models["deployed"])
     assert isinstance(model, RoutedModel)
-    return model, half.site
+    return model, algorithm.site
 
 
 # ---- units -------------------------------------------------------------------------------------------------------------------
@@ -105,9 +105,9 @@ def test_one_image_that_is_classified_tells_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTICLASS, MULTILABEL, CLASSIFICATION])
 def test_a_look_gathers_what_all_batches_say_together(task: Any) -> None:
-    half = squares.half(squares.partner(squares.FedAvgServer), "A", task)
-    batches = list(half.site.ordered("train"))
-    p = [task.probabilities(half.site.network()(batch.images)).detach() for batch in batches]
+    algorithm = squares.algorithm(squares.partner(squares.FedAvgServer), "A", task)
+    batches = list(algorithm.site.ordered("train"))
+    p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
     gathering, whole = Gathering(task), Gathering(task)
     for part in p:
         gathering.add(torch.tensor(2.0), part, part)
@@ -143,9 +143,9 @@ def test_a_collapse_is_kept_out_and_named() -> None:
 
 
 def test_the_event_names_what_was_kept_and_why() -> None:
-    half, models = delivered(counts=(0, 0, 8), **{**COLLAPSING, "gate_information": 1.0, "gate_agreement": 1.0})
-    facts = evaluated(half.site, models, lambda role, model, metrics, cases: None, method=METHOD)
-    (event,) = [event for event in facts["events"] if event["kind"] == "reverted"]
+    algorithm, models = delivered(counts=(0, 0, 8), **{**COLLAPSING, "gate_information": 1.0, "gate_agreement": 1.0})
+    meta = evaluated(algorithm.site, models, lambda role, model, metrics, cases: None, method=METHOD)
+    (event,) = [event for event in meta["events"] if event["kind"] == "reverted"]
     assert event["message"].startswith("deployed: routing kept the start")
     quiet, models = delivered(counts=(0, 0, 8), route_epochs=0)
     assert not [e for e in evaluated(quiet.site, models, lambda *_: None, method=METHOD)["events"] if e["kind"] == "reverted"]
@@ -155,15 +155,15 @@ def test_a_model_that_an_older_release_stored_is_built() -> None:
     """Without coefficients to choose, they were sigmoids; settings that are gone are left out."""
     _, models = delivered(**PRINTED)
     message = models["deployed"]
-    del message.facts["routing"]["coefficients"]
-    message.facts["routing"]["router_dropout"] = 0.2
+    del message.meta["routing"]["coefficients"]
+    message.meta["routing"]["router_dropout"] = 0.2
     model: Any = build_deployed(SEGMENTATION, message)
     assert model.hyper.coefficients == "sigmoid"
 
 
 def test_the_outside_site_is_told_the_inside_sites_ranges() -> None:
-    halves = squares.halves(IOPSite)
-    server = squares.server(IOPServer, halves=halves, rounds=1)
-    squares.play(server, halves)
-    ((low, high),) = server.configure_delivery("O").facts["shares"]
-    assert 0 < low <= high < 0.5 and "shares" not in server.configure_delivery("A").facts
+    algorithms = squares.algorithms(IOPSite)
+    server = squares.server(IOPServer, algorithms=algorithms, rounds=1)
+    squares.play(server, algorithms)
+    ((low, high),) = server.configure_final("O").meta["shares"]
+    assert 0 < low <= high < 0.5 and "shares" not in server.configure_final("A").meta

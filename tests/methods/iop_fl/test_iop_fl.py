@@ -1,4 +1,4 @@
-"""IOP-FL's halves: the personal model inside, routing outside, on small generated images."""
+"""IOP-FL's algorithms: the personal model inside, routing outside, on small generated images."""
 
 from typing import Any
 
@@ -25,42 +25,42 @@ def test_contract_names() -> None:
 
 def test_the_global_model_is_fedavgs() -> None:
     ours, theirs = squares.server(IOPServer, outside=()), squares.server(FedAvgServer, outside=())
-    play(ours, squares.halves(IOPSite))
-    play(theirs, squares.halves(FedAvgSite))
+    play(ours, squares.algorithms(IOPSite))
+    play(theirs, squares.algorithms(FedAvgSite))
     assert equal(ours.model, theirs.model)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_local_models_are_accumulated(tau: float) -> None:
-    server, halves = squares.server(IOPServer), squares.halves(IOPSite, tau=tau)
+    server, algorithms = squares.server(IOPServer), squares.algorithms(IOPSite, tau=tau)
     expected = copy_state(server.model)
-    for step, _, replies in play(server, halves).log:
+    for step, _, replies in play(server, algorithms).log:
         if step.phase == "train":
             expected = blend(expected, replies["B"].states["model"], tau)
-    assert equal(halves["B"].adapted, expected)
+    assert equal(algorithms["B"].adapted, expected)
 
 
 def test_delivered_personal_model_is_the_best_by_the_sites_own_validation() -> None:
-    server, halves = squares.server(IOPServer, rounds=4), squares.halves(IOPSite)
-    log = play(server, halves).log
-    for name, half in halves.items():
-        values = [replies[name].facts["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
-        assert half.best.round == 1 + values[1:].index(max(values[1:])) and half.best.value == max(values[1:])
-        models = half.deliver(server.configure_delivery(name))
-        assert equal(models["personal"].states["model"], half.best.state) and models["deployed"] is models["personal"]
+    server, algorithms = squares.server(IOPServer, rounds=4), squares.algorithms(IOPSite)
+    log = play(server, algorithms).log
+    for name, algorithm in algorithms.items():
+        values = [replies[name].meta["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
+        assert algorithm.best.round == 1 + values[1:].index(max(values[1:])) and algorithm.best.value == max(values[1:])
+        models = algorithm.finalize(server.configure_final(name))
+        assert equal(models["personal"].states["model"], algorithm.best.state) and models["deployed"] is models["personal"]
         assert equal(models["global"].states["model"], server.selected[0])
 
 
 def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -> None:
     assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
-    server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite)
-    log = play(server, halves).log
+    server, algorithms = squares.server(IOPServer, rounds=1), squares.algorithms(IOPSite)
+    log = play(server, algorithms).log
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
     for step, _, replies in log:
         for reply in replies.values():
-            assert violation(reply, IOPSite.manifest(step.phase, halves["A"].plan)) is None
-    assert not any(entry.startswith("expert/") for entry in server.configure_delivery("A").states)
-    experts = sorted(entry for entry in server.configure_delivery("O").states if entry.startswith("expert/"))
+            assert violation(reply, IOPSite.manifest(step.phase, algorithms["A"].plan)) is None
+    assert not any(entry.startswith("expert/") for entry in server.configure_final("A").states)
+    experts = sorted(entry for entry in server.configure_final("O").states if entry.startswith("expert/"))
     assert experts == ["expert/A", "expert/B", "expert/C"]
     assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
 
@@ -68,21 +68,21 @@ def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -
 def test_the_cards_of_personal_models_say_the_rounds_behind_them() -> None:
     """Also after a restart; where the last state is sent, the best round is not said of it."""
     for selection in ("median", "last"):
-        server, halves = squares.server(IOPServer, rounds=4, selection=selection), squares.halves(IOPSite, selection=selection)
-        play(server, halves)
+        server, algorithms = squares.server(IOPServer, rounds=4, selection=selection), squares.algorithms(IOPSite, selection=selection)
+        play(server, algorithms)
         again = squares.server(IOPServer, rounds=4, selection=selection)
         again.restore(server.state())
-        for name, half in halves.items():
-            card, own = again.models()[f"personal/{name}"], half.deliver(server.configure_delivery(name))["personal"]
+        for name, algorithm in algorithms.items():
+            card, own = again.models()[f"personal/{name}"], algorithm.finalize(server.configure_final(name))["personal"]
             assert equal(card.states["model"], own.states["model"])
-            assert card.facts["selected_round"] == (half.best.round if selection == "median" else None)
-            assert own.facts["selected_round"] == (half.best.round if selection == "median" else 4)
+            assert card.meta["selected_round"] == (algorithm.best.round if selection == "median" else None)
+            assert own.meta["selected_round"] == (algorithm.best.round if selection == "median" else 4)
 
 
 def test_a_site_without_a_round_has_nothing_to_submit() -> None:
-    half = squares.halves(IOPSite)["A"]
+    algorithm = squares.algorithms(IOPSite)["A"]
     with pytest.raises(StateError, match="site A"):
-        half.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
+        algorithm.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
 
 
 @pytest.mark.parametrize(("name", "value"), [("tau", 1.5), ("tau", "much"), ("radius", -1), ("routing", "none")])

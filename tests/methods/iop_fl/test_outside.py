@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
+from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
@@ -27,7 +28,6 @@ from medflare.methods.iop_fl.site import IOPSite
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site
-from small import stacked
 
 QUICK: dict[str, Any] = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 UNGATED: dict[str, Any] = {"gate_information": 0.0, "gate_agreement": 0.0, "gate_share": 0.0}
@@ -38,19 +38,19 @@ def delivered(
     task: TaskConfig = SEGMENTATION, counts: tuple[int, int, int] = (0, 0, 5), outside: Site | None = None, **hyper: Any
 ) -> tuple[Any, dict[str, Message]]:
     server = squares.server(IOPServer, task, rounds=1)
-    play(server, squares.halves(IOPSite, task))
-    half = IOPSite(outside or site("O", task, counts), plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}))
-    return half, half.deliver(server.configure_delivery("O"))
+    play(server, squares.algorithms(IOPSite, task))
+    algorithm = IOPSite(outside or site("O", task, counts), plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}))
+    return algorithm, algorithm.finalize(server.configure_final("O"))
 
 
 @pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
 @pytest.mark.parametrize("images", [1, 5])
 def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> None:
-    half, models = delivered(network, (0, 0, images))
-    assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "routed"
+    algorithm, models = delivered(network, (0, 0, images))
+    assert models.keys() == {"global", "deployed"} and models["deployed"].meta["kind"] == "routed"
     model: Any = build_deployed(network, models["deployed"])
     with torch.no_grad():
-        p = model(stacked(half.site.data.test).images)
+        p = model(stacked(algorithm.site.data.test).images)
     assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
     coefficients = model.report()["coefficients"]
     assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
@@ -58,12 +58,12 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
 
 
 def test_the_state_with_the_lowest_loss_is_kept() -> None:
-    half, models = delivered(counts=(0, 0, 8), route_epochs=5, **UNGATED)
-    report = models["deployed"].facts["adaptation"]
+    algorithm, models = delivered(counts=(0, 0, 8), route_epochs=5, **UNGATED)
+    report = models["deployed"].meta["adaptation"]
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
-    assert model.look(stacked(half.site.data.test).images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.look(stacked(algorithm.site.data.test).images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
 
 
 def test_labels_decide_nothing() -> None:
@@ -76,33 +76,33 @@ def test_labels_decide_nothing() -> None:
 
 def test_predictions_do_not_depend_on_how_many_images_are_handed_over() -> None:
     """Eight images at once are answered in the two batches of four that they were adapted in."""
-    half, models = delivered(counts=(0, 0, 8))
-    model, images = build_deployed(SEGMENTATION, models["deployed"]), stacked(half.site.data.test).images
+    algorithm, models = delivered(counts=(0, 0, 8))
+    model, images = build_deployed(SEGMENTATION, models["deployed"]), stacked(algorithm.site.data.test).images
     with torch.no_grad():
         torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
 
 def test_no_epoch_leaves_the_uniform_router() -> None:
     _, models = delivered(route_epochs=0)
-    values = [value for r in models["deployed"].facts["adaptation"]["coefficients"].values() for value in r]
+    values = [value for r in models["deployed"].meta["adaptation"]["coefficients"].values() for value in r]
     torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
 
 
 def test_adaptation_changes_nothing_but_the_routers() -> None:
     server = squares.server(IOPServer, rounds=1)
-    play(server, squares.halves(IOPSite))
-    incoming = server.configure_delivery("O")
+    play(server, squares.algorithms(IOPSite))
+    incoming = server.configure_final("O")
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
-    half = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
-    models = half.deliver(incoming)
+    algorithm = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
+    models = algorithm.finalize(incoming)
     assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
     assert all("router" in name for name in models["deployed"].states["router"])
 
 
 def test_stored_outside_model_predicts_the_same(tmp_path: Path) -> None:
-    half, models = delivered()
+    algorithm, models = delivered()
     save_model(tmp_path, SEGMENTATION, models["deployed"], {"method": "iop_fl"})
-    images = stacked(half.site.data.test).images
+    images = stacked(algorithm.site.data.test).images
     with torch.no_grad():
         torch.testing.assert_close(
             load_model(tmp_path).build(build_deployed)(images), build_deployed(SEGMENTATION, models["deployed"])(images)
@@ -126,17 +126,17 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def reference() -> Tensor:
-    half, models = delivered(**UNGATED)
+    algorithm, models = delivered(**UNGATED)
     with torch.no_grad():
-        return build_deployed(SEGMENTATION, models["deployed"])(stacked(half.site.data.test).images)
+        return build_deployed(SEGMENTATION, models["deployed"])(stacked(algorithm.site.data.test).images)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_every_option_matters(option: dict[str, Any], reference: Tensor) -> None:
-    half, models = delivered(**UNGATED, **option)
+    algorithm, models = delivered(**UNGATED, **option)
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     with torch.no_grad():
-        p = model(stacked(half.site.data.test).images)
+        p = model(stacked(algorithm.site.data.test).images)
     assert torch.isfinite(p).all() and not torch.equal(p, reference)
 
 
@@ -166,11 +166,11 @@ def test_a_binary_output_counts_as_two_classes() -> None:
 
 
 def test_comparisons_of_table_two() -> None:
-    half, models = delivered(comparisons=True)
+    algorithm, models = delivered(comparisons=True)
     with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
     assert models.keys() == {"global", "deployed", "ensemble", "mixture", "personal/A", "personal/B", "personal/C"} | with_batch_norm
     assert not with_batch_norm & delivered(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
-    images = stacked(half.site.data.test).images
+    images = stacked(algorithm.site.data.test).images
     with torch.no_grad():
         single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
         together = build_deployed(SEGMENTATION, models["ensemble"])(images)
@@ -179,16 +179,16 @@ def test_comparisons_of_table_two() -> None:
 
 def test_without_personal_models_the_outside_site_gets_the_global_one() -> None:
     server = squares.server(FedAvgServer, rounds=1)
-    play(server, squares.halves(IOPSite))
-    models = IOPSite(site("O"), plan_of(IOPSite, IOPServer)).deliver(server.configure_delivery("O"))
+    play(server, squares.algorithms(IOPSite))
+    models = IOPSite(site("O"), plan_of(IOPSite, IOPServer)).finalize(server.configure_final("O"))
     assert models["deployed"] is models["global"]
 
 
 def test_fitting_again_forgets_the_fit_before() -> None:
-    half, models = delivered()
+    algorithm, models = delivered()
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
-    model.adapt([stacked(half.site.data.test).images])
+    model.adapt([stacked(algorithm.site.data.test).images])
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
 from medflare.core.errors import StateError
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.iop_fl.routing import MLPRouter, RoutedLayer, RoutedNetwork, Routing

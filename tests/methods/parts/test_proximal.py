@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.states import copy_state
-from medflare.methods.parts.proximal import proximal_gradients, pull
+from medflare.methods.parts.proximal import proximal_gradients, proximal_term
 from medflare.methods.parts.training import train_epochs, trainable
 from methods import squares
 
@@ -25,14 +25,14 @@ def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
     for parameter in model[1].parameters():
         parameter.requires_grad_(False)
     anchor = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    correct = pull(model, anchor, 2.0)
+    gradient_hook = proximal_term(model, anchor, 2.0)
     for tensor in anchor.values():
         tensor.zero_()  # what becomes of the anchor afterwards does not matter
-    correct()
+    gradient_hook()
     assert all(parameter.grad is None for parameter in model.parameters()), "nothing was trained, so nothing is drawn"
     for parameter in model[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
-    correct()
+    gradient_hook()
     for parameter in model[0].parameters():
         assert parameter.grad is not None and not parameter.grad.requires_grad
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, -2.0))
@@ -44,8 +44,8 @@ def distance(strength: float) -> float:
     site = squares.site("A", squares.task(local_epochs=10, optimizer={"name": "sgd", "lr": 0.1}))
     model = site.network()
     start = copy_state(model.state_dict())
-    correct = pull(model, start, strength)
-    train_epochs(model, site.optimizer(trainable(model)), site, 0, "model", correct=correct)
+    gradient_hook = proximal_term(model, start, strength)
+    train_epochs(model, site.optimizer(trainable(model)), site, 0, "model", gradient_hook=gradient_hook)
     squared: list[Tensor] = [(model.state_dict()[name] - start[name]).square().sum() for name, _ in model.named_parameters()]
     return float(torch.stack(squared).sum().sqrt())
 

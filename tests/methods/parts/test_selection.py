@@ -8,7 +8,7 @@ import torch
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.methods.base import ServerHyper
-from medflare.methods.parts.selection import Best, Election, agreed, plateau
+from medflare.methods.parts.selection import Best, ModelSelector, agreed, plateau
 
 HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
 
@@ -18,8 +18,8 @@ def replies(**votes: float | None) -> dict[str, Message]:
     return {site: Message({}, {"n_samples": 10**9 if site == "L" else 5, "validation": {"global": vote}}) for site, vote in votes.items()}
 
 
-def election(rule: str, liar: dict[int, float]) -> Election:
-    held = Election(Message(), "global", rule)
+def election(rule: str, liar: dict[int, float]) -> ModelSelector:
+    held = ModelSelector(Message(), "global", rule)
     for round, honest in ({0: 0.9} | HONEST).items():
         given = replies(A=honest, B=honest - 0.1, L=liar.get(round, 0.0))
         held.hold(given, "global", round, {"w": torch.tensor(float(round))})
@@ -53,7 +53,7 @@ def test_where_levels_differ_a_liar_says_whose_counts_but_not_whose_gain() -> No
     for wanted in levels:
         chosen = {}
         for rule in ("median", "paired"):
-            held = Election(Message(), "global", rule)
+            held = ModelSelector(Message(), "global", rule)
             for round, (easy, hard) in levels.items():
                 held.hold(replies(A=easy, B=hard, L=float(round == wanted)), "global", round, {})
             chosen[rule] = held.round
@@ -61,7 +61,7 @@ def test_where_levels_differ_a_liar_says_whose_counts_but_not_whose_gain() -> No
 
 
 def test_a_gain_needs_sites_that_measured_both() -> None:
-    held = Election(Message(), "global", "paired")
+    held = ModelSelector(Message(), "global", "paired")
     for round, votes in enumerate(({"A": 0.5}, {"B": 0.9}, {"A": 0.6, "B": 0.1}, {"A": 0.6, "B": 0.2}), start=1):
         held.hold(replies(**votes), "global", round, {})
     assert held.round == 4 and held.value == pytest.approx(0.65)
@@ -70,7 +70,7 @@ def test_a_gain_needs_sites_that_measured_both() -> None:
 
 @pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
 def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
-    held = Election(Message(), "selector", "median", rivals=rivals)
+    held = ModelSelector(Message(), "selector", "median", rivals=rivals)
     assert held.rule == ("mean" if rivals else "median"), "reports say which decided"
     for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
         held.hold(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
@@ -78,7 +78,7 @@ def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equ
 
 
 def test_a_selectors_largest_site_counts_once() -> None:
-    held = Election(Message(), "selector", "mean", rivals=True)
+    held = ModelSelector(Message(), "selector", "mean", rivals=True)
     for round, (small, large) in {1: (0.9, 0.5), 2: (0.5, 1.0)}.items():
         held.hold(replies(A=small, B=small, L=large), "global", round, {})
     assert held.round == 1
@@ -101,8 +101,8 @@ def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
 
 def test_the_record_outlives_the_process() -> None:
     memory = Message()
-    Election(memory, "global", "median").hold(replies(A=0.5, B=None), "global", 1, {})
-    assert Election(memory, "global", "median").record == [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]
+    ModelSelector(memory, "global", "median").hold(replies(A=0.5, B=None), "global", 1, {})
+    assert ModelSelector(memory, "global", "median").record == [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]
 
 
 def test_the_word_of_older_jobs() -> None:

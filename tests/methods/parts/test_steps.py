@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.small_tasks import INSTANCE_UNET
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
@@ -16,7 +17,6 @@ from medflare.methods.parts.steps import Steps, pack_scaling, scaler_of
 from medflare.methods.parts.training import OptimizerMemory, train_epochs, weighted_sum
 from medflare.methods.prr.site import PRRSite
 from methods import squares
-from small import INSTANCE_UNET
 
 # The loss of a batch is the mean of its images' losses, and no layer mixes images.
 SGD: dict[str, Any] = {"network": INSTANCE_UNET, "loss": {"name": "ce"}, "optimizer": {"name": "sgd", "lr": 0.1}, "local_epochs": 2}
@@ -44,7 +44,7 @@ def test_the_end_of_an_epoch_is_a_step() -> None:
     moved: list[None] = []
     site = squares.site("A", squares.task(**SGD, batch_size=2, accumulate=4), (12, 2, 2))
     model = site.network()
-    train_epochs(model, site.optimizer(model.parameters()), site, 0, "model", correct=lambda: moved.append(None))
+    train_epochs(model, site.optimizer(model.parameters()), site, 0, "model", gradient_hook=lambda: moved.append(None))
     assert len(moved) == 2 * math.ceil(12 / 8)
 
 
@@ -99,8 +99,8 @@ def test_the_scale_is_remembered_with_the_moments(tmp_path: Any) -> None:
     steps.follow(first.param_groups[0]["params"][0] * 3e38, 4)
     steps.follow(first.param_groups[0]["params"][0] * 2.0, 4)
     OptimizerMemory(memory).keep("model", first)
-    store.save("half", memory)
-    loaded = store.load("half")
+    store.save("algorithm", memory)
+    loaded = store.load("algorithm")
     assert loaded is not None
     OptimizerMemory(loaded).recall("model", second)
     assert scaler_of(second).state_dict() == scaler_of(first).state_dict() and scaler_of(first).get_scale() == 2.0**15
@@ -143,11 +143,11 @@ def test_every_method_trains_in_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("cls", [FedAvgSite, PRRSite])
 def test_kept_moments_and_scales_go_on(cls: Any, tmp_path: Any) -> None:
-    """A half made anew for every task ends where one that stays does."""
+    """An algorithm made anew for every task ends where one that stays does."""
     task = squares.task(precision="fp16", accumulate=2, batch_size=3)
     hyper: dict[str, Any] = {"reset_optimizer": False} if cls is FedAvgSite else {}
     ends = [
-        squares.federation(cls, squares.partner(cls), task, store=store, **hyper).halves["A"].memory
+        squares.federation(cls, squares.partner(cls), task, store=store, **hyper).algorithms["A"].memory
         for store in (None, tmp_path / cls.__name__)
     ]
     assert ends[0].states.keys() == ends[1].states.keys()

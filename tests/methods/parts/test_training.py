@@ -51,10 +51,10 @@ def test_no_images_have_no_loss() -> None:
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_moments_go_on_where_they_are_kept(reset: bool) -> None:
-    half = squares.half(FedAvgSite, reset_optimizer=reset)
+    algorithm = squares.algorithm(FedAvgSite, reset_optimizer=reset)
     start = Message({"model": squares.start()})
     for round in range(2):
-        half.perform("train", round, start)
-    stored = half.memory.states.get("optimizer/model", {})
+        algorithm.perform("train", round, start)
+    stored = algorithm.memory.states.get("optimizer/model", {})
     steps = {tensor.item() for name, tensor in stored.items() if name.endswith(".step")}
-    assert steps == (set() if reset else {2.0 * math.ceil(half.site.n["train"] / half.site.batch_size)})
+    assert steps == (set() if reset else {2.0 * math.ceil(algorithm.site.n["train"] / algorithm.site.batch_size)})

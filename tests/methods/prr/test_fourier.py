@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fixture_types import Golden
+from helpers.fixture_types import Golden
 from medflare.core.rng import torch_generator
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
 

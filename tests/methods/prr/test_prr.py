@@ -1,4 +1,4 @@
-"""PRR's halves on small generated images: the three parts and their ablations, memory, absent sites, what is delivered."""
+"""PRR's algorithms on small generated images: the three parts and their ablations, memory, absent sites, what is delivered."""
 
 import math
 from functools import partial
@@ -40,22 +40,22 @@ FEDBN: dict[str, Any] = {"pfa": False, "det": False, "cpa": "off"}
 federation = partial(squares.federation, PRRSite, PRRServer)
 
 
-def server_of(halves: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
-    return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
+def server_of(algorithms: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
+    return squares.server(PRRServer, rounds=rounds, outside=(), algorithms=algorithms, **hyper)
 
 
 # ---- what leaves a site ---------------------------------------------------------------------------------------------------------
 
 
 def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> None:
-    log, server, halves = federation()
-    local = batch_norm_entries(halves["A"].site.network())
+    log, server, algorithms = federation()
+    local = batch_norm_entries(algorithms["A"].site.network())
     assert local and {step.phase for step, _, _ in log} == {"train", "validate"}
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
             assert not any(local & state.keys() for state in message.states.values())
             assert message.states.keys() <= {"model", "prototypes"}
-    assert not equal(halves["A"].normalisation, halves["B"].normalisation)
+    assert not equal(algorithms["A"].normalisation, algorithms["B"].normalisation)
     assert server.models() == {}  # no whole model is known to the server
 
 
@@ -63,22 +63,22 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> No
 
 
 def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
-    halves = squares.halves(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
-    _, server, _ = play(server_of(halves, **FEDBN), halves)
-    plain = squares.halves(FedAvgSite, WITHOUT_BATCH_NORM, reset_optimizer=True)
-    fedavg = play(squares.server(FedAvgServer, halves=plain, rounds=2, weighting="uniform"), plain)
+    algorithms = squares.algorithms(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
+    _, server, _ = play(server_of(algorithms, **FEDBN), algorithms)
+    plain = squares.algorithms(FedAvgSite, WITHOUT_BATCH_NORM, reset_optimizer=True)
+    fedavg = play(squares.server(FedAvgServer, algorithms=plain, rounds=2, weighting="uniform"), plain)
     assert equal(server.mean, fedavg.model)
     assert equal(server.aggregated["B"], fedavg.model)
 
 
 def test_fedbn_is_the_plain_mean_with_local_batch_normalisation() -> None:
-    log, _, halves = federation(**FEDBN)
-    local = batch_norm_entries(halves["A"].site.network())
+    log, _, algorithms = federation(**FEDBN)
+    local = batch_norm_entries(algorithms["A"].site.network())
     first_replies, second_outgoing = log[0][2], log[1][1]
     mean = weighted_mean({name: reply.states["model"] for name, reply in first_replies.items()}, dict.fromkeys(SITES, 1.0))
     for message in second_outgoing.values():
         assert equal(message.states["model"], mean)
-    models = halves["A"].deliver(log[-1][1]["A"])
+    models = algorithms["A"].finalize(log[-1][1]["A"])
     assert equal(models["personal"].states["model"], models["global"].states["model"])
     assert local <= models["personal"].states["model"].keys()
 
@@ -106,8 +106,8 @@ def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_f
     def absent(step: Step, name: str) -> bool:
         return step.phase == "train" and ((name == "B" and step.round == 1) or (name == "C" and step.round < 2))
 
-    log, server, halves = federation(rounds=3, absent=absent)
-    after_first = server_of(halves, 3)
+    log, server, algorithms = federation(rounds=3, absent=absent)
+    after_first = server_of(algorithms, 3)
     after_first.aggregate(log[0][0], log[0][2])
     assert equal(log[2][1]["B"].states["model"], after_first.aggregated["B"])  # two rounds later, still that of round 0
     assert equal(log[2][1]["C"].states["model"], log[1][2]["A"].states["model"])  # only A trained in round 1
@@ -119,29 +119,29 @@ def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_f
 
 @pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, VGG, BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM])
 def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
-    log, server, halves = federation(task, outside=("O",))
-    losses = [replies["A"].facts["loss"] for step, _, replies in log if step.phase == "train"]
+    log, server, algorithms = federation(task, outside=("O",))
+    losses = [replies["A"].meta["loss"] for step, _, replies in log if step.phase == "train"]
     assert all(math.isfinite(loss) for loss in losses)
     assert server.prototypes["prototypes"].abs().sum() > 0
-    for model in halves["A"].deliver(server.configure_delivery("A")).values():
-        assert torch.isfinite(build_deployed(task, model)(halves["A"].site.data.test.images)).all()
+    for model in algorithms["A"].finalize(server.configure_final("A")).values():
+        assert torch.isfinite(build_deployed(task, model)(algorithms["A"].site.data.test.images)).all()
     assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
 
 
 def test_a_class_that_no_site_has_is_named_and_does_no_harm() -> None:
-    halves = squares.halves(PRRSite, CLASSIFICATION, missing=1)
-    log, server, _ = play(server_of(halves), halves)
+    algorithms = squares.algorithms(PRRSite, CLASSIFICATION, missing=1)
+    log, server, _ = play(server_of(algorithms), algorithms)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
     assert len(warnings) == 1 and "class medium" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["present"].tolist() == [True, False, True]
     assert torch.equal(server.prototypes["prototypes"][1], torch.zeros(8))
-    assert all(math.isfinite(replies["A"].facts["loss"]) for step, _, replies in log if step.phase == "train")
+    assert all(math.isfinite(replies["A"].meta["loss"]) for step, _, replies in log if step.phase == "train")
 
 
 def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
-    halves = squares.halves(PRRSite, CLASSIFICATION)
-    halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].plan)
-    log, server, _ = play(server_of(halves, rounds=2), halves)
+    algorithms = squares.algorithms(PRRSite, CLASSIFICATION)
+    algorithms["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), algorithms["B"].plan)
+    log, server, _ = play(server_of(algorithms, rounds=2), algorithms)
     sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
     mean, spread = (sent[0][2] + sent[2][2]) / 2, (sent[0][2] - sent[2][2]).abs() / 2  # of two
     noise = torch.randn(3, 8, generator=torch_generator(server.context.seed, "server", 1, "prototypes"))
@@ -149,23 +149,23 @@ def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
 
 
 def test_a_site_with_one_image() -> None:
-    halves = squares.halves(PRRSite)
-    halves["C"] = PRRSite(site("C", counts=(1, 1, 1)), halves["C"].plan)
-    log, _, _ = play(server_of(halves), halves)
-    assert math.isfinite(log[1][2]["C"].facts["loss"])
+    algorithms = squares.algorithms(PRRSite)
+    algorithms["C"] = PRRSite(site("C", counts=(1, 1, 1)), algorithms["C"].plan)
+    log, _, _ = play(server_of(algorithms), algorithms)
+    assert math.isfinite(log[1][2]["C"].meta["loss"])
 
 
 # ---- delivery -----------------------------------------------------------------------------------------------------------------
 
 
 def test_both_models_are_delivered_of_their_best_rounds() -> None:
-    log, server, halves = federation(rounds=3, selection="best")
-    models = halves["A"].deliver(server.configure_delivery("A"))
-    validations = [replies["A"].facts["validation"] for _, _, replies in log[1:]]
+    log, server, algorithms = federation(rounds=3, selection="best")
+    models = algorithms["A"].finalize(server.configure_final("A"))
+    validations = [replies["A"].meta["validation"] for _, _, replies in log[1:]]
     for role in ("global", "personal"):
         best = max(range(3), key=lambda i: (validations[i][role], -i)) + 1
-        assert halves["A"].best[role].round == best
-        measured = halves["A"].validation(halves["A"].network(role, models[role].states["model"]))
+        assert algorithms["A"].best[role].round == best
+        measured = algorithms["A"].validation(algorithms["A"].network(role, models[role].states["model"]))
         assert measured == pytest.approx(validations[best - 1][role])
 
 
@@ -178,17 +178,20 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
     selection: str, personal: float | None, deputy: float | None, deployed: str
 ) -> None:
     """The deputy is that of the selected round. A model's bias says here what it reaches; -1 is undefined."""
-    half = squares.half(PRRSite, selection=selection)
-    start, reached = half._deputy_state(server_of({"A": half}).configure(Step("train", 0), "A")), {"personal": personal, "global": deputy}
+    algorithm = squares.algorithm(PRRSite, selection=selection)
+    start, reached = (
+        algorithm._deputy_state(server_of({"A": algorithm}).configure(Step("train", 0), "A")),
+        {"personal": personal, "global": deputy},
+    )
     states = {role: {**start, "head.bias": torch.full_like(start["head.bias"], -1 if v is None else v)} for role, v in reached.items()}
-    half.personal = states["personal"]
+    algorithm.personal = states["personal"]
     for role, state in states.items():
-        half.best[role].offer(reached[role], 1, state)
-    half.validation = lambda model: None if (value := float(model.state_dict()["head.bias"][0])) < 0 else value
-    models = half.deliver(Message({"model": half.part.shared(states["global"])}))
+        algorithm.best[role].offer(reached[role], 1, state)
+    algorithm.validation = lambda model: None if (value := float(model.state_dict()["head.bias"][0])) < 0 else value
+    models = algorithm.finalize(Message({"model": algorithm.part.shared(states["global"])}))
     assert equal(models["deployed"].states["model"], states[deployed])
-    assert models["deployed"].facts["kept"] == {"keep": "best", "model": deployed, "validation": reached}
-    assert not any("kept" in models[role].facts for role in states), "they were not chosen"
+    assert models["deployed"].meta["kept"] == {"keep": "best", "model": deployed, "validation": reached}
+    assert not any("kept" in models[role].meta for role in states), "they were not chosen"
 
 
 def test_results_and_card_say_which_model_every_site_deploys(tmp_path: Path) -> None:
@@ -208,34 +211,34 @@ def outsider() -> PRRSite:
 
 
 def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation() -> None:
-    log, server, halves = federation(outside=("O",))
+    log, server, algorithms = federation(outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share_normalisation"]
-    models = outsider().deliver(server.configure_delivery("O"))
+    models = outsider().finalize(server.configure_final("O"))
     assert models.keys() == {"global", "deployed"} and models["global"] is models["deployed"]
-    own, shared = split_state(models["global"].states["model"], batch_norm_entries(halves["A"].site.network()))
+    own, shared = split_state(models["global"].states["model"], batch_norm_entries(algorithms["A"].site.network()))
     even = dict.fromkeys(SITES, 1.0)
     squares.assert_close(shared, weighted_mean({name: reply.states["model"] for name, reply in log[1][2].items()}, even))
-    squares.assert_close(own, weighted_mean({name: half.normalisation for name, half in halves.items()}, even))
+    squares.assert_close(own, weighted_mean({name: algorithm.normalisation for name, algorithm in algorithms.items()}, even))
     assert equal(server.models()["global"].states["model"], models["global"].states["model"])
 
 
 def test_an_outside_site_may_get_the_most_representative_personal_model() -> None:
     options: dict[str, Any] = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
-    halves = {
-        name: squares.half(PRRSite, name, CLASSIFICATION, missing=missing, **options)
+    algorithms = {
+        name: squares.algorithm(PRRSite, name, CLASSIFICATION, missing=missing, **options)
         for name, missing in zip(SITES, (1, None, 2), strict=True)
     }
-    log, server, _ = play(squares.server(PRRServer, rounds=2, outside=("O",), halves=halves), halves)
+    log, server, _ = play(squares.server(PRRServer, rounds=2, outside=("O",), algorithms=algorithms), algorithms)
     assert log[-1].step.phase == "share_personal"
     # shares of the classes: everybody (14, 6, 4) / 24, A (6, 0, 2) / 8, B (3, 3, 2) / 8, C (5, 3, 0) / 8; C is nearest
-    assert equal(server.configure_delivery("O").states["model"], halves["C"].personal)
+    assert equal(server.configure_final("O").states["model"], algorithms["C"].personal)
 
 
 def test_a_member_that_never_trained_is_treated_as_an_outsider() -> None:
-    _, server, halves = federation(absent=lambda step, name: name == "C")
-    models = halves["C"].deliver(server.configure_delivery("C"))
+    _, server, algorithms = federation(absent=lambda step, name: name == "C")
+    models = algorithms["C"].finalize(server.configure_final("C"))
     assert models.keys() == {"global", "deployed"}
-    assert equal(split_state(models["global"].states["model"], halves["C"].part.names)[1], server.mean)
+    assert equal(split_state(models["global"].states["model"], algorithms["C"].part.names)[1], server.mean)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.small_tasks import stacked
 from medflare.data.sites.site import Site
 from medflare.methods.prr.supervision import (
     SitePrototypes,
@@ -17,7 +18,6 @@ from medflare.methods.prr.supervision import (
 )
 from medflare.tasks.config import TaskConfig
 from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, site
-from small import stacked
 
 UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 

@@ -21,8 +21,8 @@ from methods.squares import equal
 federation = partial(squares.federation, PRRSite, PRRServer)
 
 
-def server_of(halves: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
-    return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
+def server_of(algorithms: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
+    return squares.server(PRRServer, rounds=rounds, outside=(), algorithms=algorithms, **hyper)
 
 
 # ---- DET ----------------------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def server_of(halves: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
 
 def stages_of(epochs: int, **hyper: Any) -> list[list[int]]:
     log, _, _ = federation(squares.task(local_epochs=epochs), sites=("A",), rounds=2, **hyper)
-    return [replies["A"].facts["stages"] for step, _, replies in log if step.phase == "train"]
+    return [replies["A"].meta["stages"] for step, _, replies in log if step.phase == "train"]
 
 
 def test_stages_of_a_round() -> None:
@@ -51,10 +51,10 @@ def test_one_epoch_a_round_goes_through_all_stages() -> None:
 
 def after_one_round(clip: float | None, epochs: int = 2, **hyper: Any) -> tuple[StateDict, StateDict]:
     changes = {"local_epochs": epochs} if clip is None else {"local_epochs": epochs, "clip": {"norm": clip}}
-    half = squares.halves(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
-    server = server_of({"A": half}, **hyper)
-    reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
-    return half.personal, {**half.normalisation, **reply.states["model"]}
+    algorithm = squares.algorithms(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
+    server = server_of({"A": algorithm}, **hyper)
+    reply = algorithm.perform("train", 0, server.configure(Step("train", 0), "A"))
+    return algorithm.personal, {**algorithm.normalisation, **reply.states["model"]}
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -71,34 +71,36 @@ def test_teachers_are_not_touched_by_their_students(clip: float | None) -> None:
 
 
 def test_the_personal_model_is_never_overwritten() -> None:
-    halves = squares.halves(PRRSite)
-    server = server_of(halves, rounds=3)
+    algorithms = squares.algorithms(PRRSite)
+    server = server_of(algorithms, rounds=3)
     for step in server.steps()[:3]:
-        before = {name: half.personal for name, half in halves.items()}
+        before = {name: algorithm.personal for name, algorithm in algorithms.items()}
         started = {}
-        for name, half in halves.items():
-            personal, deputy = half._models(server.configure(step, name))
+        for name, algorithm in algorithms.items():
+            personal, deputy = algorithm._models(server.configure(step, name))
             started[name] = dict(personal.state_dict())
             if before[name] is not None:
                 assert equal(started[name], before[name])
                 assert not equal(deputy.state_dict(), before[name])
-        server.aggregate(step, {name: half.perform("train", step.round, server.configure(step, name)) for name, half in halves.items()})
+        server.aggregate(
+            step, {name: algorithm.perform("train", step.round, server.configure(step, name)) for name, algorithm in algorithms.items()}
+        )
 
 
 def rates(task: TaskConfig, rounds: int, **hyper: Any) -> list[list[float]]:
     """The learning rate of every step, by round."""
     found: list[list[float]] = []
     for round in range(rounds):
-        half = squares.halves(PRRSite, task, cpa="off", det=False, **hyper)["A"]
-        optimizer, steps = half.site.optimizer, list[float]()
+        algorithm = squares.algorithms(PRRSite, task, cpa="off", det=False, **hyper)["A"]
+        optimizer, steps = algorithm.site.optimizer, list[float]()
 
         def spied(parameters: Any, optimizer: Any = optimizer, steps: list[float] = steps, **override: Any) -> torch.optim.Optimizer:
             made = optimizer(parameters, **override)
             made.register_step_pre_hook(lambda used, _args, _options: steps.append(used.param_groups[0]["lr"]))
             return made
 
-        half.site.optimizer = spied
-        half.perform("train", round, server_of({"A": half}).configure(Step("train", round), "A"))
+        algorithm.site.optimizer = spied
+        algorithm.perform("train", round, server_of({"A": algorithm}).configure(Step("train", round), "A"))
         found.append(steps)
     return found
 
@@ -116,27 +118,27 @@ def test_the_paper_halves_the_rate_after_every_25_epochs() -> None:
 
 def test_the_retrogress_of_a_round_is_measured_on_request() -> None:
     """Fig. 1a: the model before aggregation beside the model that the next round begins with."""
-    log, _, halves = federation(rounds=3, retrogress=True)
+    log, _, algorithms = federation(rounds=3, retrogress=True)
     for before, after in pairwise(log):
-        for name in halves:
-            trained = before.replies[name].facts["validation_trained"]
+        for name in algorithms:
+            trained = before.replies[name].meta["validation_trained"]
             assert trained.keys() == {"global", "personal"}
-            assert trained["personal"] == after.replies[name].facts["validation"]["personal"], "P_k is never overwritten"
-    for name, half in halves.items():  # of the last round both parts of the trained deputy are at hand
+            assert trained["personal"] == after.replies[name].meta["validation"]["personal"], "P_k is never overwritten"
+    for name, algorithm in algorithms.items():  # of the last round both parts of the trained deputy are at hand
         reply = log[-2].replies[name]
-        deputy = half.network("expected", {**half.normalisation, **reply.states["model"]})
-        assert half.validation(deputy) == reply.facts["validation_trained"]["global"]
-    assert "validation_trained" not in federation(rounds=1)[0][0].replies["A"].facts
+        deputy = algorithm.network("expected", {**algorithm.normalisation, **reply.states["model"]})
+        assert algorithm.validation(deputy) == reply.meta["validation_trained"]["global"]
+    assert "validation_trained" not in federation(rounds=1)[0][0].replies["A"].meta
 
 
 def test_gamma_has_a_curve_for_every_class() -> None:
     log, _, _ = federation(squares.task(local_epochs=3), rounds=3, tau=1.0)
-    first, last = log[0].replies["A"].facts, log[2].replies["A"].facts
+    first, last = log[0].replies["A"].meta, log[2].replies["A"].meta
     assert "gammas" not in first, "there is no refinement before there are prototypes"
     assert last["gammas"].keys() == {"not square", "square"} and all(len(curve) == 3 for curve in last["gammas"].values())
     assert last["gamma"] == {name: curve[-1] for name, curve in last["gammas"].items()}
     assert all(value >= 0.999 for curve in last["gammas"].values() for value in curve) and max(last["gamma"].values()) > 1.0
-    assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].facts
+    assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].meta
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------------
@@ -174,8 +176,8 @@ def outcomes() -> Callable[..., StateDict]:
         key = tuple(sorted(hyper.items()))
         if key not in known:
             settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **hyper}
-            _, server, halves = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
-            known[key] = halves["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
+            _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
+            known[key] = algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
         return known[key]
 
     return outcome

@@ -14,7 +14,7 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
-from medflare.data.datalist import Entry, check_patients, site_folders, site_name
+from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
 from medflare.data.decoding import target_of
 from medflare.data.geometry import by
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
@@ -221,7 +221,7 @@ def _shortened(lines: list[str]) -> list[str]:
     return [*lines[:_MOST_PROBLEMS], f"... and {hidden} more"] if hidden > 0 else lines
 
 
-def _read_everything(source: FileSource, entries: Iterable[Entry], task: TaskConfig, report: SiteReport) -> None:
+def _read_everything(source: FileSource, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteReport) -> None:
     """Every file, whatever the others are like: sizes, intensities and problems go into the report."""
     sizes: Counter[str] = Counter()
     moments, intensity, copies = [], IntensityCheck(task), _Copies()
@@ -251,10 +251,10 @@ class _Copies:
     """Images that are the same, value by value, under two patients: copies, or one image saved twice, which no name tells."""
 
     def __init__(self) -> None:
-        self._first: dict[bytes, Entry] = {}
+        self._first: dict[bytes, DatalistItem] = {}
         self._found: list[tuple[str, str]] = []
 
-    def add(self, image: np.ndarray, entry: Entry) -> None:
+    def add(self, image: np.ndarray, entry: DatalistItem) -> None:
         """One image (C, ...) as it is stored; of one value it says nothing."""
         if image.min() == image.max():
             return

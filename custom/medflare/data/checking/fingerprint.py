@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT
-from medflare.data.datalist import Entry, site_folders, site_name
+from medflare.data.datalist import DatalistItem, site_folders, site_name
 from medflare.data.decoding import pictures_of, target_of
 from medflare.data.loading import refuse_too_many, source_of, used_entries
 from medflare.data.progress import counted
@@ -221,7 +221,7 @@ class _Row(NamedTuple):
 def _looked_at(
     task: TaskConfig,
     source: Source,
-    entry: Entry,
+    entry: DatalistItem,
     random: np.random.Generator,
     overall: "Sequence[_Values]",
     foreground: "Sequence[_Values]",

@@ -163,7 +163,7 @@ def _geometry(found: Sequence[DatasetFingerprint], dimensions: int, voxels: bool
     images = [item.images for item in found]
     spacings = [item.spacings for item in found if item.spacings is not None]
     extents = [item.extents for item in found if item.extents is not None]
-    fit = Choice("fit", "patch", "images keep their resolution, a window slides over them; nnU-Net trains on patches everywhere")
+    fit = Choice("image_mode", "patch", "images keep their resolution, a window slides over them; nnU-Net trains on patches everywhere")
     if dimensions == 2 or voxels or min(len(spacings), len(extents)) < len(found):
         sizes = [item.sizes for item in found]
         median = tuple(max(1, round(side)) for side in pooled(sizes, images, 50))

@@ -116,7 +116,7 @@ def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
         yield _frequencies(task, targets, task.outputs).mean(dim=0)
         return
     yield from plain_answers(task)
-    if task.fit == "resize" and len(targets):
+    if task.image_mode == "resize" and len(targets):
         mean = sum((_frequencies(task, target[None], task.outputs)[0] for target in targets), torch.zeros(())) / len(targets)
         if task.target == "multiclass":
             yield mean

@@ -18,7 +18,7 @@ from medflare.data.transforms import plain_tensors
 from medflare.tasks.config import TaskConfig
 
 Predictor = Callable[[Tensor], Tensor]  # images (N, C, ...) -> probabilities (N, outputs, ...) or (N, outputs)
-Taken = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)
+Validator = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)
 OVERLAP = 0.25  # of neighbouring windows, as a share of a side; MONAI's default
 
 
@@ -30,13 +30,13 @@ class Fitting(Protocol):
     def read(self, data: Split, rows: Tensor) -> Any:
         """The images of some rows, long (B,), from where they are kept; draws nothing, so that another thread may do it ahead."""
 
-    def samples(self, found: Any, random: np.random.RandomState) -> Taken:
+    def samples(self, found: Any, random: np.random.RandomState) -> Validator:
         """One sample of each image that was read, with draws from `random`."""
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
         """Everything of a split in fixed order: rows, and samples, `size` at a time."""
 
-    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
         """All images as a finished model is given them, see `windowed`."""
 
 
@@ -45,7 +45,7 @@ class Whole:
 
     per_image = 1
 
-    def read(self, data: Split, rows: Tensor) -> Taken:
+    def read(self, data: Split, rows: Tensor) -> Validator:
         """The images of some rows.
 
         Args:
@@ -54,7 +54,7 @@ class Whole:
         """
         return data.take(rows)
 
-    def samples(self, found: Taken, random: np.random.RandomState) -> Taken:
+    def samples(self, found: Validator, random: np.random.RandomState) -> Validator:
         """What was read.
 
         Args:
@@ -63,7 +63,7 @@ class Whole:
         """
         return found
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
         """All images.
 
         Args:
@@ -92,7 +92,7 @@ class Patches:
         known = {row: (data.image(row), data.targets[row]) for row in dict.fromkeys(chosen or [0])}  # each once, however often drawn
         return [known[row] for row in chosen] + [known[next(iter(known))]]
 
-    def samples(self, found: list[tuple[Tensor, Tensor]], random: np.random.RandomState) -> Taken:
+    def samples(self, found: list[tuple[Tensor, Tensor]], random: np.random.RandomState) -> Validator:
         """A patch of every image, around a voxel of the foreground as often as around one of the background.
 
         Args:
@@ -112,7 +112,7 @@ class Patches:
                 targets.append(sample["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
         return torch.cat(images), torch.cat(targets)
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
         """Every image cut into windows side by side that cover it.
 
         Args:
@@ -130,7 +130,7 @@ class Patches:
                 del waiting[:size]
                 yield torch.tensor(rows), (torch.stack(pictures), torch.stack(masks))
 
-    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
         """Row (1,), and image (1, C, ...) and target (1, ...), of every image, one by one.
 
         Args:
@@ -147,7 +147,7 @@ class Patches:
 
 def of_task(task: TaskConfig) -> Fitting:
     """How the task's images come to the network's size."""
-    return Patches(task) if task.fit == "patch" else Whole()
+    return Patches(task) if task.image_mode == "patch" else Whole()
 
 
 def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -196,7 +196,7 @@ def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
         task: gives `fit` and the window's size.
         batch: most windows at once.
     """
-    if task.fit == "resize":
+    if task.image_mode == "resize":
         return predictor
     from monai.inferers.inferer import SlidingWindowInferer
 

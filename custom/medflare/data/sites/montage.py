@@ -82,7 +82,7 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     """True and predicted masks of a test image, bool (C, ...) each."""
     data, task = site.data.test, site.task
     image = data.image(row)[None].to(site.device)
-    if task.fit == "resize" and asks_patients(predictor, len(data)):
+    if task.image_mode == "resize" and asks_patients(predictor, len(data)):
         rows = [other for other, name in enumerate(data.patients) if name == data.patients[row]]
         images = torch.stack([data.image(other) for other in rows]).to(site.device)
         with torch.no_grad(), evaluating(predictor):

@@ -94,7 +94,7 @@ def answers_of_split(
         task: says how.
         batch: most images or windows at once.
     """
-    if task.fit == "resize" and asks_patients(predictor, len(data)):
+    if task.image_mode == "resize" and asks_patients(predictor, len(data)):
         return answers_of_patients(predictor, data, placed, batch)
     return answers(predictor, (placed(rows, *taken) for rows, taken in fitting.whole(data, batch)), task, batch)
 

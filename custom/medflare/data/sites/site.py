@@ -1,4 +1,4 @@
-"""A site as a method's site half sees it: data in memory, networks, optimiser, batches, loss and metrics."""
+"""A site as a method's site algorithm sees it: data in memory, networks, optimiser, batches, loss and metrics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

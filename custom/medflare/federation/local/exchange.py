@@ -55,4 +55,4 @@ class LocalExchange:
 
 def own_copy(message: Message) -> Message:
     """What a site receives: no tensor of it is the sender's."""
-    return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.facts)
+    return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.meta)

@@ -1,4 +1,4 @@
-"""The plain loop: a whole federation on one machine, for tests, sweeps and studies. Same halves, same schedule as under FLARE."""
+"""The plain loop: a whole federation on one machine, for tests, sweeps and studies. Same algorithms, same schedule as under FLARE."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -14,7 +14,7 @@ from medflare.data.sites.local import MODELS_GB, Bounds
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
-from medflare.federation.delivery import Keeper, SiteFolder
+from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
@@ -43,8 +43,8 @@ def run_local(
     data_root: Path | str | None = None,
     weights: Path | str | None = None,
     resplit: int | None = None,
-    site_half: str | None = None,
-    server_half: str | None = None,
+    site_algorithm: str | None = None,
+    server_algorithm: str | None = None,
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
@@ -68,8 +68,8 @@ def run_local(
         data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         weights: file, or folder of the file, that the task's network.weights name; None: MEDFLARE_WEIGHTS, else an installed package's.
         resplit: draw the splits anew by patient with this seed.
-        site_half: method whose site half takes the place of its own; None: its own.
-        server_half: method whose server half takes the place of its own; None: its own.
+        site_algorithm: method whose site algorithm takes the place of its own; None: its own.
+        server_algorithm: method whose server algorithm takes the place of its own; None: its own.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -80,14 +80,14 @@ def run_local(
         say: takes a progress line a step.
         observe: called after every step.
         delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
-        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, `max_share`, `suspects`, `patience`, `wire`), and the
-            method's hyper-parameters: by name where one half owns the name, else `site={name: value}`, `server={name: value}`.
+        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, `max_client_weight`, `suspects`, `patience`, `wire`), and the
+            method's hyper-parameters: by name where one algorithm owns the name, else `site={name: value}`, `server={name: value}`.
 
     Raises:
         ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
         Exception: any that is no MedflareError is a bug, also of one site alone, and is raised after results.json says FAILED.
     """
-    chosen = get_method(method, site=site_half, server=server_half)
+    chosen = get_method(method, site=site_algorithm, server=server_algorithm)
     config = load_task(task)
     config = config if resplit is None else replace(config, resplit=resplit)
     apart = tuple(sorted(_listed(outside, "outside")))
@@ -123,7 +123,7 @@ def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delive
     """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
     home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
     store = None if home is None else StateStore(home.folder / STATE)
-    keeper = _Shown(run, name, delivered, home or Keeper())
+    artifacts = _Shown(run, name, delivered, home or ArtifactStore())
 
     def within_bounds(role: str) -> Site:
         site = opened(name, role)
@@ -136,12 +136,12 @@ def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delive
         site.abort = stopped
         return site
 
-    participant = Participant(name, within_bounds, run.method, run.hyper, store=store, keeper=keeper, minutes=Bounds().minutes)
+    participant = Participant(name, within_bounds, run.method, run.hyper, store=store, artifacts=artifacts, minutes=Bounds().minutes)
     return participant
 
 
 @dataclass(frozen=True)
-class _Shown(Keeper):
+class _Shown(ArtifactStore):
     """Keeps what a site's own folder does, and shows models and pictures to the caller, who is the site here.
 
     Whoever follows the run sees its steps, so that the site need not tell them.
@@ -150,7 +150,7 @@ class _Shown(Keeper):
     run: Run
     name: str
     delivered: Delivered
-    home: Keeper
+    home: ArtifactStore
 
     def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
         self.delivered(self.name, role, model, cases)
@@ -187,14 +187,14 @@ def resume_local(
         StateError: no run that can be taken up is in `folder`.
     """
     plan = stored_plan(Path(folder))
-    site_half, server_half = plan["halves"]
+    site_algorithm, server_algorithm = plan["algorithms"]
     steering = {name: plan[name] for name in RUN_SETTINGS if name in plan}  # an older version had fewer
     return run_local(
-        site_half,
+        site_algorithm,
         plan["task"],
         plan["sites"],
-        site_half=site_half,
-        server_half=server_half,
+        site_algorithm=site_algorithm,
+        server_algorithm=server_algorithm,
         data_root=data_root,
         weights=weights,
         out=folder,

@@ -57,7 +57,7 @@ def send(connection: Connection, words: Words, message: Message) -> None:
         OSError: the other process is gone.
     """
     names = {entry: list(state) for entry, state in message.states.items()}  # safetensors has an order of its own
-    connection.send_bytes(json.dumps({"words": words, "facts": message.facts, "names": names}).encode())
+    connection.send_bytes(json.dumps({"words": words, "meta": message.meta, "names": names}).encode())
     connection.send_bytes(save(flat(message)))
 
 
@@ -70,7 +70,7 @@ def receive(connection: Connection) -> tuple[Words, Message]:
     said = json.loads(connection.recv_bytes())
     tensors = load(connection.recv_bytes())
     states = {entry: {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names} for entry, names in said["names"].items()}
-    return said["words"], Message(states, said["facts"])
+    return said["words"], Message(states, said["meta"])
 
 
 class ForkedExchange:
@@ -184,7 +184,7 @@ class ForkedExchange:
                 words, reply = self._answered(site, Step(asked["phase"], asked["round"]), message)
                 if new := sorted(self._pictures.keys() - known):
                     shown = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
-                    reply = Message({**reply.states, _PICTURES: shown}, reply.facts)
+                    reply = Message({**reply.states, _PICTURES: shown}, reply.meta)
                     known |= shown.keys()
                 send(connection, words, reply)
         os._exit(0)

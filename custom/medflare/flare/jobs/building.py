@@ -72,7 +72,7 @@ class JobSettings(RunSettings):
     """What a job fixes beside its task: the run's settings, and
 
     Attributes:
-        method: name of the method; `site_half` and `server_half` swap in the half of another one.
+        method: name of the method; `site_algorithm` and `server_algorithm` swap in the half of another one.
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         byoc: whether the job has an app/custom/ folder for classes of the user's own.
         embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
@@ -83,8 +83,8 @@ class JobSettings(RunSettings):
     rounds: Annotated[int, Field(ge=0)] = 10
     seed: int = 0
     hyper: dict[str, Any] = field(default_factory=dict)
-    site_half: str | None = None
-    server_half: str | None = None
+    site_algorithm: str | None = None
+    server_algorithm: str | None = None
     byoc: bool = True
     embed_code: bool = False
     track: str = ""
@@ -107,7 +107,7 @@ class FederationJob(FedJob):
     """
 
     def __init__(self, task: TaskConfig, settings: JobSettings):
-        method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
+        method = get_method(settings.method, site=settings.site_algorithm, server=settings.server_algorithm)
         check_run(method, task, settings.hyper, rounds=settings.rounds, outside=settings.outside)
         hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
         about = {JobMetaKey.CUSTOM_PROPS.value: {ABOUT: {"method": method.name, "rounds": settings.rounds}}}
@@ -219,12 +219,12 @@ def size_of(folder: Path) -> int:
 def _controller(settings: JobSettings) -> MedflareController:
     """The controller with what differs from its defaults; FLARE writes no more than that."""
     chosen = {name: getattr(settings, name) for name in RUN_SETTINGS}
-    return MedflareController(site_half=settings.site_half, **chosen)
+    return MedflareController(site_algorithm=settings.site_algorithm, **chosen)
 
 
 def _aggregator(method: Method, hyper: Halved) -> MethodAggregator:
-    """The aggregator named after the server half's formula: the method's own, or that of the half which it is derived from."""
-    name = method.halves[1]
+    """The aggregator named after the server algorithm's formula: the method's own, or that of the algorithm which it is derived from."""
+    name = method.algorithms[1]
     named = {get_method(known).server_class.aggregation_class: known for known in AGGREGATORS}
     chosen = name if name in AGGREGATORS else named.get(method.server_class.aggregation_class)
     if chosen is None:
@@ -233,9 +233,9 @@ def _aggregator(method: Method, hyper: Halved) -> MethodAggregator:
 
 
 def _executor(settings: JobSettings, method: Method, hyper: Halved) -> MedflareExecutor:
-    name, server = method.halves
+    name, server = method.algorithms
     options: dict[str, Any] = {"seed": settings.seed, "hyper": hyper, "resume": settings.resume}
-    options["server_half"] = "" if server == name else server
+    options["server_algorithm"] = "" if server == name else server
     return EXECUTORS[name](**options) if name in EXECUTORS else MedflareExecutor(method=name, **options)
 
 

@@ -15,10 +15,10 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.methods.base import Capability, Kept, Plan
+from medflare.methods.base import Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
-from medflare.methods.parts.proximal import pull
+from medflare.methods.parts.proximal import proximal_term
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none, train_epochs
 
@@ -45,12 +45,12 @@ class DittoHyper(FedAvgSiteHyper):
 
 
 class DittoSite(FedAvgSite[DittoHyper]):
-    """FedAvg's site half and a personal model, of the best round by the site's own validation."""
+    """FedAvg's site algorithm and a personal model, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = DittoHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    unprotected = "the personal model learns from the same images without noise, and its validation metric leaves the site"
-    personal = Kept("personal")  # v_k, None before the first training
+    dp_unsupported_reason = "the personal model learns from the same images without noise, and its validation metric leaves the site"
+    personal = PersistentState("personal")  # v_k, None before the first training
 
     def __init__(self, site: Site, plan: Plan[DittoHyper, Any]):
         super().__init__(site, plan)
@@ -60,7 +60,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
         """FedAvg's training, and after it that of the personal model towards the incoming global one."""
         before = self._measured(round)
         reply = super().train(round, incoming)
-        measured = reply.facts["validation"]
+        measured = reply.meta["validation"]
         measured["personal"] = measured["global"] if self.personal is None else before  # v_k begins as w_g
         self._train_personal(round, incoming.states[GLOBAL])
         return reply
@@ -68,7 +68,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global and of the personal model."""
         reply = super().validate(round, incoming)
-        reply.facts["validation"]["personal"] = self._measured(round)
+        reply.meta["validation"]["personal"] = self._measured(round)
         return reply
 
     def _measured(self, round: int) -> float | None:
@@ -81,15 +81,17 @@ class DittoSite(FedAvgSite[DittoHyper]):
 
     def _train_personal(self, round: int, shared: StateDict) -> None:
         model = self.network("personal", self.personal or shared)
-        correct = pull(model, shared, self.hyper.lam)
-        self.optimized(model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal", correct=correct))
+        gradient_hook = proximal_term(model, shared, self.hyper.lam)
+        self.optimized(
+            model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal", gradient_hook=gradient_hook)
+        )
         self.personal = copy_state(model.state_dict())
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside, a site uses its personal model. One that never trained uses the global one."""
         shared = received(incoming)
         if self.personal is None:
             return {"global": shared, "deployed": shared}
-        chosen = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.facts.get(SELECTED_ROUND))
+        chosen = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.meta.get(SELECTED_ROUND))
         own = trained_model(*chosen)
         return {"global": shared, "personal": own, "deployed": own}

@@ -14,7 +14,7 @@ from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
-from medflare.methods.parts.proximal import pull
+from medflare.methods.parts.proximal import proximal_term
 from medflare.methods.parts.training import train_epochs
 from medflare.networks.features import FeatureNetwork
 
@@ -37,11 +37,11 @@ class FedProxHyper(FedAvgSiteHyper):
 
 
 class FedProxSite(FedAvgSite[FedProxHyper]):
-    """FedAvg's site half with a pull to the model that the round began with."""
+    """FedAvg's site algorithm with a pull to the model that the round began with."""
 
     Hyper: ClassVar[type] = FedProxHyper
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """Epochs of the task's loss, every gradient with μ (w - w_g) added; returns the mean task loss."""
-        correct = pull(model, model.state_dict(), self.hyper.mu)
-        return train_epochs(model, optimizer, self.site, round, "model", correct=correct)
+        gradient_hook = proximal_term(model, model.state_dict(), self.hyper.mu)
+        return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=gradient_hook)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Final
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import DataError
-from medflare.core.manifest import Fact, Phase
+from medflare.core.manifest import MetaSpec, Phase
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, from_json, learnt_of, to_json
-from medflare.methods.base import ServerHalf, SiteHalf, SiteHyper, Step
+from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
 
@@ -47,15 +47,15 @@ def _numbers(value: object) -> str | None:
     return None
 
 
-FINGERPRINT = Fact("fingerprint", "sizes, spacings, intensities and classes of the training images", _numbers, "train")
+FINGERPRINT = MetaSpec("fingerprint", "sizes, spacings, intensities and classes of the training images", _numbers, "train")
 
 
-class FingerprintSite(SiteHalf[SiteHyper]):
+class FingerprintSite(SiteAlgorithm[SiteHyper]):
     """Reads the site's training images as they are stored and says their numbers."""
 
     server_hyper: ClassVar[type] = object
-    phases: ClassVar[tuple[Phase, ...]] = (Phase("describe", reports=(FINGERPRINT,)),)
-    unprotected: ClassVar[str] = "its numbers carry no noise"
+    phases: ClassVar[tuple[Phase, ...]] = (Phase("describe", reply_meta=(FINGERPRINT,)),)
+    dp_unsupported_reason: ClassVar[str] = "its numbers carry no noise"
 
     def describe(self, round: int, incoming: Message) -> Message:
         """The fingerprint without what the server knows; nothing where the training images are of too few patients.
@@ -70,7 +70,7 @@ class FingerprintSite(SiteHalf[SiteHyper]):
         numbers = {} if found is None else json.loads(json.dumps(dataclasses.asdict(found)))
         return Message({}, {FINGERPRINT: {name: value for name, value in numbers.items() if name not in _KNOWN}})
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """No model."""
         return {}
 
@@ -80,7 +80,7 @@ class FingerprintServerHyper:
     """None."""
 
 
-class FingerprintServer(ServerHalf[Any]):
+class FingerprintServer(ServerAlgorithm[Any]):
     """Collects the fingerprints into a file that `medflare task plan` reads, and into a table."""
 
     Hyper: ClassVar[type] = FingerprintServerHyper
@@ -97,7 +97,7 @@ class FingerprintServer(ServerHalf[Any]):
         """Keep what can be planned with; an event names every other site."""
         task, events, kept = self.context.task, self.context.events, {}
         for site, reply in replies.items():
-            numbers = reply.facts.get(FINGERPRINT)
+            numbers = reply.meta.get(FINGERPRINT)
             if not numbers:
                 text = "tells no numbers of its training images, which are of fewer patients than it lets be told of (minimum_patients)"
                 events.add("warning", text, site=site, round=step.round)
@@ -107,15 +107,15 @@ class FingerprintServer(ServerHalf[Any]):
                 events.add("rejected", f"fingerprint not used: {problem}", site=site, round=step.round)
                 continue
             kept[site] = to_json([found])["sites"][0]
-        self.memory.facts["fingerprints"] = kept
+        self.memory.meta["fingerprints"] = kept
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """Nothing."""
         return Message()
 
     @property
     def _found(self) -> list[DatasetFingerprint]:
-        return [from_json(item) for _, item in sorted(self.memory.facts["fingerprints"].items())]
+        return [from_json(item) for _, item in sorted(self.memory.meta["fingerprints"].items())]
 
     def documents(self) -> dict[str, Any]:
         """The file of fingerprints."""

@@ -1,7 +1,7 @@
 """MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021).
 
 A site's features are drawn to those of the global model and pushed away from those of its own model of the round before. As GRACE's Tables
-2 and 4 compare it, a site uses the local model that it trained itself; `--server-half grace` is their "+ GRACE".
+2 and 4 compare it, a site uses the local model that it trained itself; `--server-algorithm grace` is their "+ GRACE".
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
-from medflare.methods.base import VALIDATION, Capability, Kept, Plan
+from medflare.methods.base import VALIDATION, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
@@ -77,7 +77,7 @@ class MoonSite(FedAvgSite[MoonHyper]):
     phases = (TRAIN, VALIDATE)
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
 
-    previous = Kept("previous")
+    previous = PersistentState("previous")
 
     def __init__(self, site: Site, plan: Plan[MoonHyper, Any]):
         super().__init__(site, plan)
@@ -93,7 +93,7 @@ class MoonSite(FedAvgSite[MoonHyper]):
         reply = super().train(round, incoming)
         self.previous = reply.states[MODEL]
         value = finite_or_none(self.validation(self.network("model", self.previous)))
-        reply.facts[VALIDATION]["personal"] = value
+        reply.meta[VALIDATION]["personal"] = value
         self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, self.previous)
         return reply
 
@@ -121,7 +121,7 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
         return penalty
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the local model (the global one where the site never trained). Outside: the global one."""
         shared = received(incoming)
         if not self.inside:

@@ -42,7 +42,7 @@ class RobustAggregation(WeightedMean):
 
 
 class RobustServer(FedAvgServer[RobustHyper]):
-    """FedAvg with a robust mean in place of the weighted one; a server half for any site half that FedAvg's server serves."""
+    """FedAvg with a robust mean in place of the weighted one; a server algorithm for any site algorithm that FedAvg's server serves."""
 
     Hyper: ClassVar[type] = RobustHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation

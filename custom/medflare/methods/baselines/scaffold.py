@@ -21,13 +21,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.manifest import Entry, Fact, Phase, count
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, blend, copy_state, moved
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
-from medflare.methods.base import MEASURED, Capability, Kept, ServerContext, Step
+from medflare.methods.base import MEASURED, Capability, PersistentState, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
@@ -49,13 +49,13 @@ def _learnt(network: nn.Module) -> StateDict:
     return {name: weight.detach() for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-CONTROL = Entry("control", template=lambda plan: _learnt(plan.network()), exact=True)  # c, which must stay the mean of the c_k
-UPDATE = Entry(
+CONTROL = TensorSpec("control", template=lambda plan: _learnt(plan.network()), exact=True)  # c, which must stay the mean of the c_k
+UPDATE = TensorSpec(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",
     lambda plan: _learnt(plan.network()),
 )
-COUNTED = Fact("counted", "the round of the site's last control update that the server has taken in", count(optional=True))
+COUNTED = MetaSpec("counted", "the round of the site's last control update that the server has taken in", count(optional=True))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -126,7 +126,7 @@ class Correction:
         return copy_state({name: total / max(self.steps, 1) for name, total in self._total.items()})
 
 
-# -- site half -----------------------------------------------------------------------------------------------------------------
+# -- site algorithm -----------------------------------------------------------------------------------------------------------------
 
 
 class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
@@ -134,18 +134,18 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
 
     Attributes:
         control: c_k as the server has counted it; None for zeros.
-        update: c_k⁺ - c_k of the round in the fact "updated", not yet known to be counted.
+        update: c_k⁺ - c_k of the round in the item "updated", not yet known to be counted.
     """
 
     Hyper: ClassVar[type] = ScaffoldSiteHyper
     server_hyper: ClassVar[type] = ScaffoldServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", sends=(GLOBAL, CONTROL), tells=(COUNTED,), answers=(MODEL, UPDATE), reports=MEASURED),
+        Phase("train", request=(GLOBAL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), reply_meta=MEASURED),
         VALIDATE,
     )
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    unprotected = "its control variates are means of gradients without noise"
-    control, update = Kept("control"), Kept("update")
+    dp_unsupported_reason = "its control variates are means of gradients without noise"
+    control, update = PersistentState("control"), PersistentState("update")
 
     def train(self, round: int, incoming: Message) -> Message:
         """Training along corrected gradients (Alg. 1, lines 9-13); the reply holds the model and c_k⁺ - c_k."""
@@ -156,18 +156,18 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
         correction = Correction(model, own, shared)
 
         def follow(optimizer: torch.optim.Optimizer) -> float:
-            return train_epochs(model, optimizer, self.site, round, "model", correct=correction)
+            return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=correction)
 
         loss = self.optimized(model, "model", follow)
         self.update = moved(correction.mean() if at_start is None else at_start, own, -1.0)
-        self.memory.facts["updated"] = round
+        self.memory.meta["updated"] = round
         states: dict[str, StateDict] = {MODEL: copy_state(model.state_dict()), UPDATE: self.update}
-        return Message(states, self.facts(loss=loss, validation={"global": validation}))
+        return Message(states, self.meta(loss=loss, validation={"global": validation}))
 
     def _settled(self, incoming: Message) -> StateDict:
         """c_k, with the last round's update where the server says that it has counted it."""
         own = self.control or {name: torch.zeros_like(tensor) for name, tensor in incoming.states[CONTROL].items()}
-        if self.update is not None and incoming.facts[COUNTED] == self.memory.facts["updated"]:
+        if self.update is not None and incoming.meta[COUNTED] == self.memory.meta["updated"]:
             own = moved(own, self.update)
         self.control, self.update = own, None
         return own
@@ -184,7 +184,7 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
         return copy_state({name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in named})
 
 
-# -- server half ---------------------------------------------------------------------------------------------------------------
+# -- server algorithm ---------------------------------------------------------------------------------------------------------------
 
 
 class SteppedMean(WeightedMean):
@@ -209,7 +209,7 @@ class SteppedMean(WeightedMean):
 
 
 class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
-    """FedAvg's server half with a step of its own and a control variate.
+    """FedAvg's server algorithm with a step of its own and a control variate.
 
     Attributes:
         controls: Σ_k n_k c_k over all sites, whose mean is c; n_k = 1 where weights are uniform.
@@ -219,12 +219,12 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
     site_hyper: ClassVar[type] = ScaffoldSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = SteppedMean
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    controls = Kept("controls")
+    controls = PersistentState("controls")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _learnt(context.plan.network()).items()}
-        self.memory.facts |= {"samples": {}, "counted": {}}
+        self.memory.meta |= {"samples": {}, "counted": {}}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -238,7 +238,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
             return dict.fromkeys(context.sites, 1.0)
         enrolled = {site: known["n"]["train"] for site, known in sorted(context.site_counts.items()) if site in context.sites}
         now = {site: count * context.counted.get(site, 1.0) for site, count in enrolled.items()}
-        return {**now, **self.memory.facts["samples"]}
+        return {**now, **self.memory.meta["samples"]}
 
     @property
     def control(self) -> StateDict:
@@ -251,7 +251,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         message = super().configure(step, site)
         if step.phase == "train":
             message.states[CONTROL] = self.control
-            message.facts[COUNTED] = self.memory.facts["counted"].get(site)
+            message.meta[COUNTED] = self.memory.meta["counted"].get(site)
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
@@ -259,7 +259,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         super().aggregate(step, replies)
         if step.phase != "train":
             return
-        weights = self.memory.facts["samples"] = self.weights
+        weights = self.memory.meta["samples"] = self.weights
         for site, reply in replies.items():
             self.controls = moved(self.controls, reply.states[UPDATE], weights[site])
-            self.memory.facts["counted"][site] = step.round
+            self.memory.meta["counted"][site] = step.round

@@ -2,7 +2,7 @@
 
     w <- sum_k p_k w_k,   p_k = n_k / n      (FedSM paper, Sec. 2; its printed 1/K in front is a double normalisation)
 
-Also the base of the other methods: their halves change one thing each.
+Also the base of the other methods: their algorithms change one thing each.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 Inside, a site's model is the shared part with the site's own. An outside site has no part of its own: where there is one, every
 inside site sends its part once, after the last round, and the outside site gets their mean. `FedAvgServer` does the server's side for
-every site half that declares a smaller model.
+every site algorithm that declares a smaller model.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -10,11 +10,11 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Phase
+from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.methods.base import MEASURED, Capability, Kept, Plan
+from medflare.methods.base import MEASURED, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
@@ -30,8 +30,8 @@ class PartialSite(FedAvgSite[F]):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    unprotected = "the part that stays at home is trained on the same images and is not counted"
-    own = Kept("own")  # the part that stays
+    dp_unsupported_reason = "the part that stays at home is trained on the same images and is not counted"
+    own = PersistentState("own")  # the part that stays
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -80,42 +80,44 @@ class PartialSite(FedAvgSite[F]):
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training of both parts together; the reply holds the shared one."""
         start = self.joined(incoming.states[GLOBAL])
-        reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
-        self.best.offer(reply.facts["validation"]["global"], round, start)
+        reply = super().train(round, Message({GLOBAL: start}, incoming.meta))
+        self.best.offer(reply.meta["validation"]["global"], round, start)
         trained = reply.states[MODEL]
         self.own = self.part.kept(trained)
-        return Message({MODEL: self.part.shared(trained)}, reply.facts)
+        return Message({MODEL: self.part.shared(trained)}, reply.meta)
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metric of the site's whole model, a candidate for delivery."""
         model = self.joined(incoming.states[GLOBAL])
-        reply = super().validate(round, Message({GLOBAL: model}, incoming.facts))
-        self.best.offer(reply.facts["validation"]["global"], round, model)
+        reply = super().validate(round, Message({GLOBAL: model}, incoming.meta))
+        self.best.offer(reply.meta["validation"]["global"], round, model)
         return reply
 
     def share(self, round: int, incoming: Message) -> Message:
         """The part that stays at home, asked for once, after the last round, where there are outside sites."""
-        return Message({OWN: self.part.kept(self.joined({}))}, self.facts(validation={}))
+        return Message({OWN: self.part.kept(self.joined({}))}, self.meta(validation={}))
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside, all a site has is its own model. Outside, it is what the server made of everybody's parts."""
         if not self.inside:
             return dict.fromkeys(("global", "deployed"), received(incoming))
         last = self.joined(self.part.shared(incoming.states[GLOBAL]))
-        chosen = self.best.chosen(self.plan.server_hyper.selection, last, incoming.facts.get(SELECTED_ROUND))
+        chosen = self.best.chosen(self.plan.server_hyper.selection, last, incoming.meta.get(SELECTED_ROUND))
         return dict.fromkeys(("global", "personal", "deployed"), trained_model(*chosen))
 
 
 def phases_of(site_class: type[PartialSite[Any]]) -> tuple[Phase, ...]:
-    """The phases of a half that shares all but its `local_part`."""
+    """The phases of an algorithm that shares all but its `local_part`."""
 
     def part(plan: Plan[Any, Any]) -> LocalPart:
         return site_class.local_part(plan.network())
 
-    shared = Entry(MODEL, "the shared part of the site's model, for the weighted mean", lambda plan: part(plan).shared(plan.template()))
-    own = Entry(OWN, "the part that stays at home, for the mean that outside sites get", lambda plan: part(plan).kept(plan.template()))
+    shared = TensorSpec(
+        MODEL, "the shared part of the site's model, for the weighted mean", lambda plan: part(plan).shared(plan.template())
+    )
+    own = TensorSpec(OWN, "the part that stays at home, for the mean that outside sites get", lambda plan: part(plan).kept(plan.template()))
     return (
-        Phase("train", sends=(shared,), answers=(shared,), reports=MEASURED),
-        Phase("validate", sends=(shared,), reports=MEASURED),
-        Phase("share", answers=(own,), reports=MEASURED),
+        Phase("train", request=(shared,), reply=(shared,), reply_meta=MEASURED),
+        Phase("validate", request=(shared,), reply_meta=MEASURED),
+        Phase("share", reply=(own,), reply_meta=MEASURED),
     )

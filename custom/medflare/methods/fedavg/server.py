@@ -1,4 +1,4 @@
-"""FedAvg's server half: a global model, the formula that makes the next one, and the best round so far."""
+"""FedAvg's server algorithm: a global model, the formula that makes the next one, and the best round so far."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,15 +11,15 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
-from medflare.methods.base import Capability, ServerContext, ServerHalf, ServerHyper, Step
+from medflare.methods.base import Capability, ServerAlgorithm, ServerContext, ServerHyper, Step
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving, trained_model
 from medflare.methods.parts.robust import RobustRule
-from medflare.methods.parts.selection import Election
+from medflare.methods.parts.selection import ModelSelector
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgServerHyper(ServerHyper):
-    """What every half that averages has."""
+    """What every algorithm that averages has."""
 
     rule: Literal["mean"] | RobustRule = param("mean", "how sites' models become one: their mean, or a robust one, see robust")
     weighting: Literal["samples", "uniform"] = param("samples", "aggregation weights: n_k/n or 1/K", symbol="p_k")
@@ -34,10 +34,10 @@ def warn_of_few(context: ServerContext, rule: str) -> None:
         context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
 
 
-class FedAvgServer(ServerHalf[G]):
+class FedAvgServer(ServerAlgorithm[G]):
     """Aggregates the sites' models into the next global one; remembers the best round.
 
-    Works with every site half that answers with the entry "model". One that declares a part of the network alone is sent that part
+    Works with every site algorithm that answers with the entry "model". One that declares a part of the network alone is sent that part
     alone, and is asked for the rest, once, where an outside site needs a whole model (`partial.PartialSite`).
     """
 
@@ -49,7 +49,7 @@ class FedAvgServer(ServerHalf[G]):
         super().__init__(context)
         warn_of_few(context, getattr(self.hyper, "rule", "mean"))
         self.model = context.initial_state()
-        self.best = Election(self.memory, "global", self.hyper.selection)
+        self.best = ModelSelector(self.memory, "global", self.hyper.selection)
         declared = context.answer("train", MODEL)
         self._sent = list(self.model if declared is None else declared.tensors)
 
@@ -85,14 +85,14 @@ class FedAvgServer(ServerHalf[G]):
         """Offer the model that the round began with for delivery, then make the next one; "share" brings what sites kept at home."""
         if step.phase == "share":
             self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
-            self.memory.facts["whole"] = True
+            self.memory.meta["whole"] = True
             return
         self.best.hold(replies, "global", step.round, self.model)
         if step.phase in ("train", "train_part"):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        """The entries that the sites sent, aggregated by this half's formula, whose weights are left in the record."""
+        """The entries that the sites sent, aggregated by this algorithm's formula, whose weights are left in the record."""
         model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
         self.context.note(weight=self.aggregation.weights)
         return model
@@ -100,20 +100,20 @@ class FedAvgServer(ServerHalf[G]):
     @property
     def selected(self) -> tuple[StateDict, int]:
         """The model to deliver, of the best round or of the last one, and the rounds of training behind it."""
-        best = self.best.state if "global" in self.elections() else None
+        best = self.best.state if "global" in self.model_selectors() else None
         return (self.model, self.context.rounds) if best is None else (best, self.best.round or self.context.rounds)
 
-    def elections(self) -> dict[str, Election]:
+    def model_selectors(self) -> dict[str, ModelSelector]:
         """The global model, where all of it is shared."""
         return {} if self.hyper.selection == "last" or self.partial else {"global": self.best}
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """The selected global model and its round."""
         model, round = self.selected
         return Message({GLOBAL: model}, {SELECTED_ROUND: round})
 
     def models(self) -> dict[str, Message]:
         """The selected global model as "global", where the server has all of it."""
-        whole = not self.partial or "whole" in self.memory.facts
+        whole = not self.partial or "whole" in self.memory.meta
         model, round = self.selected
         return {"global": trained_model(model, round)} if whole else {}

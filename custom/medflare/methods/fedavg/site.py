@@ -1,4 +1,4 @@
-"""FedAvg's site half: trains the incoming global model and sends it back. Most other site halves change one thing of it."""
+"""FedAvg's site algorithm: trains the incoming global model and sends it back. Most other site algorithms change one thing of it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import Entry, Fact, Phase, count
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, Capability, Plan, SiteHalf, SiteHyper
+from medflare.methods.base import MEASURED, Capability, Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
@@ -26,33 +26,33 @@ from medflare.tasks.config import TaskConfig
 T = TypeVar("T")
 
 # What the messages of FedAvg and of most other methods hold.
-GLOBAL = Entry("model")
-MODEL = Entry("model", "the site's locally trained model, for the weighted mean")
-OWN = Entry("own")  # what stays at home of a model that is shared in part
-PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SGD", cost)
-SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model", count(optional=True))
+GLOBAL = TensorSpec("model")
+MODEL = TensorSpec("model", "the site's locally trained model, for the weighted mean")
+OWN = TensorSpec("own")  # what stays at home of a model that is shared in part
+PRIVACY = MetaSpec("privacy", "what the run has cost the site's patients, with DP-SGD", cost)
+SELECTED_ROUND = MetaSpec("selected_round", "rounds of training behind a model", count(optional=True))
 
-TRAIN = Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY))
+TRAIN = Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY))
 TRAIN_PART = Phase(
     "train_part",
-    sends=(Entry("model", template=lambda plan: moving(plan)),),
-    answers=(Entry("model", "what of the locally trained model is not at rest, for the weighted mean", lambda plan: moving(plan)),),
-    reports=MEASURED,
+    request=(TensorSpec("model", template=lambda plan: moving(plan)),),
+    reply=(TensorSpec("model", "what of the locally trained model is not at rest, for the weighted mean", lambda plan: moving(plan)),),
+    reply_meta=MEASURED,
 )
-VALIDATE = Phase("validate", sends=(GLOBAL,), reports=MEASURED)
-DELIVERY = Phase("deliver", sends=(GLOBAL,), tells=(SELECTED_ROUND.maybe(),))
+VALIDATE = Phase("validate", request=(GLOBAL,), reply_meta=MEASURED)
+DELIVERY = Phase("finalize", request=(GLOBAL,), request_meta=(SELECTED_ROUND.as_optional(),))
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgSiteHyper(SiteHyper):
-    """What every half that trains with the task's optimizer has."""
+    """What every algorithm that trains with the task's optimizer has."""
 
     reset_optimizer: bool = param(False, "start every round with a fresh optimizer; false keeps its moments at the site")
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
-    """FedAvg's own site half; others inherit `PrivacyHyper` where DP-SGD protects all that they send."""
+    """FedAvg's own site algorithm; others inherit `PrivacyHyper` where DP-SGD protects all that they send."""
 
 
 F = TypeVar("F", bound=FedAvgSiteHyper)
@@ -80,10 +80,10 @@ def trained_model(state: StateDict, round: int | None) -> Message:
 
 def received(incoming: Message) -> Message:
     """The global model as a delivered one, with the rounds of training behind it where the server says them."""
-    return trained_model(incoming.states[GLOBAL], incoming.facts.get(SELECTED_ROUND))
+    return trained_model(incoming.states[GLOBAL], incoming.meta.get(SELECTED_ROUND))
 
 
-class FedAvgSite(SiteHalf[F]):
+class FedAvgSite(SiteAlgorithm[F]):
     """Trains the incoming global model for the task's local epochs and sends it back."""
 
     Hyper: ClassVar[type] = FedAvgHyper
@@ -116,7 +116,7 @@ class FedAvgSite(SiteHalf[F]):
         loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
         cost = self.privacy()
         more = {} if cost is None else {PRIVACY: cost}
-        return Message({MODEL: copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}, **more))
+        return Message({MODEL: copy_state(model.state_dict())}, self.meta(loss=loss, validation={"global": validation}, **more))
 
     def train_part(self, round: int, incoming: Message) -> Message:
         """A round in which parts of the network rest: they are those of the common initial model, and do not travel."""
@@ -124,14 +124,14 @@ class FedAvgSite(SiteHalf[F]):
         state = {**part.kept(copy_state(own)), **incoming.states[GLOBAL]}
         with self.network("model", state).at_rest(self.site.task.freeze["parts"]):
             reply = self.train(round, Message({GLOBAL: state}))
-        return Message({MODEL: part.shared(reply.states[MODEL])}, reply.facts)
+        return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
         """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss.
 
         Args:
             model: whose trainable parameters are optimized.
-            purpose: names the optimizer's moments in the half's memory.
+            purpose: names the optimizer's moments in the algorithm's memory.
             train: called with the optimizer.
         """
         weights = trainable(model)
@@ -190,8 +190,8 @@ class FedAvgSite(SiteHalf[F]):
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metric of the incoming global model."""
-        return Message({}, self.facts(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
+        return Message({}, self.meta(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Global and deployed are the selected global model; it is also all that a site has of its own."""
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))

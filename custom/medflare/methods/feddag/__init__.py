@@ -3,7 +3,7 @@
 On every batch (NDAG, Sec. III-B) a generator G learns perturbations x^ = x + α G(x) (Eq. 2) that move the student's features away
 from the teacher's (Eq. 1, capped at m) while the image stays classifiable (Eq. 3); then the student S learns to give x^ the
 features of x (Eq. 4) and the right answer, and the teacher T follows it as a moving average. The server aggregates with SHA,
-which works on any site half.
+which works on any site algorithm.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The hyper-parameters of FedDAG and of SHA, by the half that owns them."""
+"""The hyper-parameters of FedDAG and of SHA, by the algorithm that owns them."""
 
 from typing import Annotated, Literal
 

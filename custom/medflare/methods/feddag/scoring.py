@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, number, table
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.settings import no_such
 from medflare.core.states import StateDict, moved
 from medflare.data.splits import Batch
-from medflare.methods.base import Capability, SiteHalf
+from medflare.methods.base import Capability, SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.feddag.formulas import sharpness_perturbation
 from medflare.methods.feddag.hyper import SHAHyper
@@ -22,26 +22,26 @@ from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import selection_metrics
 
-PERTURBED = Entry(
+PERTURBED = TensorSpec(
     "perturbed",
     "the site's model moved along its last batch's gradient (whose direction it reveals), for other sites to score",
     when=lambda plan: _perturbs(plan.server_hyper),
 )
 _RANKING = "auc_macro"
-CANDIDATE = Entry("candidate/")  # the model of another site, to be scored
-SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)), "validation")
+CANDIDATE = TensorSpec("candidate/")  # the model of another site, to be scored
+SCORES = MetaSpec("scores", "site -> score of its model on this site's validation images", table(number(optional=True)), "validation")
 
 
-class ScoredSite(SiteHalf[Any]):
-    """What SHA asks of a site beside training, mixed into any half whose `train` replies with a model.
+class ScoredSite(SiteAlgorithm[Any]):
+    """What SHA asks of a site beside training, mixed into any algorithm whose `train` replies with a model.
 
     `train` adds the perturbed model to the reply; `score` measures the perturbed models of other sites.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", answers=(PERTURBED,)),
-        Phase("score", sends=(CANDIDATE,), reports=(SCORES,)),
+        Phase("train", reply=(PERTURBED,)),
+        Phase("score", request=(CANDIDATE,), reply_meta=(SCORES,)),
     )
 
     @property
@@ -66,7 +66,7 @@ class ScoredSite(SiteHalf[Any]):
             raise ConfigError(no_such("score_metric", server_hyper.score_metric, known, f"a {task.kind} task"))
 
     def train(self, round: int, incoming: Message) -> Message:
-        """The other half's training; the perturbed model is added to its reply."""
+        """The other algorithm's training; the perturbed model is added to its reply."""
         reply: Message = super().train(round, incoming)  # type: ignore[misc]
         self.add_perturbed(round, reply)
         return reply

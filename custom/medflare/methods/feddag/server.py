@@ -1,4 +1,4 @@
-"""FedDAG's server half: SHA with a warm-up of FedAvg rounds."""
+"""FedDAG's server algorithm: SHA with a warm-up of FedAvg rounds."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -44,9 +44,9 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
         if step.phase == "warm_up" and STUDENT in self.companions:
             self.memory.states[COMPANION.of(STUDENT)] = self.model
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """FedAvg's message; for pictures also the generator."""
-        message = super().configure_delivery(site)
+        message = super().configure_final(site)
         if self.sites_hyper.pictures and GENERATOR in self.companions and site in self.context.sites:
             message.states[GENERATOR] = self.companions[GENERATOR]
         return message

@@ -1,4 +1,4 @@
-"""Sharpness-aware hierarchical aggregation (SHA), FedDAG's server half (Che et al., arXiv 2501.13967, Sec. III-C), for any site half.
+"""Sharpness-aware hierarchical aggregation (SHA), FedDAG's server algorithm (Che et al., arXiv 2501.13967, Sec. III-C), for any site algorithm.
 
 After training, a site also sends its model moved uphill by ε (length ρ, along the gradient of its last batch). In a second phase of
 the round the other sites measure these perturbed models on their validation images: a model in a flat minimum keeps its score.
@@ -13,12 +13,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry
+from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models
-from medflare.methods.base import Capability, ServerContext, SiteHalf, Step
+from medflare.methods.base import Capability, ServerContext, SiteAlgorithm, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import GLOBAL, MODEL
 from medflare.methods.feddag.formulas import (
@@ -32,7 +32,7 @@ from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
 from medflare.methods.parts.training import finite_or_none
 
-COMPANION = Entry("companion/")  # in the server's memory
+COMPANION = TensorSpec("companion/")  # in the server's memory
 
 K = TypeVar("K", bound=SHAHyper)
 
@@ -40,7 +40,7 @@ K = TypeVar("K", bound=SHAHyper)
 class HierarchicalAggregation(WeightedMean):
     """Alg. 2 beyond the scores: averages within each site over the rounds, then across sites; remembers the sites' models.
 
-    The score of a model is the fact `score` that comes with it; one without a score counts as an average one.
+    The score of a model is the item `score` that comes with it; one without a score counts as an average one.
 
     Attributes:
         scores, weights: site -> s~ and w (Eq. 6) of the latest call, for whoever wants to look.
@@ -59,7 +59,7 @@ class HierarchicalAggregation(WeightedMean):
         averaged: dict[str, StateDict] = {}
         self.scores = {}
         for site in sorted(models):
-            score = models[site].facts.get("score")
+            score = models[site].meta.get("score")
             earlier = self.history.get(site, [])
             past = [*earlier, (models[site].state, math.nan if score is None else float(score))]
             states, values = zip(*past, strict=True)
@@ -88,16 +88,16 @@ class HierarchicalAggregation(WeightedMean):
         return super().shared(models, 0)
 
     def pack(self, message: Message) -> None:
-        """Add the history to a message that stores a half."""
+        """Add the history to a message that stores an algorithm."""
         for site, past in self.history.items():
             message.states.update({f"history/{site}/{place}": state for place, (state, _) in enumerate(past)})
-        message.facts["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
+        message.meta["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
 
     def unpack(self, message: Message) -> None:
         """Take up the history that `pack` stored."""
         self.history = {
             site: [(message.states.pop(f"history/{site}/{place}"), math.nan if s is None else s) for place, s in enumerate(scores)]
-            for site, scores in message.facts.pop("history", {}).items()
+            for site, scores in message.meta.pop("history", {}).items()
         }
 
 
@@ -107,20 +107,20 @@ class SHAServer(FedAvgServer[K]):
     `companions` are states that travel and are averaged with the model, with the same weights (FedDAG's generator).
 
     Raises:
-        ConfigError: the site half keeps a part of its model at home.
+        ConfigError: the site algorithm keeps a part of its model at home.
     """
 
     Hyper: ClassVar[type] = SHAHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = HierarchicalAggregation
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     aggregation: HierarchicalAggregation
-    site_extension: ClassVar[type[SiteHalf[Any]] | None] = ScoredSite
+    site_extension: ClassVar[type[SiteAlgorithm[Any]] | None] = ScoredSite
     warmup: int = 0  # first rounds without SHA, whose models are not offered for delivery
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
         if self.partial:
-            raise ConfigError("SHA lets sites score each other's whole models; this site half keeps a part of its model at home")
+            raise ConfigError("SHA lets sites score each other's whole models; this site algorithm keeps a part of its model at home")
 
     @property
     def companions(self) -> dict[str, StateDict]:
@@ -167,7 +167,7 @@ class SHAServer(FedAvgServer[K]):
         if step.phase == "score":
             candidates = self.candidates
             scores = self._scores(step.round, sorted(candidates), replies)
-            models = {site: SiteModel(entries[MODEL], facts={"score": scores[site]}) for site, entries in candidates.items()}
+            models = {site: SiteModel(entries[MODEL], meta={"score": scores[site]}) for site, entries in candidates.items()}
             model = self.aggregation.shared(models, step.round, self.model)
             self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
             self._conclude(model, self.aggregation.weights)
@@ -194,7 +194,7 @@ class SHAServer(FedAvgServer[K]):
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
         evaluators = self._evaluators(round)
         for column, site in enumerate(sites):
-            given = replies[site].facts.get(SCORES, {}) if site in replies else {}
+            given = replies[site].meta.get(SCORES, {}) if site in replies else {}
             for row, other in enumerate(sites):
                 if site in evaluators[other]:
                     metrics[row, column] = self._checked(given.get(other), other, site, round)

@@ -1,4 +1,4 @@
-"""FedDAG's site half: generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^."""
+"""FedDAG's site algorithm: generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^."""
 
 import math
 from functools import cached_property
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, merged_phases, number, table
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, merged_phases, number, table
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
 from medflare.data.geometry import by
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
-from medflare.methods.base import MEASURED, Kept, Plan
+from medflare.methods.base import MEASURED, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
 from medflare.methods.feddag.formulas import round_decay
 from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, channel_deviations, initial_generator
@@ -31,16 +31,16 @@ def _generator(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
         return build_generator(plan.task, plan.site_hyper).state_dict()
 
 
-GENERATOR = Entry(
+GENERATOR = TensorSpec(
     "generator",
     "the site's generator of perturbations, for the mean; without an image it yields none",
     _generator,
     lambda plan: plan.site_hyper.ndag,
 )
-STUDENT = Entry(
+STUDENT = TensorSpec(
     "student", "the site's student, for the mean that students start from", when=lambda plan: plan.site_hyper.distribution == "type2"
 )
-LOSSES = Fact("losses", "mean of each loss of the round", table(number(optional=True)), "train")
+LOSSES = MetaSpec("losses", "mean of each loss of the round", table(number(optional=True)), "train")
 
 
 class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
@@ -52,20 +52,24 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     Hyper: ClassVar[type] = FedDAGSiteHyper
     phases: ClassVar[tuple[Phase, ...]] = merged_phases(
         (
-            Phase("warm_up", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY)),
+            Phase("warm_up", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY)),
             Phase(
                 "train",
-                sends=(GLOBAL, GENERATOR.maybe(), STUDENT.maybe()),
-                answers=(MODEL, GENERATOR, STUDENT),
-                reports=(*MEASURED, LOSSES),
+                request=(GLOBAL, GENERATOR.as_optional(), STUDENT.as_optional()),
+                reply=(MODEL, GENERATOR, STUDENT),
+                reply_meta=(*MEASURED, LOSSES),
             ),
             VALIDATE,
         ),
         ScoredSite.phases,
     )
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, GENERATOR.maybe()), tells=(SELECTED_ROUND.maybe(),))
-    unprotected = "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
-    kept = Kept("kept")  # type 3: the model that never leaves
+    delivery: ClassVar[Phase | None] = Phase(
+        "finalize", request=(GLOBAL, GENERATOR.as_optional()), request_meta=(SELECTED_ROUND.as_optional(),)
+    )
+    dp_unsupported_reason = (
+        "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
+    )
+    kept = PersistentState("kept")  # type 3: the model that never leaves
 
     @classmethod
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
@@ -95,9 +99,9 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     @property
     def unit(self) -> Tensor:
         """What α counts: deviations of the training images as the network sees them, by channel (C, 1, 1), which stay here."""
-        if "deviations" not in self.memory.facts:
-            self.memory.facts["deviations"] = channel_deviations(batch.images for batch in self.site.ordered("train"))
-        deviations = torch.tensor(self.memory.facts["deviations"], dtype=torch.float32, device=self.site.device)
+        if "deviations" not in self.memory.meta:
+            self.memory.meta["deviations"] = channel_deviations(batch.images for batch in self.site.ordered("train"))
+        deviations = torch.tensor(self.memory.meta["deviations"], dtype=torch.float32, device=self.site.device)
         return deviations.view(-1, *[1] * self.site.task.spatial_dims)
 
     def warm_up(self, round: int, incoming: Message) -> Message:
@@ -118,7 +122,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             states[STUDENT] = student
         if self.hyper.distribution == "type3":
             self.kept = states[MODEL]
-        reply = Message(states, self.facts(loss=losses["student"], validation={"global": validation}, losses=losses))
+        reply = Message(states, self.meta(loss=losses["student"], validation={"global": validation}, losses=losses))
         self.add_perturbed(round, reply)
         return reply
 

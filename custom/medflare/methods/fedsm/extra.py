@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError, StateError
-from medflare.core.manifest import Entry, Fact, Phase, text
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
@@ -31,8 +31,8 @@ from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
 
-_FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
-_COMBINE = Fact("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
+_FROZEN = TensorSpec("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
+_COMBINE = MetaSpec("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
 _SELECTOR, _SENT, _GRADIENT = selector_entries(lambda plan: len(plan.sites) + 1)  # one score for the global model and one for every site
 
 
@@ -42,20 +42,20 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
     Hyper: ClassVar[type] = FedSMExtraSiteHyper
     server_hyper: ClassVar[type] = FedSMExtraServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", sends=(GLOBAL, PERSONAL, META), answers=(MODEL, PERSONAL, META), reports=(*MEASURED, LOSSES)),
-        Phase("validate", sends=(GLOBAL, PERSONAL, META), answers=(ADAPTED,), reports=MEASURED),
+        Phase("train", request=(GLOBAL, PERSONAL, META), reply=(MODEL, PERSONAL, META), reply_meta=(*MEASURED, LOSSES)),
+        Phase("validate", request=(GLOBAL, PERSONAL, META), reply=(ADAPTED,), reply_meta=MEASURED),
         Phase(
             "train_selector",
-            sends=(GLOBAL.maybe(), PERSONAL_OF, _SENT),
-            answers=(_GRADIENT,),
-            tells=(*(fact.maybe() for fact in (*SUPER, _COMBINE)), UPDATE),  # the finished models come once
-            reports=MEASURED,
+            request=(GLOBAL.as_optional(), PERSONAL_OF, _SENT),
+            reply=(_GRADIENT,),
+            request_meta=(*(item.as_optional() for item in (*SUPER, _COMBINE)), UPDATE),  # the finished models come once
+            reply_meta=MEASURED,
         ),
     )
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, _COMBINE))
+    delivery: ClassVar[Phase | None] = Phase("finalize", request=(GLOBAL, PERSONAL_OF, _SELECTOR), request_meta=(*SUPER, _COMBINE))
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    unprotected = "the selector's gradient leaves the site without noise"
+    dp_unsupported_reason = "the selector's gradient leaves the site without noise"
 
     def __init__(self, site: Site, plan: Plan[FedSMExtraSiteHyper, Any]):
         super().__init__(site, plan)
@@ -70,10 +70,10 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
             ConfigError: combine "extra" with `fit` "patch".
         """
         super().check(task, hyper, server_hyper)
-        if hyper.combine == "extra" and task.fit == "patch":
+        if hyper.combine == "extra" and task.image_mode == "patch":
             raise ConfigError("fedsm_extra: combine=extra labels whole images, fit 'patch' has none; set combine=ensemble, or take fedsm")
 
-    def contradicted(self, incoming: Message) -> str | None:
+    def validate_request(self, incoming: Message) -> str | None:
         """A super model of other sites, or with another selector, than the plan has."""
         return other_super_model(self.plan, incoming)
 
@@ -95,23 +95,23 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         if GLOBAL in incoming.states:
             models = {entry: state for entry, state in incoming.states.items() if not entry.startswith("selector_")}
             if labelled:
-                self.memory.facts["labels"] = self._labels(self._networks_of(Message(models, incoming.facts)))
+                self.memory.meta["labels"] = self._labels(self._networks_of(Message(models, incoming.meta)))
             else:
                 self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
-                self.memory.facts["frozen"] = incoming.facts
-        if ("labels" if labelled else "frozen") not in self.memory.facts:
+                self.memory.meta["frozen"] = incoming.meta
+        if ("labels" if labelled else "frozen") not in self.memory.meta:
             raise StateError(f"site {self.site.name} is asked to train the selector before it was sent the finished models")
         loss = self._best_model_loss() if labelled else self._ensemble_loss(self._networks_of(self._frozen))
         states, value = self.selector.gradient(round, incoming, loss)
-        return Message(states, self.facts(loss=value, validation={}))
+        return Message(states, self.meta(loss=value, validation={}))
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
         return delivered_models(self.site.name, incoming, "super_extra")
 
     @property
     def _frozen(self) -> Message:
-        return Message(_FROZEN.family(self.memory.states), self.memory.facts["frozen"])
+        return Message(_FROZEN.family(self.memory.states), self.memory.meta["frozen"])
 
     def _networks_of(self, models: Message) -> list[nn.Module]:
         networks, _, _ = super_model_parts(self.site.task, models, self.selector.outputs)
@@ -129,7 +129,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     def _best_model_loss(self) -> SelectorLoss:
         """Cross entropy with each training image's best model."""
-        labels = torch.tensor(self.memory.facts["labels"])
+        labels = torch.tensor(self.memory.meta["labels"])
         return lambda logits, batch: F.cross_entropy(logits, labels[batch.index.cpu()].to(logits.device))
 
     def _ensemble_loss(self, networks: list[nn.Module]) -> SelectorLoss:
@@ -166,33 +166,33 @@ class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
     @property
     def _given(self) -> list[str]:
         """Sites that hold the finished models."""
-        return self.memory.facts.get("given", [])
+        return self.memory.meta.get("given", [])
 
     def configure(self, step: Step, site: str) -> Message:
         """The site's models; for the selector its state, and the finished models where the site does not have them yet."""
         if step.phase != "train_selector":
             return Message({**super().configure(step, site).states, **self.personal.sent(site)})
-        models = Message() if site in self._given else self.configure_delivery(site)
-        return Message({**models.states, **self.selector.sent}, {**models.facts, UPDATE: 0})
+        models = Message() if site in self._given else self.configure_final(site)
+        return Message({**models.states, **self.selector.sent}, {**models.meta, UPDATE: 0})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The models' next versions, or after them the selector's."""
         if step.phase == "train_selector":
-            self.memory.facts["given"] = sorted({*self._given, *replies})
+            self.memory.meta["given"] = sorted({*self._given, *replies})
             self.selector.step(replies)
         else:
             super().aggregate(step, replies)
             self.personal.aggregate(step, replies, self.aggregation)
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """The whole super model, and how it combines its members."""
-        message = with_members(super().configure_delivery(site), self.context, self.personal, self.selector.state)
-        message.facts[_COMBINE] = self.context.plan.site_hyper.combine
+        message = with_members(super().configure_final(site), self.context, self.personal, self.selector.state)
+        message.meta[_COMBINE] = self.context.plan.site_hyper.combine
         return message
 
     def models(self) -> dict[str, Message]:
         """The global model, every site's personal one, and the super model as "deployed"."""
-        return {**super().models(), **members(self.configure_delivery(self.context.sites[0]), self.context, "super_extra")}
+        return {**super().models(), **members(self.configure_final(self.context.sites[0]), self.context, "super_extra")}
 
 
 class ExtraSuperModel(SuperModel):
@@ -228,6 +228,6 @@ class ExtraSuperModel(SuperModel):
 
 
 def extra_super_model(task: TaskConfig, message: Message) -> ExtraSuperModel:
-    """The deployed model of FedSM-extra or the ensemble, as told by the fact "combine"."""
-    parts = super_model_parts(task, message, outputs=len(message.facts["sites"]) + 1)
-    return ExtraSuperModel(task, *parts, combine=message.facts["combine"]).eval()
+    """The deployed model of FedSM-extra or the ensemble, as told by the item "combine"."""
+    parts = super_model_parts(task, message, outputs=len(message.meta["sites"]) + 1)
+    return ExtraSuperModel(task, *parts, combine=message.meta["combine"]).eval()

@@ -135,7 +135,7 @@ def limited_total(differences: Sequence[float]) -> float:
 def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
     """The γ that the sites' validation images prefer.
 
-    Two candidates are compared by `limited_total` of the sites' gains, every site at equal weight. Taken is the candidate whose worst
+    Two candidates are compared by `limited_total` of the sites' gains, every site at equal weight. Validator is the candidate whose worst
     comparison is best: it beats all others where one does (without a limit that is binding, the largest mean gain). Ties go to the
     smallest; where 1 is among them and 0 is not, to 1: personal models lose on validation images, so that they get no others either.
 

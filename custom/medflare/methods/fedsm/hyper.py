@@ -1,4 +1,4 @@
-"""FedSM's hyper-parameters, by the half that owns them."""
+"""FedSM's hyper-parameters, by the algorithm that owns them."""
 
 from typing import Annotated, Final, Literal
 
@@ -47,7 +47,7 @@ class FedSMExtraSiteHyper(PersonalSiteHyper):
 
 @dataclass(frozen=True, config=STRICT)
 class PersonalServerHyper(FedAvgServerHyper):
-    """What every server half with personal models has."""
+    """What every server algorithm with personal models has."""
 
     lam: float = param(
         0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from medflare.core.manifest import Entry, Fact, number, table
+from medflare.core.manifest import MetaSpec, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
@@ -29,65 +29,67 @@ from medflare.methods.parts.selection import Best
 from medflare.methods.parts.steps import unremembered
 from medflare.methods.parts.training import epochs, finite_or_none, train_epochs, trainable
 
-PERSONAL = Entry("personal", "the site's personal model, a part of everybody's super model")
-META = Entry(
+PERSONAL = TensorSpec("personal", "the site's personal model, a part of everybody's super model")
+META = TensorSpec(
     "meta", "the site's copy of the model that personal models start from", when=lambda plan: plan.site_hyper.personalization in SHARED_META
 )
-ADAPTED = Entry("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
-PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
-LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
+ADAPTED = TensorSpec("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
+PERSONAL_OF = TensorSpec("personal/")  # every site's, where all are sent together
+LOSSES = MetaSpec("losses", "mean training loss of each model", table(number(optional=True)), "train")
 
 
 # -- at a site ---------------------------------------------------------------------------------------------------------------
 
 
 class SitePersonal:
-    """The personal model at one site; what it remembers lies in the half's memory.
+    """The personal model at one site; what it remembers lies in the algorithm's memory.
 
     Args:
-        half: the site half that it belongs to.
+        algorithm: the site algorithm that it belongs to.
     """
 
-    def __init__(self, half: FedAvgSite[Any]):
-        self.half, self.site, self.hyper = half, half.site, half.plan.site_hyper
+    def __init__(self, algorithm: FedAvgSite[Any]):
+        self.algorithm, self.site, self.hyper = algorithm, algorithm.site, algorithm.plan.site_hyper
 
     def train(self, round: int, incoming: Message, reply: Message) -> Message:
         """The reply of the global model's round with the personal model measured as it came, and trained on the same images."""
         start = self._measured(round, incoming, reply)
-        reply.facts[LOSSES] = {"global": reply.facts["loss"]}
-        return Message({**reply.states, **self._trained(round, incoming, start)}, reply.facts)
+        reply.meta[LOSSES] = {"global": reply.meta["loss"]}
+        return Message({**reply.states, **self._trained(round, incoming, start)}, reply.meta)
 
     def validate(self, round: int, incoming: Message, reply: Message) -> Message:
         """The reply with the personal model measured; with Per-FedAvg it is the one that the last shared model becomes."""
         measured = self._measured(round, incoming, reply)
-        return Message({ADAPTED: measured} if ADAPTED.when(self.half.plan) else {}, reply.facts)
+        return Message({ADAPTED: measured} if ADAPTED.when(self.algorithm.plan) else {}, reply.meta)
 
     def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
-        state = self._adapted(round, incoming) if ADAPTED.when(self.half.plan) else incoming.states[PERSONAL]
-        reply.facts["validation"]["personal"] = finite_or_none(self.half.validation(self.half.network("personal", state)))
+        state = self._adapted(round, incoming) if ADAPTED.when(self.algorithm.plan) else incoming.states[PERSONAL]
+        reply.meta["validation"]["personal"] = finite_or_none(self.algorithm.validation(self.algorithm.network("personal", state)))
         return state
 
     def _adapted(self, round: int, incoming: Message) -> StateDict:
         """Per-FedAvg's personal model: a few steps on the site's images from the shared model as it comes from the server."""
-        model = self.half.network("personal", incoming.states[META])
+        model = self.algorithm.network("personal", incoming.states[META])
         optimizer = self.site.optimizer(trainable(model))
         if not self.hyper.reset_optimizer:
-            self.half.optimizers.recall("meta", optimizer)  # and never kept: these steps are no training
+            self.algorithm.optimizers.recall("meta", optimizer)  # and never kept: these steps are no training
         adapt(model, self.site, round, optimizer, self.hyper.adapt_steps)
         return copy_state(model.state_dict())
 
     def _trained(self, round: int, incoming: Message, start: StateDict) -> dict[str, StateDict]:
         """One round of the personal model (and of the shared model it starts from), by the chosen personalization."""
-        kind, half = self.hyper.personalization, self.half
+        kind, algorithm = self.hyper.personalization, self.algorithm
         if kind == "apfl":
-            local = half.memory.states.get("apfl_local", start)
-            trained = train_apfl(half.network("personal", start), local, incoming.states[GLOBAL], self.site, round, self.hyper.apfl_share)
-            half.memory.states["apfl_local"], mixture = trained
+            local = algorithm.memory.states.get("apfl_local", start)
+            trained = train_apfl(
+                algorithm.network("personal", start), local, incoming.states[GLOBAL], self.site, round, self.hyper.apfl_share
+            )
+            algorithm.memory.states["apfl_local"], mixture = trained
             return {PERSONAL: mixture}
         if kind in SHARED_META:
-            meta, personal = half.network("meta", incoming.states[META]), half.network("personal", incoming.states[META])
+            meta, personal = algorithm.network("meta", incoming.states[META]), algorithm.network("personal", incoming.states[META])
             optimizer = self.site.optimizer(trainable(personal if kind == "pfedme" else meta))
-            with half.continued({"meta": optimizer}):
+            with algorithm.continued({"meta": optimizer}):
                 if kind == "perfedavg":
                     train_per_fedavg(meta, self.site, round, optimizer)
                 else:
@@ -95,8 +97,8 @@ class SitePersonal:
                     train_pfedme(meta, personal, self.site, round, optimizer, strength=strength, inner_steps=steps)
             own = start if kind == "perfedavg" else copy_state(personal.state_dict())
             return {PERSONAL: own, META: copy_state(meta.state_dict())}
-        model = half.network("personal", incoming.states[GLOBAL] if kind == "finetune" else start)
-        half.optimized(model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal"))
+        model = algorithm.network("personal", incoming.states[GLOBAL] if kind == "finetune" else start)
+        algorithm.optimized(model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal"))
         return {PERSONAL: copy_state(model.state_dict())}
 
 
@@ -227,11 +229,11 @@ def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
 
 
 class ServerPersonal:
-    """Every site's personal model at the server, in the half's memory, and the best one of each by its site's validation metric.
+    """Every site's personal model at the server, in the algorithm's memory, and the best one of each by its site's validation metric.
 
     Args:
         context: names the sites.
-        memory: of the server half.
+        memory: of the server algorithm.
         model: the initial global model, from which all start.
     """
 
@@ -259,7 +261,7 @@ class ServerPersonal:
         answered = {site: reply.states[PERSONAL] for site, reply in replies.items() if PERSONAL in reply.states}
         for site, reply in replies.items():  # Per-FedAvg's is made by the site, which answers with the one that it measured
             measured = answered[site] if self.kind == "perfedavg" else self[site]
-            self.best[site].offer(reply.facts["validation"].get("personal"), step.round, measured)
+            self.best[site].offer(reply.meta["validation"].get("personal"), step.round, measured)
         if self.kind == "softpull" and answered:
             answered = aggregation.own(site_models(replies, PERSONAL), step.round)
         self.memory.states |= {PERSONAL_OF.of(site): state for site, state in answered.items()}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.manifest import Entry
+from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, weighted_mean
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
-from medflare.methods.base import Plan, ServerContext, SiteHalf
+from medflare.methods.base import Plan, ServerContext, SiteAlgorithm
 from medflare.methods.fedsm.formulas import adam_step, ridge_solution
 from medflare.methods.parts.training import samples_of_pass, weighted_sum
 from medflare.networks.catalogue import meta_network, task_network
@@ -66,9 +66,9 @@ class SelectorEntries(NamedTuple):
         gradient: what a site answers with, where it is trained.
     """
 
-    itself: Entry
-    sent: Entry
-    gradient: Entry
+    itself: TensorSpec
+    sent: TensorSpec
+    gradient: TensorSpec
 
 
 def selector_entries(outputs: Callable[[SelectorPlan], int]) -> SelectorEntries:
@@ -88,8 +88,8 @@ def selector_entries(outputs: Callable[[SelectorPlan], int]) -> SelectorEntries:
     def trained(plan: SelectorPlan) -> bool:
         return not is_ridge(plan)
 
-    gradient = Entry(GRADIENT, "the gradient of the selector, which tells sites apart", parameters, trained)
-    return SelectorEntries(Entry("selector", template=whole), Entry("selector", template=whole, when=trained), gradient)
+    gradient = TensorSpec(GRADIENT, "the gradient of the selector, which tells sites apart", parameters, trained)
+    return SelectorEntries(TensorSpec("selector", template=whole), TensorSpec("selector", template=whole, when=trained), gradient)
 
 
 def _statistics(plan: SelectorPlan) -> StateDict:
@@ -98,7 +98,7 @@ def _statistics(plan: SelectorPlan) -> StateDict:
     return {"mean": torch.empty(width, dtype=torch.float64), "products": torch.empty(width, width, dtype=torch.float64)}
 
 
-STATISTICS = Entry(
+STATISTICS = TensorSpec(
     "selector_statistics",
     "mean and mean product of features of the training images (a thumbnail, intensity quantiles, edge strength): together they show an "
     "average image and how images vary around it",
@@ -115,33 +115,33 @@ class SiteSelector:
     """The selector at one site.
 
     Args:
-        half: the site half that it belongs to.
+        algorithm: the site algorithm that it belongs to.
         outputs: one score for every site, or for the global model too.
     """
 
-    def __init__(self, half: SiteHalf[Any], outputs: int):
-        self.half, self.outputs = half, outputs
-        self.plan: SelectorPlan = half.plan
+    def __init__(self, algorithm: SiteAlgorithm[Any], outputs: int):
+        self.algorithm, self.outputs = algorithm, outputs
+        self.plan: SelectorPlan = algorithm.plan
 
     def network(self, state: StateDict) -> nn.Module:
         """The selector with these weights."""
-        return self.half.network("selector", state, selector_spec(self.plan), self.outputs)
+        return self.algorithm.network("selector", state, selector_spec(self.plan), self.outputs)
 
     @torch.no_grad()
     def logits(self, state: StateDict, split: str) -> Tensor:
         """Logits (N, outputs) of the split's images, or with `fit` "patch" of their windows, on the CPU."""
         selector = self.network(state).eval()
-        return torch.cat([selector(batch.images).cpu() for batch in self.half.site.ordered(split)])
+        return torch.cat([selector(batch.images).cpu() for batch in self.algorithm.site.ordered(split)])
 
     def accuracy(self, state: StateDict) -> float:
         """How many of the site's validation images it takes for the site's own; there must be some."""
         choices = self.logits(state, "validation").argmax(dim=1)
-        return float((choices == self.plan.sites.index(self.half.site.name)).float().mean())
+        return float((choices == self.plan.sites.index(self.algorithm.site.name)).float().mean())
 
     def gradient(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
         """The gradient of the mean loss over all training images, as the entry to answer with, and that loss."""
-        site, selector = self.half.site, self.network(incoming.states["selector"]).train()
-        keys = (round, "selector", incoming.facts.get("update", 0), 0)
+        site, selector = self.algorithm.site, self.network(incoming.states["selector"]).train()
+        keys = (round, "selector", incoming.meta.get("update", 0), 0)
         values, shares, seen = list[Tensor](), list[float](), samples_of_pass(site)
         selector.zero_grad(set_to_none=True)
         with seeded(site.seed, site.name, *keys, "dropout"):
@@ -155,7 +155,7 @@ class SiteSelector:
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """y_s = one_hot(k) for all images of site k (Eq. 2)."""
-        return F.cross_entropy(logits, torch.full((len(logits),), self.plan.sites.index(self.half.site.name), device=logits.device))
+        return F.cross_entropy(logits, torch.full((len(logits),), self.plan.sites.index(self.algorithm.site.name), device=logits.device))
 
 
 @torch.no_grad()
@@ -175,11 +175,11 @@ def site_statistics(site: Site) -> StateDict:
 
 
 class ServerSelector:
-    """The selector at the server, in the half's memory: what is sent of it, and its next version from the sites' answers.
+    """The selector at the server, in the algorithm's memory: what is sent of it, and its next version from the sites' answers.
 
     Args:
         context: gives plan, seed and initial weights.
-        memory: of the server half; takes the selector, its moments and its step count.
+        memory: of the server algorithm; takes the selector, its moments and its step count.
         outputs: one score for every site, or for the global model too.
     """
 
@@ -188,7 +188,7 @@ class ServerSelector:
         self.memory = memory
         spec = selector_spec(self.plan)
         memory.states["selector"] = context.initial_state("selector", spec, outputs)
-        memory.facts["selector_step"] = 0
+        memory.meta["selector_step"] = 0
         if not is_ridge(self.plan):
             names = dict(self.plan.network(spec, outputs).named_parameters())
             zeros = {name: torch.zeros_like(tensor) for name, tensor in self.state.items() if name in names}
@@ -219,9 +219,9 @@ class ServerSelector:
 
     def step(self, replies: Mapping[str, Message]) -> None:
         """One Adam step along the mean gradient. Its classes are sites, which count alike: by images the largest would answer for all."""
-        states, step = self.memory.states, self.memory.facts["selector_step"] + 1
+        states, step = self.memory.states, self.memory.meta["selector_step"] + 1
         mean = weighted_mean({site: reply.states[GRADIENT] for site, reply in replies.items()}, dict.fromkeys(replies, 1.0))
         moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}
         states["selector"], moments = adam_step(self.state, mean, moments, step, RATES[selector_spec(self.plan)["name"]])
         states |= {f"selector_{moment}": moments[moment] for moment in MOMENTS}
-        self.memory.facts["selector_step"] = step
+        self.memory.meta["selector_step"] = step

@@ -1,4 +1,4 @@
-"""FedSM's site half: every round a site trains two models on the same images, one after the other.
+"""FedSM's site algorithm: every round a site trains two models on the same images, one after the other.
 
 The global model w_g (FedAvg's training) and its personal model w_p,k (`SitePersonal`; the server pulls it towards the others', Eq. 11); a
 selector w_s that is trained too answers with its gradient (cross entropy with the site's own label, Eq. 2). After the last round the site
@@ -8,7 +8,7 @@ sends what the ridge selector is solved from, and measures the selector's calibr
 import math
 from typing import Any, ClassVar
 
-from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table, text
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, number, table, text
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.methods.base import MEASURED, Capability, Plan
@@ -19,26 +19,26 @@ from medflare.methods.fedsm.personalization import ADAPTED, LOSSES, META, PERSON
 from medflare.methods.fedsm.selector import STATISTICS, SiteSelector, is_ridge, selector_entries, selector_spec, site_statistics
 from medflare.methods.fedsm.super_model import gain_by_gamma, super_model
 
-MODEL = Entry("model", "the site's locally trained global model, for the weighted mean")
-UPDATE = Fact("update", "number of the selector's update within a round", count())
-CALIBRATION = Fact(
+MODEL = TensorSpec("model", "the site's locally trained global model, for the weighted mean")
+UPDATE = MetaSpec("update", "number of the selector's update within a round", count())
+CALIBRATION = MetaSpec(
     "calibration",
     "mean loss of the selector on validation images at each of a list of temperatures",
     listing(number(0.0, -math.log(UNLIKELY) + 0.01), len(TEMPERATURES)),
     "validation",
 )
-GAINS = Fact(
+GAINS = MetaSpec(
     "gains",
     "γ -> the super model's mean gain over the global one on validation images",
     table(number(-1.0, 1.0, optional=True)),
     "validation",
 )
-CLASSES = Fact("sites", "the selector's classes", listing(text()))
-SPEC = Fact("selector", "the selector's network", table())
+CLASSES = MetaSpec("sites", "the selector's classes", listing(text()))
+SPEC = MetaSpec("selector", "the selector's network", table())
 # what a super model is told with, and FedSM's own
-ROUNDS = Fact("rounds", "site -> rounds of training behind its model", table(count(optional=True)), sometimes=True)
-SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.maybe())
-CHOOSING = (Fact("gamma", "γ", number(0.0, 1.0)), Fact("choose_by", "whose scores choose", text("image", "patient")))
+ROUNDS = MetaSpec("rounds", "site -> rounds of training behind its model", table(count(optional=True)), optional=True)
+SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
+CHOOSING = (MetaSpec("gamma", "γ", number(0.0, 1.0)), MetaSpec("choose_by", "whose scores choose", text("image", "patient")))
 _SELECTOR, _SENT, _GRADIENT = selector_entries(lambda plan: len(plan.sites))
 
 
@@ -50,26 +50,26 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase(
             "train",
-            sends=(GLOBAL, PERSONAL, META, _SENT),
-            answers=(MODEL, PERSONAL, META, _GRADIENT),
-            reports=(*MEASURED, LOSSES),
+            request=(GLOBAL, PERSONAL, META, _SENT),
+            reply=(MODEL, PERSONAL, META, _GRADIENT),
+            reply_meta=(*MEASURED, LOSSES),
         ),
-        Phase("train_selector", sends=(_SENT,), answers=(_GRADIENT,), tells=(UPDATE,), reports=MEASURED),
-        Phase("validate", sends=(GLOBAL, PERSONAL, META, _SENT), answers=(ADAPTED,), reports=MEASURED),
-        Phase("describe", answers=(STATISTICS,), reports=MEASURED),
-        Phase("calibrate", sends=(_SELECTOR,), reports=(*MEASURED, CALIBRATION)),
-        Phase("tune", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, *CHOOSING), reports=(*MEASURED, GAINS)),
+        Phase("train_selector", request=(_SENT,), reply=(_GRADIENT,), request_meta=(UPDATE,), reply_meta=MEASURED),
+        Phase("validate", request=(GLOBAL, PERSONAL, META, _SENT), reply=(ADAPTED,), reply_meta=MEASURED),
+        Phase("selector_features", reply=(STATISTICS,), reply_meta=MEASURED),
+        Phase("selector_confidence", request=(_SELECTOR,), reply_meta=(*MEASURED, CALIBRATION)),
+        Phase("evaluate_gamma", request=(GLOBAL, PERSONAL_OF, _SELECTOR), request_meta=(*SUPER, *CHOOSING), reply_meta=(*MEASURED, GAINS)),
     )
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, *CHOOSING))
+    delivery: ClassVar[Phase | None] = Phase("finalize", request=(GLOBAL, PERSONAL_OF, _SELECTOR), request_meta=(*SUPER, *CHOOSING))
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    unprotected = "what the selector learns from (statistics of the images, or a gradient) leaves the site without noise"
+    dp_unsupported_reason = "what the selector learns from (statistics of the images, or a gradient) leaves the site without noise"
 
     def __init__(self, site: Site, plan: Plan[FedSMSiteHyper, Any]):
         super().__init__(site, plan)
         self.personal = SitePersonal(self)
         self.selector = SiteSelector(self, len(plan.sites))
 
-    def contradicted(self, incoming: Message) -> str | None:
+    def validate_request(self, incoming: Message) -> str | None:
         """A super model of other sites, or with another selector, than the plan has."""
         return other_super_model(self.plan, incoming)
 
@@ -78,14 +78,14 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
         reply = self.personal.train(round, incoming, super().train(round, incoming))
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
-            gradient, reply.facts[LOSSES]["selector"] = self.selector.gradient(round, incoming, self.selector.own_label_loss)
+            gradient, reply.meta[LOSSES]["selector"] = self.selector.gradient(round, incoming, self.selector.own_label_loss)
             reply.states |= gradient
         return reply
 
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A further gradient of the selector alone within a round."""
         states, loss = self.selector.gradient(round, incoming, self.selector.own_label_loss)
-        return Message(states, self.facts(loss=loss, validation={}))
+        return Message(states, self.meta(loss=loss, validation={}))
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming models, and the selector's accuracy."""
@@ -95,37 +95,37 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
 
     def _measure_selector(self, incoming: Message, reply: Message) -> None:
         if len(self.site.data.validation) and _SELECTOR in incoming.states:
-            reply.facts["validation"]["selector"] = self.selector.accuracy(incoming.states[_SELECTOR])
+            reply.meta["validation"]["selector"] = self.selector.accuracy(incoming.states[_SELECTOR])
 
-    def describe(self, round: int, incoming: Message) -> Message:
+    def selector_features(self, round: int, incoming: Message) -> Message:
         """What the ridge selector is solved from: mean and mean product of the training images' features."""
-        return Message({STATISTICS: site_statistics(self.site)}, self.facts(validation={}))
+        return Message({STATISTICS: site_statistics(self.site)}, self.meta(validation={}))
 
-    def calibrate(self, round: int, incoming: Message) -> Message:
+    def selector_confidence(self, round: int, incoming: Message) -> Message:
         """How well the selector's scores fit validation images at each temperature; nothing without images."""
         losses: list[float] = []
         if len(self.site.data.validation):
-            by_patient = self.plan.server_hyper.choose_by == "patient" and self.site.task.fit != "patch"
+            by_patient = self.plan.server_hyper.choose_by == "patient" and self.site.task.image_mode != "patch"
             patients = self.site.data.validation.patients if by_patient else None
             logits = self.selector.logits(incoming.states[_SELECTOR], "validation")
             losses = calibration_losses(logits, self.plan.sites.index(self.site.name), patients)
-        return Message({}, {**self.facts(validation={}), CALIBRATION: losses})
+        return Message({}, {**self.meta(validation={}), CALIBRATION: losses})
 
     def tune(self, round: int, incoming: Message) -> Message:
         """What the super model gains over the global one on validation images, for every candidate γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
-        return Message({}, {**self.facts(validation={}), GAINS: gain_by_gamma(model, self.site)})
+        return Message({}, {**self.meta(validation={}), GAINS: gain_by_gamma(model, self.site)})
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
         return delivered_models(self.site.name, incoming, "super")
 
 
 def other_super_model(plan: Plan[Any, Any], incoming: Message) -> str | None:
     """What a super model says of its sites or its selector that is not so under the plan, in words, or None."""
-    for fact, here in ((CLASSES, list(plan.sites)), (SPEC, dict(selector_spec(plan)))):
-        if fact in incoming.facts and incoming.facts[fact] != here:
-            return f"fact {fact!r} is {incoming.facts[fact]!r:.100}, this run has {here!r:.100}"
+    for item, here in ((CLASSES, list(plan.sites)), (SPEC, dict(selector_spec(plan)))):
+        if item in incoming.meta and incoming.meta[item] != here:
+            return f"item {item!r} is {incoming.meta[item]!r:.100}, this run has {here!r:.100}"
     return None
 
 
@@ -139,6 +139,6 @@ def delivered_models(site: str, incoming: Message, kind: str) -> dict[str, Messa
     """
     models, own = {"global": received(incoming)}, PERSONAL_OF.of(site)
     if own in incoming.states:
-        round = incoming.facts.get(ROUNDS, {}).get(site, incoming.facts.get(SELECTED_ROUND))
+        round = incoming.meta.get(ROUNDS, {}).get(site, incoming.meta.get(SELECTED_ROUND))
         models["personal"] = trained_model(incoming.states[own], round)
-    return {**models, "deployed": Message(incoming.states, {**incoming.facts, "kind": kind})}
+    return {**models, "deployed": Message(incoming.states, {**incoming.meta, "kind": kind})}

@@ -169,9 +169,9 @@ class UnbranchedSuperModel(nn.Module):
 
 
 def super_model(task: TaskConfig, message: Message) -> SuperModel:
-    """The super model of a delivery: entries "model", "personal/<site>" and "selector"; facts "sites", "gamma", "selector"."""
-    parts = super_model_parts(task, message, outputs=len(message.facts["sites"]))
-    return SuperModel(task, *parts, float(message.facts["gamma"]), message.facts.get("choose_by", "image")).eval()
+    """The super model of a delivery: entries "model", "personal/<site>" and "selector"; meta "sites", "gamma", "selector"."""
+    parts = super_model_parts(task, message, outputs=len(message.meta["sites"]))
+    return SuperModel(task, *parts, float(message.meta["gamma"]), message.meta.get("choose_by", "image")).eval()
 
 
 def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
@@ -185,14 +185,14 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
     Raises:
         StateError: an entry is missing or does not fit.
     """
-    sites = list(message.facts.get("sites", ()))
+    sites = list(message.meta.get("sites", ()))
     wanted = ["model", *(f"personal/{site}" for site in sites)]
-    missing = [fact for fact in ("sites", "selector") if fact not in message.facts]
+    missing = [item for item in ("sites", "selector") if item not in message.meta]
     missing += [entry for entry in [*wanted, "selector"] if entry not in message.states]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
     with seeded(0, "deployed"):  # the drawn weights are overwritten; nobody's generator must notice
-        selector = task_network(task, message.facts["selector"], outputs)
+        selector = task_network(task, message.meta["selector"], outputs)
     selector.load_state_dict(message.states["selector"])
     return [network_with(task, message.states[entry]) for entry in wanted], selector.eval(), ["global", *sites]
 
@@ -213,7 +213,7 @@ def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
     Returns:
         A gain for each of `GAMMAS`, None where undefined.
     """
-    scores = (_scores_of_patches if site.task.fit == "patch" else _scores_of_images)(model, site)
+    scores = (_scores_of_patches if site.task.image_mode == "patch" else _scores_of_images)(model, site)
     return {f"{gamma:g}": _gain(found, scores[1.0], site.task.metric) for gamma, found in scores.items()}
 
 

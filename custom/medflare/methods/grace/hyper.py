@@ -1,4 +1,4 @@
-"""The hyper-parameters of GRACE and of its neighbours, by the half that owns them."""
+"""The hyper-parameters of GRACE and of its neighbours, by the algorithm that owns them."""
 
 from typing import Literal
 

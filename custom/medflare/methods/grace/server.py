@@ -1,4 +1,4 @@
-"""GRACE's server half: updates are averaged with weights that grow with their mean cosine to all updates (Eq. 3)."""
+"""GRACE's server algorithm: updates are averaged with weights that grow with their mean cosine to all updates (Eq. 3)."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
@@ -54,7 +54,7 @@ class ConsistencyAggregation(WeightedMean):
 
 
 class GraceServer(FedAvgServer[GraceServerHyper]):
-    """Works with every site half that sends a model as FedAvg's does."""
+    """Works with every site algorithm that sends a model as FedAvg's does."""
 
     Hyper: ClassVar[type] = GraceServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = ConsistencyAggregation

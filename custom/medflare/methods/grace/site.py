@@ -1,4 +1,4 @@
-"""GRACE's site half: every batch is cut in two.
+"""GRACE's site algorithm: every batch is cut in two.
 
 A step on the first half (meta-train) gives theta'; the site's update is the gradient at theta' of the task loss on the second half
 plus beta times the distance between its features under the frozen global model and under theta' (meta-update).
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Fact, Phase, number, table
+from medflare.core.manifest import MetaSpec, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed, seeded
 from medflare.core.states import copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import build
-from medflare.methods.base import MEASURED, VALIDATION, Capability, Kept, Plan
+from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.grace.formulas import a_distance, adversarial, coral, mmd
 from medflare.methods.grace.hyper import GraceSiteHyper
@@ -35,8 +35,8 @@ _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
 
 
-A_DISTANCE = Fact("a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train")
-STEPS = Fact("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)), "train")
+A_DISTANCE = MetaSpec("a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train")
+STEPS = MetaSpec("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)), "train")
 
 
 class GraceSite(FedAvgSite[GraceSiteHyper]):
@@ -48,12 +48,12 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     Hyper: ClassVar[type] = GraceSiteHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
+        Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
         VALIDATE,
     )
-    unprotected = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
+    dp_unsupported_reason = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
 
-    discriminator = Kept("discriminator")
+    discriminator = PersistentState("discriminator")
 
     def __init__(self, site: Site, plan: Plan[GraceSiteHyper, Any]):
         super().__init__(site, plan)
@@ -85,14 +85,14 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         state = reply.states[MODEL]
         local = self.network("model", state)
         value = finite_or_none(self.validation(local))
-        reply.facts[VALIDATION]["personal"] = value
+        reply.meta[VALIDATION]["personal"] = value
         self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
         if self.hyper.probe:
             features = (self._features(model) for model in (self.frozen(incoming.states[GLOBAL]), local))
             seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32
-            reply.facts[A_DISTANCE] = finite_or_none(a_distance(*features, seed=seed))
+            reply.meta[A_DISTANCE] = finite_or_none(a_distance(*features, seed=seed))
         if self._steps is not None:
-            reply.facts[STEPS] = self._steps
+            reply.meta[STEPS] = self._steps
         return reply
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         self.optimizers.keep("discriminator", own)
         self.discriminator = copy_state(discriminator.state_dict())
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the local model (the global one where the site never trained). Outside: the global one, adapted as chosen."""
         shared = received(incoming)
         if self.inside:

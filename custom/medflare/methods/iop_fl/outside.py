@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from medflare.core.hyper import build_hyper
-from medflare.core.manifest import Entry, Fact, listing, number
+from medflare.core.manifest import MetaSpec, TensorSpec, listing, number
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.inference.deployed import MODEL, Repeated, network_with
@@ -25,7 +25,7 @@ from medflare.methods.iop_fl.hyper import OutsideHyper
 from medflare.methods.iop_fl.routing import RoutedNetwork
 from medflare.tasks.config import TaskConfig
 
-EXPERT = Entry("expert/")  # the sites' personal models
+EXPERT = TensorSpec("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
 
 
@@ -36,7 +36,7 @@ def _range(value: object) -> str | None:
     return None if len(value) == 2 else "is no pair of a smallest and a largest share"  # type: ignore[arg-type]  # a list
 
 
-SHARES = Fact("shares", "the inside sites' range of every foreground class's share", listing(_range))
+SHARES = MetaSpec("shares", "the inside sites' range of every foreground class's share", listing(_range))
 
 
 class RoutedModel(nn.Module):
@@ -188,7 +188,7 @@ test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's nam
 def routed_message(incoming: Message, hyper: OutsideHyper, seed: int) -> Message:
     """A model of kind "routed", not yet fitted, from a delivery that holds w_g and every P_k."""
     settings = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(OutsideHyper)}
-    return Message(dict(incoming.states), {**incoming.facts, "kind": "routed", "routing": settings, "seed": seed})
+    return Message(dict(incoming.states), {**incoming.meta, "kind": "routed", "routing": settings, "seed": seed})
 
 
 def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
@@ -198,14 +198,14 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
         StateError: experts that do not fit the task's network, or coefficients of other settings.
     """
     known = {field.name for field in dataclasses.fields(OutsideHyper)}  # models that were stored before have settings that are gone
-    settings = {"coefficients": "sigmoid", **{name: value for name, value in message.facts["routing"].items() if name in known}}
-    hyper, seed = build_hyper(OutsideHyper, settings), int(message.facts["seed"])
+    settings = {"coefficients": "sigmoid", **{name: value for name, value in message.meta["routing"].items() if name in known}}
+    hyper, seed = build_hyper(OutsideHyper, settings), int(message.meta["seed"])
     states = [*EXPERT.family(message.states).values(), message.states[MODEL]]
     network = RoutedNetwork(network_with(task, states[-1]), states, hyper.routed(seed))
-    model = RoutedModel(task, network, hyper, seed, [(low, high) for low, high in message.facts.get(SHARES, [])])
+    model = RoutedModel(task, network, hyper, seed, [(low, high) for low, high in message.meta.get(SHARES, [])])
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
-    model.adaptation = message.facts.get("adaptation", {})
+    model.adaptation = message.meta.get("adaptation", {})
     return model.eval()
 
 

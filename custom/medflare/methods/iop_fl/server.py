@@ -1,4 +1,4 @@
-"""IOP-FL's server half: FedAvg's; where outside sites take part, it collects every P_k at the end and hands them on with w_g."""
+"""IOP-FL's server algorithm: FedAvg's; where outside sites take part, it collects every P_k at the end and hands them on with w_g."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Final
@@ -13,7 +13,7 @@ from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, SHARES
 from medflare.methods.iop_fl.site import ADAPTED
 
-BEHIND: Final = "expert_rounds"  # in the half's memory: site -> rounds of training behind its P_k
+BEHIND: Final = "expert_rounds"  # in the algorithm's memory: site -> rounds of training behind its P_k
 
 
 class IOPServer(FedAvgServer[FedAvgServerHyper]):
@@ -40,8 +40,8 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         """Keep the submitted P_k as they are, else as FedAvg."""
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
-            behind = {site: reply.facts[SELECTED_ROUND] for site, reply in replies.items()}
-            self.memory.facts[BEHIND] = self.memory.facts.get(BEHIND, {}) | behind
+            behind = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
+            self.memory.meta[BEHIND] = self.memory.meta.get(BEHIND, {}) | behind
             for site in replies:
                 if self.context.site_counts.get(site, {}).get("class_counts") == []:
                     text = "keeps its counts by class (minimum_patients): routing is held to the other sites' range of a class's share"
@@ -49,16 +49,16 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         else:
             super().aggregate(step, replies)
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """FedAvg's message; an outside site gets every P_k beside it, and how much of an image the inside sites' foreground covers."""
-        message = super().configure_delivery(site)
+        message = super().configure_final(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
             known = [self.context.site_counts.get(name, {}).get("class_counts") for name in self.experts]
-            message.facts[SHARES] = ranges_of([counts for counts in known if counts], self.context.task)
+            message.meta[SHARES] = ranges_of([counts for counts in known if counts], self.context.task)
         return message
 
     def models(self) -> dict[str, Message]:
         """The selected global model and every P_k that was submitted."""
-        behind = self.memory.facts.get(BEHIND, {})
+        behind = self.memory.meta.get(BEHIND, {})
         return {**super().models(), **{f"personal/{site}": trained_model(state, behind.get(site)) for site, state in self.experts.items()}}

@@ -1,16 +1,16 @@
-"""IOP-FL's site half: FedAvg's, with a local adapted model P_k beside it; outside, a network routed over all of them."""
+"""IOP-FL's site algorithm: FedAvg's, with a local adapted model P_k beside it; outside, a network routed over all of them."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from medflare.adaptation.registry import with_tent
 from medflare.core.errors import StateError
-from medflare.core.manifest import Entry, Phase
+from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.methods.base import N_SAMPLES, Capability, Kept, Plan
+from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.hyper import IOPHyper
@@ -19,7 +19,7 @@ from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 
-ADAPTED = Entry("adapted", "the site's local adapted model, of which outside sites route their own")
+ADAPTED = TensorSpec("adapted", "the site's local adapted model, of which outside sites route their own")
 
 
 class IOPSite(FedAvgSite[IOPHyper]):
@@ -27,9 +27,11 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     Hyper: ClassVar[type] = IOPHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
-    adapted = Kept("adapted")  # P_k
+    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", reply=(ADAPTED,), reply_meta=(N_SAMPLES, SELECTED_ROUND)))
+    delivery: ClassVar[Phase | None] = Phase(
+        "finalize", request=(GLOBAL, EXPERT), request_meta=(SELECTED_ROUND.as_optional(), SHARES.as_optional())
+    )
+    adapted = PersistentState("adapted")  # P_k
 
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
         super().__init__(site, plan)
@@ -41,16 +43,16 @@ class IOPSite(FedAvgSite[IOPHyper]):
         personal = self._look(round)
         reply = super().train(round, incoming)
         if self.adapted is None:  # P_k^0 = w_g, which has just been measured
-            self.adapted, personal = copy_state(global_), reply.facts["validation"]["global"]
+            self.adapted, personal = copy_state(global_), reply.meta["validation"]["global"]
         self.adapted = local_adapted(self.adapted, reply.states[MODEL], self.hyper.tau)
-        reply.facts["validation"]["personal"] = personal
+        reply.meta["validation"]["personal"] = personal
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global model and of P_k."""
         personal = self._look(round)
         reply = super().validate(round, incoming)
-        reply.facts["validation"]["personal"] = personal
+        reply.meta["validation"]["personal"] = personal
         return reply
 
     def _look(self, round: int) -> float | None:
@@ -72,13 +74,13 @@ class IOPSite(FedAvgSite[IOPHyper]):
         selected, behind = self.best.chosen(self.plan.server_hyper.selection, self.adapted)
         return Message({ADAPTED: selected}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: behind})
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
         models = {"global": received(incoming)}
         if self.inside:
             if self.adapted is not None:
                 rule = self.plan.server_hyper.selection
-                behind = incoming.facts.get(SELECTED_ROUND) if rule == "last" else None  # of an elected model it says nothing of P_k
+                behind = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # of an elected model it says nothing of P_k
                 models["personal"] = trained_model(*self.best.chosen(rule, self.adapted, behind))
             models["deployed"] = models.get("personal", models["global"])
         elif EXPERT.family(incoming.states):
@@ -94,7 +96,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
         model = routed_model(self.site.task, message).to(self.site.device)
         model.adapt(Repeated(lambda: (batch.images for batch in self.site.ordered("test", self.site.scoring_batch))))
         message.states[ROUTER] = model.network.adapted_state()
-        message.facts["adaptation"] = model.adaptation
+        message.meta["adaptation"] = model.adaptation
         return message
 
     def _comparisons(self, incoming: Message) -> dict[str, Message]:

@@ -1,4 +1,4 @@
-"""What a site may say of its training, see `core.manifest.Taken`."""
+"""What a site may say of its training, see `core.manifest.Validator`."""
 
 from typing import Final
 
@@ -22,7 +22,7 @@ def images(value: object) -> str | None:
 
 
 def metric_value(value: object) -> str | None:
-    """What is wrong with a metric; a number that no metric can be costs a site its vote alone, see `screening.updates.lost_votes`.
+    """What is wrong with a metric; a number that no metric can be costs a site its vote alone, see `update_validation.updates.lost_votes`.
 
     Args:
         value: the metric; None where it is undefined.

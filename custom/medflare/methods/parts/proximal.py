@@ -27,7 +27,7 @@ def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], a
     return [g + strength * (t - a) for g, t, a in zip(gradients, weights, anchor, strict=True)]
 
 
-def pull(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], None]:
+def proximal_term(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], None]:
     """What `train_epochs` calls between gradient and step to draw `model` towards an anchor.
 
     Args:
@@ -40,8 +40,8 @@ def pull(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], N
 
     Examples:
         >>> model = nn.PReLU(init=2.0)
-        >>> correct, model.weight.grad = pull(model, {"weight": torch.zeros(1)}, strength=0.5), torch.zeros(1)
-        >>> correct()
+        >>> gradient_hook, model.weight.grad = proximal_term(model, {"weight": torch.zeros(1)}, strength=0.5), torch.zeros(1)
+        >>> gradient_hook()
         >>> model.weight.grad
         tensor([1.])
     """
@@ -49,9 +49,9 @@ def pull(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], N
     origins = {name: anchor[name].detach().to(weight.device, copy=True) for name, weight in weights.items()}
 
     @torch.no_grad()
-    def correct() -> None:
+    def gradient_hook() -> None:
         for name, weight in weights.items():
             if weight.grad is not None:
                 (weight.grad,) = proximal_gradients([weight.grad], [weight], [origins[name]], strength)
 
-    return correct
+    return gradient_hook

@@ -1,4 +1,4 @@
-"""Means of sites' models that a few bad sites cannot move far, for every server half that averages.
+"""Means of sites' models that a few bad sites cannot move far, for every server algorithm that averages.
 
     median:    w_j <- median of w_kj over the sites k                                (Yin et al., ICML 2018, Definition 1)
     trimmed:   w_j <- mean of w_kj without the largest and smallest floor(β K)        (the same, Definition 2)

@@ -24,13 +24,13 @@ Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidat
 
 
 class Best:
-    """The best state seen so far by a validation metric (higher is better), kept in a half's memory; of equals the earliest wins.
+    """The best state seen so far by a validation metric (higher is better), kept in an algorithm's memory; of equals the earliest wins.
 
     Until a metric was ever defined, the latest state stands in, so a federation without validation images still delivers.
 
     Args:
-        memory: of the half that chooses.
-        name: tells several choices of a half apart.
+        memory: of the algorithm that chooses.
+        name: tells several choices of an algorithm apart.
         latest: of equals the latest wins.
     """
 
@@ -56,13 +56,13 @@ class Best:
 
     @property
     def _found(self) -> dict[str, Any]:
-        return self._memory.facts.get(self._name, {})
+        return self._memory.meta.get(self._name, {})
 
     def chosen(self, selection: Selection, last: StateDict, behind: int | None = None) -> tuple[StateDict, int | None]:
         """The state that a site delivers and the rounds of training behind it: the best one, or the last.
 
         Args:
-            selection: of the server half; by "last" it is the last one.
+            selection: of the server algorithm; by "last" it is the last one.
             last: stands in, too, where none was ever offered.
             behind: the rounds behind `last`; None where nobody can say.
         """
@@ -80,15 +80,15 @@ class Best:
             return
         better = value is not None and (self.value is None or self._beats(value, self.value))
         if better or (value is None and self.value is None):
-            self._memory.facts[self._name] = {"value": value, "round": round}
+            self._memory.meta[self._name] = {"value": value, "round": round}
             self._memory.states[self._name] = copy_state(state)
 
 
-class Election(Best):
+class ModelSelector(Best):
     """A choice that the sites make together; who voted what is kept for the record.
 
     Args:
-        memory: of the server half.
+        memory: of the server algorithm.
         name: of what is chosen.
         rule: see `agreed`.
         rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature, and
@@ -108,24 +108,24 @@ class Election(Best):
         """Count the sites' votes on a candidate and take it where it beats what is kept; round and state as for `offer`.
 
         Args:
-            replies: site -> reply with the facts "validation" and "n_samples"; a site where the metric is undefined has no vote.
+            replies: site -> reply with the meta "validation" and "n_samples"; a site where the metric is undefined has no vote.
             role: of the model in "validation", for example "global".
         """
-        given = {site: (reply.facts.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
+        given = {site: (reply.meta.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
         votes = {site: value for site, value in given.items() if value is not None}
-        shares = {site: 1.0 if self.rivals else float(replies[site].facts.get("n_samples", 1)) for site in votes}
+        shares = {site: 1.0 if self.rivals else float(replies[site].meta.get("n_samples", 1)) for site in votes}
         value = agreed(votes, shares, self.rule)
         if self.rule == "paired" and self.value is not None:
             kept = [found["votes"] for found in self.record if found["round"] == self.round]
             value = paired(votes, kept[0], self.value) if kept else value
         self.offer(value, round, state)
         if round > 0:
-            self._memory.facts.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
+            self._memory.meta.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
 
     @property
     def record(self) -> list[dict[str, Any]]:
         """{"round": of training behind the candidate, "value": the agreed one, "votes": site -> metric} of every candidate."""
-        return list(self._memory.facts.get(self._votes, []))
+        return list(self._memory.meta.get(self._votes, []))
 
 
 def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
@@ -181,7 +181,7 @@ def images_behind(images: Mapping[str, int], rule: str) -> float:
 
     Args:
         images: voting site -> its validation images.
-        rule: see `Election`.
+        rule: see `ModelSelector`.
 
     Examples:
         >>> votes = {"A": 5, "B": 4, "C": 4}
@@ -200,7 +200,7 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     global one and their own) go on as long as one of them becomes better. The untrained model of round 0 is no candidate.
 
     Args:
-        history: {"round", "sites": site -> facts with "validation"} of every step of the rounds that are over.
+        history: {"round", "sites": site -> meta with "validation"} of every step of the rounds that are over.
         patience: in rounds, 1 or more.
 
     Returns:
@@ -213,8 +213,8 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     """
     heard: dict[int, dict[str, dict[str, float]]] = {}
     for step in history:
-        for site, facts in step["sites"].items():
-            for model, value in (facts.get("validation") or {}).items():
+        for site, meta in step["sites"].items():
+            for model, value in (meta.get("validation") or {}).items():
                 if value is not None and step["round"] > 0:
                     heard.setdefault(step["round"], {}).setdefault(model, {})[site] = value
     best: dict[str, float] = {}

@@ -25,11 +25,11 @@ class Steps:
     Args:
         optimizer: takes the steps.
         site: gives the task's settings and the size of a batch.
-        correct: called between gradient and step, to change the gradients in place.
+        gradient_hook: called between gradient and step, to change the gradients in place.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, site: Site, correct: Callable[[], None] | None = None):
-        self.optimizer, self.correct = optimizer, correct
+    def __init__(self, optimizer: torch.optim.Optimizer, site: Site, gradient_hook: Callable[[], None] | None = None):
+        self.optimizer, self.gradient_hook = optimizer, gradient_hook
         self._every = site.task.accumulate
         self._full = self._every * site.batch_size  # images behind a step
         self._scaler = scaler_of(optimizer) if site.task.precision == "fp16" else None
@@ -60,8 +60,8 @@ class Steps:
                 for weight in group["params"]:
                     if weight.grad is not None:
                         weight.grad.mul_(self._full / self._images)
-        if self.correct is not None:
-            self.correct()
+        if self.gradient_hook is not None:
+            self.gradient_hook()
         if self._scaler is None:
             self.optimizer.step()
         else:

@@ -1,4 +1,4 @@
-"""Local training: the loops that every method's site half shares, and the optimizer's memory."""
+"""Local training: the loops that every method's site algorithm shares, and the optimizer's memory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from medflare.data.splits import Batch
 from medflare.methods.parts.steps import Steps, pack_scaling, unpack_scaling
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
-_OPTIMIZER = "optimizer/"  # entries of a half's memory
+_OPTIMIZER = "optimizer/"  # entries of an algorithm's memory
 
 
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
@@ -94,7 +94,7 @@ def train_epochs(
     purpose: str,
     *,
     loss: Loss | None = None,
-    correct: Callable[[], None] | None = None,
+    gradient_hook: Callable[[], None] | None = None,
     count: int | None = None,
 ) -> float:
     """Local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
@@ -106,11 +106,11 @@ def train_epochs(
         round: 0-based; with `purpose` the keys of `epochs`.
         purpose: names the model that is trained.
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
-        correct: called between gradient and step, to change the gradients in place (a proximal term, control variates).
+        gradient_hook: called between gradient and step, to change the gradients in place (a proximal term, control variates).
         count: how many epochs; None: the task's number.
     """
     model.train()
-    steps = Steps(optimizer, site, correct)
+    steps = Steps(optimizer, site, gradient_hook)
 
     def step(batch: Batch) -> dict[str, Tensor]:
         images, targets, _ = batch
@@ -149,10 +149,10 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> Non
 
 
 class OptimizerMemory:
-    """Optimizer states that a site half keeps from round to round, by purpose, in its memory.
+    """Optimizer states that a site algorithm keeps from round to round, by purpose, in its memory.
 
-    The weights are replaced every round while the moments stay: what the published FedSM and GRACE code does. Kept as packed
-    tensors, so a half restored in a new process goes on with the very same numbers.
+    The weights are replaced every round while the moments stay: what the published FedSM and GRACE code does. PersistentState as packed
+    tensors, so an algorithm restored in a new process goes on with the very same numbers.
     """
 
     def __init__(self, memory: Message):

@@ -1,4 +1,4 @@
-"""Formulas of PRR's site half as pure functions: transfer stages, the CPA loss, its prototypes.
+"""Formulas of PRR's site algorithm as pure functions: transfer stages, the CPA loss, its prototypes.
 
 Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12),
 2022. "Official" is the authors' published code where it differs from the printed equations. The server's formulas stand in

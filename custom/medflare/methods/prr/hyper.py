@@ -1,4 +1,4 @@
-"""PRR's hyper-parameters, by the half that owns them."""
+"""PRR's hyper-parameters, by the algorithm that owns them."""
 
 from typing import Annotated, Any, Literal
 

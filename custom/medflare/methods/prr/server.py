@@ -1,4 +1,4 @@
-"""PRR's server half: gives every site a model of its own by Fourier aggregation, and samples the global prototypes."""
+"""PRR's server algorithm: gives every site a model of its own by Fourier aggregation, and samples the global prototypes."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.aggregation import Aggregation, SiteModel, site_models, states_of
-from medflare.methods.base import Kept, ServerContext, ServerHalf, Step
+from medflare.methods.base import PersistentState, ServerAlgorithm, ServerContext, Step
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
@@ -52,7 +52,7 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
         return aggregate_models(states, plan, low_band, fourier=hyper.pfa, components=hyper.components)
 
 
-class PRRServer(ServerHalf[PRRServerHyper]):
+class PRRServer(ServerAlgorithm[PRRServerHyper]):
     """A site that misses a round keeps its last model; one that comes later starts from the mean of the others' deputies.
 
     Attributes:
@@ -64,7 +64,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
     Hyper: ClassVar[type] = PRRServerHyper
     site_hyper: ClassVar[type] = PRRSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = FourierAggregation
-    mean, outside, prototypes = Kept("mean"), Kept("outside"), Kept("prototypes")
+    mean, outside, prototypes = PersistentState("mean"), PersistentState("outside"), PersistentState("prototypes")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -73,7 +73,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         self.outside = context.initial_state()
         self.mean = part.shared(self.outside)
         self.normalised = bool(part.names)
-        self.memory.facts["complete"] = not part.names
+        self.memory.meta["complete"] = not part.names
         if not part.names:
             context.events.add("warning", f"network {context.task.network['name']} has no batch normalisation: PRR keeps none local")
 
@@ -111,7 +111,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         if step.phase == "train":
             self._aggregate(step.round, replies)
         elif step.phase.startswith("share"):
-            self.outside, self.memory.facts["complete"] = self._outside(replies), True
+            self.outside, self.memory.meta["complete"] = self._outside(replies), True
 
     def _aggregate(self, round: int, replies: Mapping[str, Message]) -> None:
         if round == 0:
@@ -151,11 +151,11 @@ class PRRServer(ServerHalf[PRRServerHyper]):
             self.context.events.add("warning", text)
         return replies[chosen].states[PERSONAL]
 
-    def configure_delivery(self, site: str) -> Message:
+    def configure_final(self, site: str) -> Message:
         """The site's last S_k; the outside model for a site that never trained."""
         return Message({DEPUTY: self.outside if site in self.context.outside else self.aggregated.get(site, self.outside)})
 
     def models(self) -> dict[str, Message]:
         """The model for sites that never trained, where the sites have given what it is made of."""
         rounds = self.context.rounds if self.hyper.outside_model == "mean" else None  # a site's personal model is of its own best round
-        return {"global": trained_model(self.outside, rounds)} if self.memory.facts["complete"] else {}
+        return {"global": trained_model(self.outside, rounds)} if self.memory.meta["complete"] else {}

@@ -1,4 +1,4 @@
-"""PRR's site half: trains a deputy and a personal model together; only the deputy, without batch normalisation, leaves the site."""
+"""PRR's site algorithm: trains a deputy and a personal model together; only the deputy, without batch normalisation, leaves the site."""
 
 from typing import Any, ClassVar
 
@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, listing, models, number, table
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, models, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import KEPT, MODEL, plain_message
-from medflare.methods.base import MEASURED, Capability, Kept, Plan, SiteHalf
+from medflare.methods.base import MEASURED, Capability, PersistentState, Plan, SiteAlgorithm
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
@@ -38,12 +38,12 @@ def _prototypes(plan: PRRPlan) -> StateDict:
     return SitePrototypes(plan.task, prototype_width(plan.task), "meta").state()
 
 
-DEPUTY = Entry(
+DEPUTY = TensorSpec(
     "model",
     "the site's deputy model without batch normalisation, for the Fourier aggregation",
     lambda plan: local_part(plan).shared(plan.template()),
 )
-PROTOTYPES = Entry(
+PROTOTYPES = TensorSpec(
     "prototypes",
     "mean embedding of each class over the training images or pixels, and whether the site has the class",
     _prototypes,
@@ -51,40 +51,44 @@ PROTOTYPES = Entry(
     measured="train",
     per_class="values",
 )
-NORMALISATION = Entry(
+NORMALISATION = TensorSpec(
     "normalisation",
     "the deputy's batch normalisation, for the mean that outside sites get",
     lambda plan: local_part(plan).kept(plan.template()),
 )
-PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
-CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites", listing(listing(number(0.0))))
-STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3)))
-GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)), per_class="values")
-GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train", per_class="values")
-TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation")
-_DRAWN = Entry(
-    "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, sometimes=True
+PERSONAL = TensorSpec("personal", "the site's personal model, a candidate for outside sites")
+CLASS_TOTALS = MetaSpec("class_totals", "training images or pixels of each class over all sites", listing(listing(number(0.0))))
+STAGES = MetaSpec("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3)))
+GAMMA = MetaSpec("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)), per_class="values")
+GAMMAS = MetaSpec("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train", per_class="values")
+TRAINED = MetaSpec(
+    "validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation"
+)
+_DRAWN = TensorSpec(
+    "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, optional=True
 )  # the global ones; there are none before the first round
 _RECEIVED: dict[str, Any] = {"sends": (DEPUTY, _DRAWN), "tells": (CLASS_TOTALS,)}
 
 
-class PRRSite(SiteHalf[PRRSiteHyper]):
+class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     """Deputy-Enhanced Transfer under the CPA loss. With DET off there is one model: the incoming one with the site's own normalisation."""
 
     Hyper: ClassVar[type] = PRRSiteHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     server_hyper: ClassVar[type] = PRRServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_RECEIVED),
-        Phase("validate", reports=MEASURED, **_RECEIVED),
-        Phase("share_normalisation", answers=(NORMALISATION,), reports=MEASURED, **_RECEIVED),
-        Phase("share_personal", answers=(PERSONAL,), reports=MEASURED, **_RECEIVED),
+        Phase("train", reply=(DEPUTY, PROTOTYPES), reply_meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_RECEIVED),
+        Phase("validate", reply_meta=MEASURED, **_RECEIVED),
+        Phase("share_normalisation", reply=(NORMALISATION,), reply_meta=MEASURED, **_RECEIVED),
+        Phase("share_personal", reply=(PERSONAL,), reply_meta=MEASURED, **_RECEIVED),
     )
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(DEPUTY, Entry("model")))  # the outside model has normalisation too
-    unprotected = "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
-    personal = Kept("personal")  # P_k, None before the first training
-    normalisation = Kept("normalisation")  # the deputy's
-    prototypes = Kept("prototypes")
+    delivery: ClassVar[Phase | None] = Phase("finalize", request=(DEPUTY, TensorSpec("model")))  # the outside model has normalisation too
+    dp_unsupported_reason = (
+        "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
+    )
+    personal = PersistentState("personal")  # P_k, None before the first training
+    normalisation = PersistentState("normalisation")  # the deputy's
+    prototypes = PersistentState("prototypes")
 
     def __init__(self, site: Site, plan: Plan[PRRSiteHyper, Any]):
         super().__init__(site, plan)
@@ -107,15 +111,15 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         super().check(task, hyper, server_hyper)
         if server_hyper.pfa and (layer := without_rule(meta_network(task))):
             raise ConfigError(f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false")
-        if task.fit == "patch" and task.target == "multilabel" and hyper.supervision in ("both", "global", "fedeamc"):
+        if task.image_mode == "patch" and task.target == "multilabel" and hyper.supervision in ("both", "global", "fedeamc"):
             raise ConfigError("prr: negatives of a multilabel task cannot be counted with fit 'patch'; set cpa=local, or fit 'resize'")
 
-    def contradicted(self, incoming: Message) -> str | None:
+    def validate_request(self, incoming: Message) -> str | None:
         """Class totals of other classes than the task's."""
-        named, told = class_names(self.site.task), incoming.facts.get(CLASS_TOTALS)
+        named, told = class_names(self.site.task), incoming.meta.get(CLASS_TOTALS)
         if told is None or [len(group) for group in told] == [len(group) for group in named]:
             return None
-        return f"fact {CLASS_TOTALS!r} is not of the task's classes"
+        return f"item {CLASS_TOTALS!r} is not of the task's classes"
 
     # a round
 
@@ -129,7 +133,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
             self.hyper.supervision,
             beta=self.hyper.beta,
             tau=self.hyper.tau,
-            totals=torch.tensor(incoming.facts[CLASS_TOTALS]),
+            totals=torch.tensor(incoming.meta[CLASS_TOTALS]),
             global_=prototypes if round >= self.hyper.warm_up else None,
         )
         transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
@@ -142,7 +146,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         if self.hyper.refines:
             states[PROTOTYPES] = transfer.prototypes
         more = {**self._gammas(transfer), **self._trained(personal, deputy)}
-        return Message(states, self.facts(loss=loss, validation=validation, stages=transfer.stages, **more))
+        return Message(states, self.meta(loss=loss, validation=validation, stages=transfer.stages, **more))
 
     def _gammas(self, transfer: Transfer) -> dict[str, Any]:
         """The curves of γ by class, where the loss has been refined."""
@@ -163,15 +167,15 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the deputy and of the personal model."""
-        return Message({}, self.facts(validation=self._measure(round, *self._models(incoming))))
+        return Message({}, self.meta(validation=self._measure(round, *self._models(incoming))))
 
     def share_normalisation(self, round: int, incoming: Message) -> Message:
         """What a mean deputy lacks: asked for once, after the last round, where there are outside sites."""
-        return Message({NORMALISATION: self.part.kept(self._deputy_state(incoming))}, self.facts(validation={}))
+        return Message({NORMALISATION: self.part.kept(self._deputy_state(incoming))}, self.meta(validation={}))
 
     def share_personal(self, round: int, incoming: Message) -> Message:
         """A candidate for outside sites: asked for once, after the last round, where `outside_model` says so."""
-        return Message({PERSONAL: self._delivered(incoming)["personal"][0]}, self.facts(validation={}))
+        return Message({PERSONAL: self._delivered(incoming)["personal"][0]}, self.meta(validation={}))
 
     def _deputy_state(self, incoming: Message) -> StateDict:
         """S_k with the site's own batch normalisation; that of the common initial model before the first training."""
@@ -204,7 +208,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         last = {"global": deputy, "personal": self.personal if self.hyper.det and self.personal else deputy}
         return {role: self.best[role].chosen(self.plan.server_hyper.selection, state) for role, state in last.items()}
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside, a site uses the better of its deputy ("global") and its personal model by its own validation images, the personal one of
         equals; "the reported model is chosen by the validation set of each client" (Sec. IV-A). Outside it uses what it is sent.
         """
@@ -215,5 +219,5 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
             return {**models, "deployed": models["personal"]}
         reached = {role: finite_or_none(self.validation(self.network(role, models[role].states[MODEL]))) for role in models}
         role = better_model(reached["personal"], reached["global"])
-        facts = {**models[role].facts, KEPT: {"keep": "best", "model": role, "validation": reached}}
-        return {**models, "deployed": Message(models[role].states, facts)}
+        meta = {**models[role].meta, KEPT: {"keep": "best", "model": role, "validation": reached}}
+        return {**models, "deployed": Message(models[role].states, meta)}

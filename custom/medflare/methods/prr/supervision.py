@@ -58,12 +58,12 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     groups, classes = groups_and_classes(task)
     totals = torch.zeros(groups, classes, dtype=torch.int64)
     pixels = math.prod(task.size) if task.kind == "segmentation" else 1
-    for facts in enrolled.values():
-        if not facts["class_counts"]:
+    for meta in enrolled.values():
+        if not meta["class_counts"]:
             continue
-        counts = torch.tensor(facts["class_counts"])
+        counts = torch.tensor(meta["class_counts"])
         if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
-            negatives = (facts["n"]["train"] * pixels - counts).clamp(min=0)  # a site may say that it has more than there can be
+            negatives = (meta["n"]["train"] * pixels - counts).clamp(min=0)  # a site may say that it has more than there can be
             counts = torch.stack([negatives, counts], dim=1)
         totals += counts.reshape(groups, classes)
     return totals

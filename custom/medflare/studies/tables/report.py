@@ -121,7 +121,7 @@ def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
 
 
 def _starts_afresh(run: Mapping[str, Any]) -> bool:
-    """Whether every round had a fresh optimizer; a half without `reset_optimizer` (PRR's) has no memory for moments."""
+    """Whether every round had a fresh optimizer; an algorithm without `reset_optimizer` (PRR's) has no memory for moments."""
     return bool(run["configuration"]["hyper"]["site"].get("reset_optimizer", True))
 
 

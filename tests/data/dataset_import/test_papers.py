@@ -1,0 +1,289 @@
+"""What is downloaded for a paper becomes its sites: counted, without a patient on two sides, and readable by the task of the paper."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers import paper_releases
+from medflare.cli import main
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.datalist import check_patients, read_datalist, site_folders
+from medflare.data.dataset_import.papers.catalogue import PREPARATIONS, get_preparation
+from medflare.data.dataset_import.papers.preparing import Choices, prepare
+from medflare.data.sites.opening import open_site
+from medflare.studies.suites import load_suite, suites
+from medflare.tasks.config import load_task
+
+RELEASES: dict[str, tuple[Callable[[Path], Path], ...]] = {
+    "fed_isic2019": (paper_releases.fed_isic2019,),
+    "prostate": (paper_releases.prostate,),
+    "prostate_prr": (paper_releases.prostate,),
+    "prostate_fedsm": (paper_releases.prostate_fedsm,),
+    "fundus": (paper_releases.fundus,),
+    "fundus_fedsm": (paper_releases.fundus, paper_releases.riga),
+    "dermoscopy_prr": (paper_releases.dermoscopy,),
+    "camelyon17": (paper_releases.camelyon17,),
+    "gdrbench": (paper_releases.gdrbench,),
+    "midog2022": (paper_releases.midog2022,),
+}
+SITES = {
+    "prostate": {"RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK"},
+    "prostate_prr": {"RUNMC", "BMC", "UCL", "BIDMC", "HK"},
+    "fundus_fedsm": {"Drishti-GS", "RIM-ONE", "REFUGE", "RIGA-BinRushed", "RIGA-Magrabia", "RIGA-MESSIDOR"},
+    "camelyon17": {f"center{number}" for number in range(5)},
+}
+
+
+TASKS = {suite.data: suite.task for suite in map(load_suite, suites())}
+SMALL: dict[str, dict[str, Any]] = {
+    "segmentation": {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8]}},
+    "classification": {"size": [32, 32], "network": {"name": "small_cnn", "channels": [4, 8]}},
+}
+
+
+def downloaded(name: str, root: Path) -> Path:
+    for make in RELEASES[name]:
+        make(root)
+    return root
+
+
+def listed(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    content = json.loads((folder / "datalist.json").read_text())
+    return {split: content[split] for split in ("training", "validation", "test") if split in content}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_download_becomes_sites(name: str, tmp_path: Path) -> None:
+    preparation = get_preparation(name)
+    prepared = prepare(preparation, downloaded(name, tmp_path / "from"), tmp_path / "DATA")
+    folders = site_folders(tmp_path / "DATA")
+    assert {folder.name for folder in folders} == set(prepared.sites) and set(prepared.sites) >= set(preparation.counts)
+    assert set(prepared.sites) == SITES.get(name, set(prepared.sites))
+    for folder in folders:
+        entries = read_datalist(folder, preparation.kind)
+        check_patients(entries)
+        files = [file for entry in entries for file in (entry.image, *(entry.masks if preparation.kind == "segmentation" else []))]
+        assert files and all(file.is_file() for file in files)
+        assert set(listed(folder)) == set(preparation.splits)
+        if folder.name != "vienna_dias":
+            assert all(listed(folder).values())
+    task = load_task({**load_task(TASKS[name]).to_dict(), **SMALL[preparation.kind]})
+    site = open_site(min(prepared.sites), task, seed=0, role="inside", data_root=tmp_path / "DATA")
+    assert all(len(site.data.split(split)) for split in ("training", "validation", "test"))
+    assert int((site.class_counts() > 0).sum()) > 1
+
+
+def test_every_preparation_says_where_its_data_are_from() -> None:
+    assert set(PREPARATIONS) == set(RELEASES)
+    for preparation in PREPARATIONS.values():
+        assert (
+            preparation.licence and preparation.papers and all(download.where.startswith("https://") for download in preparation.downloads)
+        )
+        assert bool(preparation.source) == bool(preparation.counts or preparation.total)
+        assert sum(preparation.shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_every_missing_download_is_one_line_that_says_where_to_get_it(name: str, tmp_path: Path) -> None:
+    root = downloaded(name, tmp_path / "from")
+    needed = {"prostate_prr": "*[!VB]", "fundus_fedsm": "RIGAPlus"}.get(name, "*")  # I2CVB is none of PRR's
+    for place in sorted(root.glob(needed)):
+        shutil.move(place, tmp_path / "away")
+        with pytest.raises(DataError, match=r": not there; get .+ from https://") as error:
+            prepare(get_preparation(name), root, tmp_path / "DATA")
+        assert "\n" not in str(error.value) and not (tmp_path / "DATA").exists()
+        shutil.move(tmp_path / "away", place)
+
+
+# -- counts and leaks ------------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_laid_beside_the_papers(tmp_path: Path) -> None:
+    root = paper_releases.prostate(tmp_path / "from")
+    prepared = prepare(get_preparation("prostate"), root, tmp_path / "DATA")
+    assert "5 (30)" in prepared.table and "RUNMC has 5 images, published are 30" in prepared.warnings
+    with pytest.raises(DataError, match="BIDMC"):
+        prepare(get_preparation("prostate"), root, tmp_path / "strict", Choices(strict=True))
+    assert not (tmp_path / "strict").exists()
+    fitting = replace(get_preparation("prostate"), counts={"HK": {"images": 5, "patients": 5}}, total=30)
+    assert prepare(fitting, root, tmp_path / "fits", Choices(strict=True)).warnings == ()
+
+
+def test_lesions_that_flamby_divides_are_told_and_can_be_kept_together(tmp_path: Path) -> None:
+    root = paper_releases.fed_isic2019(tmp_path / "from")
+    prepared = prepare(get_preparation("fed_isic2019"), root, tmp_path / "DATA")
+    assert "L0_0 is in two splits of BCN: ISIC_0000.jpg (training) and ISIC_0001.jpg (test), and 11 more" in prepared.warnings[0]
+    found = listed(tmp_path / "DATA" / "BCN")
+    assert [entry["image"] for entry in found["test"]] == [f"ISIC_2019_Training_Input/ISIC_00{n}.jpg" for n in ("01", "11")]
+    assert all("patient" not in entry for entry in found["test"])
+    trained = {entry.get("patient") for entry in found["training"]} - {None}
+    assert trained and not trained & {entry.get("patient") for entry in found["validation"]}
+    again = prepare(get_preparation("fed_isic2019"), root, tmp_path / "clean", Choices(redraw=True))
+    assert not any("two splits" in warning for warning in again.warnings)
+    sides = [{entry["patient"] for entry in entries} for entries in listed(tmp_path / "clean" / "BCN").values()]
+    assert sum(map(len, sides)) == len(set().union(*sides)) == 10
+
+
+def test_a_patient_on_two_sides_is_refused_by_name(tmp_path: Path) -> None:
+    root = paper_releases.camelyon17(tmp_path / "from")
+    file = root / "camelyon17_v1.0/metadata.csv"
+    text = file.read_text()
+    file.write_text(text.replace("0,000,1,0,64,0,0,0,0", "0,000,1,0,64,0,0,3,0"))
+    with pytest.raises(DataError, match="000 is at two sites"):
+        prepare(get_preparation("camelyon17"), root, tmp_path / "DATA")
+    file.write_text(text.replace("0,000,1,0,64,0,0,0,0", "0,000,1,0,64,7,0,0,0"))
+    with pytest.raises(DataError, match="tumor 7"):
+        prepare(get_preparation("camelyon17"), root, tmp_path / "DATA")
+
+
+# -- single releases -------------------------------------------------------------------------------------------------------
+
+
+def test_masks_of_both_fundus_releases_mean_the_same(tmp_path: Path) -> None:
+    prepare(get_preparation("fundus_fedsm"), downloaded("fundus_fedsm", tmp_path / "from"), tmp_path / "DATA")
+    for site, values in (("Drishti-GS", {0, 1, 2}), ("RIGA-BinRushed", {0, 1, 2})):
+        folder = tmp_path / "DATA" / site
+        entry = listed(folder)["training"][0]
+        drawn = np.asarray(Image.open(folder / entry["label"]))
+        assert set(np.unique(drawn)) == values and entry["label"].endswith(".png")
+    # `mask` draws stripes on black in the order of their values: RIGA+ has white (disc) and grey (cup), DoFE white, grey and black (cup).
+    assert (drawn[2, 6], drawn[5, 6], drawn[9, 6]) == (1, 2, 0)
+    dofe = np.asarray(Image.open(tmp_path / "DATA/Drishti-GS" / listed(tmp_path / "DATA/Drishti-GS")["training"][0]["label"]))
+    assert (dofe[2, 6], dofe[5, 6], dofe[8, 6]) == (0, 1, 2)
+    outlined = [entry["label"] for entries in listed(tmp_path / "DATA/RIGA-MESSIDOR").values() for entry in entries]
+    assert len(outlined) == 15 and all(label.endswith("-1.png") for label in outlined)
+
+
+def test_one_class_is_left_out_and_one_cohort_never_trains(tmp_path: Path) -> None:
+    prepared = prepare(get_preparation("dermoscopy_prr"), paper_releases.dermoscopy(tmp_path / "from"), tmp_path / "DATA")
+    assert {site: len(items) for site, items in prepared.sites.items()} == {
+        "msk": 12,
+        "rosendahl": 18,
+        "vidir_modern": 18,
+        "vidir_molemax": 18,
+        "vienna_dias": 18,
+    }
+    found = listed(tmp_path / "DATA" / "vienna_dias")
+    assert len(found["test"]) == 18 and not found["training"] and not found["validation"]
+    redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", Choices(redraw=True))
+    assert {item.split for item in redrawn.sites["vienna_dias"]} == {"test"} and "18 (427)" in redrawn.table
+    assert [item.label for item in prepared.sites["msk"] if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")] == [2, 1]
+
+
+def test_grades_keep_their_lists_and_wrong_lines_are_named(tmp_path: Path) -> None:
+    root = paper_releases.gdrbench(tmp_path / "from")
+    prepared = prepare(get_preparation("gdrbench"), root, tmp_path / "DATA")
+    assert len(listed(tmp_path / "DATA" / "IDRID")["validation"]) == 10
+    assert {entry["image"] for entry in listed(tmp_path / "DATA" / "IDRID")["validation"]} >= {"images/IDRID/pdr/crossval 1.jpg"}
+    assert {item.label for item in prepared.sites["IDRID"]} == set(range(5))
+    (root / "splits/IDRID_train.txt").write_text("IDRID/pdr/a.jpg 5\n")
+    with pytest.raises(DataError, match=r"IDRID_train.txt row 1"):
+        prepare(get_preparation("gdrbench"), root, tmp_path / "again")
+
+
+def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
+    root, data = paper_releases.midog2022(tmp_path / "from"), tmp_path / "DATA"
+    prepared = prepare(get_preparation("midog2022"), root, data)
+    assert "canine_lung_cancer has 5 patients, published are 44" in prepared.warnings
+    found = [entry for entries in listed(data / "human_breast_cancer").values() for entry in entries]
+    assert {(entry["image"], entry["label"], entry["patient"]) for entry in found} == {
+        (f"patches/{number:03}/{2 * number - 1 + label}.png", 1 - label, f"{number:03}") for number in range(1, 6) for label in (0, 1)
+    }
+    whole = np.asarray(Image.open(root / "images/003.tiff"))
+    middle, border = (np.asarray(Image.open(data / f"human_breast_cancer/patches/003/{cell}.png")) for cell in (5, 6))
+    assert (middle == whole[7:103, 14:110]).all()  # around (65, 55) there are 48 pixels to the left and above, and 45 to the right
+    assert (border == whole[7:103, :96]).all()
+    assert not (data / "human_breast_cancer/images").exists()
+    sides = [{entry["patient"] for entry in entries} for entries in listed(data / "canine_lymphoma").values()]
+    assert [len(side) for side in sides] == [4, 1] and not sides[0] & sides[1]
+
+
+def annotated(root: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The copy of MIDOG 2022 with its annotations changed."""
+    paper_releases.midog2022(root)
+    content = json.loads((root / "MIDOG2022_training.json").read_text())
+    change(content)
+    (root / "MIDOG2022_training.json").write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda found: found.pop("images"), "images"),
+        (lambda found: found["annotations"][0].update(bbox=None), "row 1"),
+        (lambda found: found["images"][0].update(width="wide"), "row 1"),
+        (lambda found: found["annotations"][0].update(category_id=3), "row 1"),
+        (lambda found: found["annotations"][0].update(image_id=9), "row 1"),
+        (lambda found: found["annotations"][2].update(bbox=[110, 30, 160, 80]), "002.tiff"),
+        (lambda found: found["images"][1].update(file_name="400.tiff"), "400.tiff"),
+        (lambda found: found["images"][1].update(height=120), "002.tiff"),
+        (lambda found: found["annotations"][1].update(id=1), "1.png"),
+    ],
+)
+def test_wrong_annotations_of_cells_are_one_line(change: Callable[[dict[str, Any]], object], named: str, tmp_path: Path) -> None:
+    root = annotated(tmp_path / "from", change)
+    with pytest.raises(DataError, match=named) as error:
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+    assert "\n" not in str(error.value) and not (tmp_path / "DATA").exists()
+
+
+def test_an_image_of_no_tumour_is_refused(tmp_path: Path) -> None:
+    root = annotated(tmp_path / "from", lambda found: found["images"][0].update(file_name="355.tiff"))
+    (root / "images/001.tiff").rename(root / "images/355.tiff")
+    with pytest.raises(DataError, match="row 1"):
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+
+
+def test_a_picture_that_ends_too_early_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    root = paper_releases.midog2022(tmp_path / "from")
+    file = root / "images/251.tiff"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(DataError, match=r"251\.tiff"):
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+    assert not (tmp_path / "DATA").exists()
+
+
+def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None:
+    prepare(get_preparation("prostate"), paper_releases.prostate(tmp_path / "from"), tmp_path / "DATA")
+    task = load_task({**load_task("papers/prostate_iop").to_dict(), **SMALL["segmentation"]})
+    slices = {
+        role: len(open_site("HK", task, seed=0, role=role, data_root=tmp_path / "DATA").data.split("test"))
+        for role in ("inside", "outside")
+    }
+    assert slices == {"inside": 3, "outside": 15}  # three slices a volume
+
+
+def test_a_volume_without_a_mask_is_named(tmp_path: Path) -> None:
+    root = paper_releases.prostate(tmp_path / "from")
+    (root / "HK/Case02_segmentation.nii.gz").unlink()
+    with pytest.raises(DataError, match=r"HK/Case02.nii.gz"):
+        prepare(get_preparation("prostate"), root, tmp_path / "DATA")
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "prepare", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "BCN 12413" in said and "human_breast_cancer of 150 patients" in said and "20552 in all" in said
+    assert "camelyon17: Camelyon17-WILDS" in said and "licence: CC BY-NC 4.0" in said and "from https://liuquande.github.io/SAML/" in said
+    options = ["--from", str(paper_releases.prostate(tmp_path / "from")), "--to", str(tmp_path / "DATA")]
+    assert main(["data", "prepare", "prostate", *options, "--copy"]) == 0
+    said = capsys.readouterr().out
+    assert f"written: {tmp_path}/DATA/HK/datalist.json" in said and "published counts: IOP-FL" in said
+    assert (tmp_path / "DATA/HK/HK/Case00.nii.gz").stat().st_nlink == 1
+    assert main(["data", "prepare", "prostate", *options]) == 1
+    assert "exists; keep it, or write it anew with --force" in capsys.readouterr().err
+    assert main(["data", "prepare", "prostate"]) == 1
+    assert "give NAME, --from DOWNLOADS and --to DATA" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="prostat"):
+        get_preparation("prostat")

@@ -1,0 +1,212 @@
+"""A task that is proposed fits the images that it was proposed for, and says why."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from helpers.volume_sites import write
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.checking.check import check_site
+from medflare.data.checking.planning import Plan
+from medflare.data.dataset_import.datalists import Wishes, init
+from medflare.data.dataset_import.inspection import Said, look
+from medflare.data.dataset_import.proposing import Answers, propose
+from medflare.data.dataset_import.tables import Columns
+from medflare.tasks.config import TaskConfig, load_task
+
+
+def proposed(root: Path, wishes: Wishes | None = None, **answers: Any) -> tuple[TaskConfig, Plan]:
+    """The task for a downloaded folder, which its own check accepts."""
+    init(root, wishes or Wishes())
+    plan = propose(root, Answers(**answers))
+    task = load_task(plan.settings)
+    report = check_site(root, task)
+    assert report.ok, report.render()
+    return task, plan
+
+
+def test_classes_by_their_folders(tmp_path: Path) -> None:
+    task, plan = proposed(classes(tmp_path / "Chest X-rays", patients=8))
+    assert (task.name, task.kind, task.target, task.labels) == ("chest_x_rays", "classification", "multiclass", ("cat", "dog"))
+    assert (task.channels, task.size, task.network["name"]) == (1, (16, 16), "small_cnn")
+    assert all(choice.reason for choice in plan.choices)
+    assert next(choice.reason for choice in plan.choices if choice.setting == "sampling").startswith("dog is shown "), "both are named"
+    assert 'labels: ["cat", "dog"]\n    names from the datalist' in plan.render() and "nnU-Net" not in plan.render()
+
+
+def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
+    for n in range(30):
+        picture(tmp_path / ("rare" if n < 5 else "common") / f"{n}.png", channels=3)
+    task, _ = proposed(tmp_path)
+    assert task.sampling["name"] == "balanced" and task.channels == 3
+
+
+def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for file in classes(tmp_path, patients=6).rglob("*.png"):
+        Image.open(file).convert("RGB").save(file)
+    assert proposed(tmp_path)[0].channels == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((1,), ("binary", ("foreground",), {})),
+        ((255,), ("binary", ("foreground",), {"foreground": [255]})),
+        ((1, 2), ("multiclass", ("background", "structure_1", "structure_2"), {})),
+        ((3, 7), ("multiclass", ("background", "structure_3", "structure_7"), {"structure_3": [3], "structure_7": [7], "background": [0]})),
+    ],
+)
+def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    task, _ = proposed(pairs(tmp_path, values=values))
+    assert (task.target, task.labels, task.label_values) == expected
+    assert (task.network["name"], task.image_mode) == ("DynUNet", "patch")
+
+
+def test_answers_count(tmp_path: Path) -> None:
+    task, plan = proposed(pairs(tmp_path, values=(1, 2)), name="eyes", labels=("disc", "cup"), size=(32, 16))
+    assert (task.name, task.labels, task.size, task.image_mode) == ("eyes", ("background", "disc", "cup"), (32, 16), "resize")
+    assert task.network == {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
+    assert sum(choice.setting == "size" for choice in plan.choices) == 1
+    assert load_task(propose(tmp_path, Answers(network="SegResNet", size=(16, 16))).settings).network == {"name": "SegResNet"}
+
+
+def test_one_class_may_be_renamed(tmp_path: Path) -> None:
+    task, _ = proposed(classes(tmp_path / "a"), labels=("cat", "hound"))
+    assert task.label_values == {"cat": [0], "hound": [1]}
+    assert "count so: 1 dog as 1 hound" in check_site(tmp_path / "a", task).render()
+    for names in (("cat", "dog"), ("chat", "chien"), ("cat", "dog", "horse")):
+        assert not proposed(tmp_path / "a", Wishes(force=True), labels=names)[0].label_values
+    (pairs(tmp_path / "b", values=(1, 2)) / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "disc", "2": "cup"}}))
+    task, _ = proposed(tmp_path / "b", labels=("disc", "pit"), size=(16, 16))
+    assert task.label_values == {"background": [0], "disc": [1], "pit": [2]}
+
+
+def test_findings_of_a_table(tmp_path: Path) -> None:
+    for n in range(12):
+        picture(tmp_path / f"{n}.png")
+    table(tmp_path / "t.csv", ("image", "oedema", "mass"), *((f"{n}.png", n % 2, n // 2 % 2) for n in range(12)))
+    task, _ = proposed(tmp_path, Wishes(columns=Columns(label="oedema,mass")))
+    assert (task.target, task.labels) == ("multilabel", ("oedema", "mass"))
+
+
+def test_a_mask_file_for_each_structure(tmp_path: Path) -> None:
+    for n in range(12):
+        picture(tmp_path / f"{n}.png", 80 + n)
+        mask(tmp_path / f"d{n}.png", (1, 1))
+        mask(tmp_path / f"c{n}.png")
+    table(tmp_path / "t.csv", ("image", "disc", "cup"), *((f"{n}.png", f"d{n}.png", f"c{n}.png") for n in range(12)))
+    task, _ = proposed(tmp_path, Wishes(columns=Columns(mask="disc,cup")), size=(16, 16))
+    assert (task.target, task.labels) == ("multilabel", ("disc", "cup"))
+
+
+def test_no_name_is_dropped_where_masks_hold_fewer_values(tmp_path: Path) -> None:
+    """A rare value among many masks: the names were given to those that were seen, in their order."""
+    init(pairs(tmp_path, values=(2,)))
+    with pytest.raises(ConfigError, match="--labels rim,cup"):
+        propose(tmp_path, Answers(labels=("rim", "cup")))
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "rim", "2": "cup"}}))
+    init(tmp_path, Wishes(force=True))
+    task = load_task(propose(tmp_path, Answers(labels=("rim", "cup"), size=(16, 16))).settings)
+    assert (task.target, task.labels, task.label_values) == ("multiclass", ("background", "rim", "cup"), {})
+
+
+def _one_image(root: Path, entry: dict[str, Any], **more: Any) -> Path:
+    """A datalist of one entry, whose files are there."""
+    pairs(root, images=1)
+    (root / "datalist.json").write_text(json.dumps({"training": [entry], **more}))
+    return root
+
+
+@pytest.mark.parametrize("label", [["IMG_00_mask.png", "IMG_00_mask.png"], [0, 1]], ids=["masks", "findings"])
+def test_as_many_names_as_an_image_has_masks_or_findings(label: list[Any], tmp_path: Path) -> None:
+    root = _one_image(tmp_path, {"image": "IMG_00.png", "label": label})
+    assert look(root, Said(labels=("a", "b"))).settings["labels"] == ["a", "b"]
+    for names in (("a",), ("a", "b", "c")):
+        with pytest.raises(ConfigError, match=f"--labels {','.join(names)}"):
+            look(root, Said(labels=names))
+
+
+class TestChannelsInFiles:
+    ENTRY: ClassVar = {"image": ["IMG_00.png", None], "label": "IMG_00_mask.png"}
+
+    @pytest.mark.parametrize(
+        ("named", "channels"),
+        [
+            ({"0": "T1", "1": "T2"}, ["T1", "T2"]),
+            (["T1", "T2"], ["T1", "T2"]),
+            (["T1"], ["T1", "channel_1"]),
+            (None, ["channel_0", "channel_1"]),
+        ],
+    )
+    def test_their_names(self, named: Any, channels: list[str], tmp_path: Path) -> None:
+        root = _one_image(tmp_path, self.ENTRY, channel_names=named)
+        for said in (Said(), Said(channels=2)):
+            assert look(root, said).settings["channels"] == channels
+
+    @pytest.mark.parametrize("named", ["T1", [["T1"]], {"0": {"name": "T1"}}])
+    def test_names_that_are_none(self, named: Any, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="channel_names"):
+            look(_one_image(tmp_path, self.ENTRY, channel_names=named), Said())
+
+    def test_another_number_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="--channels 7"):
+            look(_one_image(tmp_path, self.ENTRY), Said(channels=7))
+
+
+def test_volumes_with_named_channels(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for folder in ("imagesTr", "labelsTr"):
+        (tmp_path / folder).mkdir()
+    for case in range(5):
+        for channel in range(2):
+            write(tmp_path / "imagesTr" / f"c{case}_{channel:04}.nii.gz", random.uniform(0, 9, (16, 16, 16)).astype(np.float32), np.eye(4))
+        drawn = np.zeros((16, 16, 16), np.uint8)
+        drawn[4:9, 4:9, 4:9] = 1
+        write(tmp_path / "labelsTr" / f"c{case}.nii.gz", drawn, np.eye(4))
+    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
+    task, _ = proposed(tmp_path)
+    assert (task.spatial_dims, task.channels, task.labels, task.label_values) == (3, ("T2", "ADC"), ("PZ",), {})
+    assert task.intensity["name"] == "NormalizeIntensity"
+
+
+@pytest.mark.parametrize(
+    ("answers", "named"),
+    [
+        ({"labels": ("disc",)}, "--labels disc"),
+        ({"labels": ("disc", "cup", "rim")}, "--labels disc,cup,rim"),
+        ({"labels": ("disc", "disc")}, "--labels disc,disc"),
+        ({"size": (8,)}, "--size"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_named(answers: dict[str, Any], named: str, tmp_path: Path) -> None:
+    init(pairs(tmp_path, values=(1, 2)))
+    with pytest.raises(ConfigError, match=named):
+        propose(tmp_path, Answers(**answers))
+
+
+def test_masks_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="datalist"):
+        propose(pairs(tmp_path / "a"), Answers())
+    soft = pairs(tmp_path / "soft")
+    for number, file in enumerate(soft.glob("*_mask.png")):
+        picture(file, 40 + 20 * number)  # many grey levels
+    init(soft)
+    with pytest.raises(DataError, match="mask"):
+        propose(soft, Answers())
+    empty = pairs(tmp_path / "empty", values=())
+    init(empty)
+    with pytest.raises(DataError, match="10 masks"):
+        propose(empty, Answers())
+
+
+def test_sites_that_name_other_labels_are_refused(tmp_path: Path) -> None:
+    init(classes(tmp_path / "A"))
+    init(classes(tmp_path / "B", names=("cat", "horse")))
+    with pytest.raises(ConfigError, match="labels"):
+        propose(tmp_path, Answers())

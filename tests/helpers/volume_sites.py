@@ -1,0 +1,129 @@
+"""Small sites of NIfTI volumes on disk, and a task to read them with."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pydicom
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import (
+    UID,
+    BasicTextSRStorage,
+    CTImageStorage,
+    ExplicitVRLittleEndian,
+    GrayscaleSoftcopyPresentationStateStorage,
+    MediaStorageDirectoryStorage,
+    generate_uid,
+)
+
+from helpers import small_tasks
+from medflare.tasks.config import TaskConfig, load_task
+
+SHAPE = (12, 14, 10)
+SPACING = (2.0, 1.0, 3.0)
+NAMES = ("pre", "flair")
+PATIENTS = {"training": 3, "validation": 2, "test": 2}
+TASK: dict[str, Any] = {
+    **small_tasks.SEGMENTATION,
+    "name": "cubes",
+    "labels": ["cube"],
+    "spatial_dims": 3,
+    "channels": list(NAMES),
+    "size": [8, 8, 8],
+    "network": {"name": "unet", "channels": [2, 4], "norm": "batch"},
+    "batch_size": 2,
+    "intensity": {"name": "ScaleIntensity"},
+}
+PATCHES: dict[str, Any] = {**TASK, "image_mode": "patch", "patches_per_image": 2}
+
+
+def cube_task(**changes: Any) -> TaskConfig:
+    """Whole volumes of two channels, resized, with some settings changed."""
+    return load_task({**TASK, **changes})
+
+
+def affine(codes: str = "RAS", spacing: tuple[float, ...] = SPACING) -> np.ndarray:
+    """Of voxel axes that run along the patient's axes as the three letters say."""
+    matrix = np.zeros((4, 4))
+    for axis, letter in enumerate(codes):
+        row = next(row for row, pair in enumerate(("RL", "AP", "SI")) if letter in pair)
+        matrix[row, axis] = spacing[axis] * (1 if letter in "RAS" else -1)
+    matrix[:, 3] = (-5, 7, 11, 1)
+    return matrix
+
+
+def write(path: Path, volume: np.ndarray, matrix: np.ndarray | None = None) -> Path:
+    """A NIfTI file."""
+    nibabel.save(nibabel.Nifti1Image(volume, affine() if matrix is None else matrix), path)
+    return path
+
+
+def make_sites(folder: Path, names: Iterable[str]) -> Path:
+    """A folder of sites, each with volumes as `make_volumes` draws them."""
+    for name in names:
+        make_volumes(folder / name)
+    return folder
+
+
+def make_volumes(folder: Path, shape: tuple[int, int, int] = SHAPE, patients: dict[str, int] | None = None) -> Path:
+    """A site's folder: noise with a bright cube in both channels, one patient a volume; sizes differ by a slice."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(len(folder.name))
+    listed: dict[str, list[dict[str, Any]]] = {}
+    number = 0
+    for split, count in (patients or PATIENTS).items():
+        listed[split] = []
+        for _ in range(count):
+            size = (*shape[:2], shape[2] + number % 2)
+            mask = np.zeros(size, np.uint8)
+            corner = random.integers(1, 5, 3)
+            mask[tuple(slice(start, start + 5) for start in corner)] = 1
+            files = []
+            for name in NAMES:
+                volume = random.uniform(0, 30, size).astype(np.float32) + 100 * mask
+                files.append(write(folder / f"p{number}_{name}.nii.gz", volume).name)
+            write(folder / f"p{number}_mask.nii.gz", mask)
+            listed[split].append({"image": files, "label": f"p{number}_mask.nii.gz", "patient": f"p{number}"})
+            number += 1
+    (folder / "datalist.json").write_text(json.dumps(listed))
+    return folder
+
+
+def dicom_series(folder: Path, slices: int = 4) -> Path:
+    """Axial CT slices of 6 rows and 5 columns, 2 mm thick; pixel values tell column, row and slice."""
+    folder.mkdir()
+    for number in range(slices):
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        file = FileDataset(str(folder / f"{number}.dcm"), {}, file_meta=meta, preamble=b"\0" * 128)
+        file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+        file.SeriesInstanceUID, file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "1.2", "CT", number + 1
+        file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
+        file.Rows, file.Columns, file.PixelSpacing, file.SliceThickness = 6, 5, [0.5, 0.25], 2
+        file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 2 * number]
+        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+        file.BitsAllocated = file.BitsStored = 16
+        file.HighBit, file.PixelRepresentation = 15, 0
+        rows, columns = np.mgrid[:6, :5]
+        file.PixelData = (columns + 10 * rows + 100 * number).astype(np.uint16).tobytes()
+        pydicom.dcmwrite(folder / f"{number}.dcm", file)
+    return folder
+
+
+def beside_a_series(folder: Path) -> Path:
+    """What an archive exports with a series: a directory, a presentation state, a report, a vendor's own, and a leaflet."""
+    kinds = {"DICOMDIR": MediaStorageDirectoryStorage, "PR1.dcm": GrayscaleSoftcopyPresentationStateStorage, "SR": BasicTextSRStorage}
+    kinds["CSA"] = UID("1.3.12.2.1107.5.9.1")  # "Non-Image" of Siemens
+    for number, (name, kind) in enumerate(kinds.items()):
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        file = FileDataset(str(folder / name), {}, file_meta=meta, preamble=b"\0" * 128)
+        file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = kind, meta.MediaStorageSOPInstanceUID, f"1.2.5.{number}"
+        pydicom.dcmwrite(folder / name, file)
+    (folder / "README.TXT").write_text("insert the disc")
+    return folder
