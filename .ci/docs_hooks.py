@@ -1,6 +1,6 @@
 """What the site is made of besides the pages in this folder: README, CONTRIBUTING and CHANGELOG of the repository, a page of tables for
-every committed study, the settings of a task and the hyper-parameters of all methods from the code, and a page of API reference for every room
-of the package. Called by mkdocs (mkdocs.yml)."""
+every committed study, the settings of a task and the hyper-parameters of all methods from the code, and a page of API
+reference for every room of the package. Called by mkdocs (mkdocs.yml)."""
 
 import inspect
 import json
@@ -44,13 +44,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def tables(study: Path) -> str:
     """The page of a study: its command and tables."""
     with zipfile.ZipFile(study) as archive:
-        page = archive.read("tables.md").decode()
-    return page
+        return archive.read("tables.md").decode()
 
 
 def benchmarks() -> str:
     """The page of measurements, from benchmarks.json."""
-    page = ["# Benchmarks", "", "Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one table.", ""]
+    note = "Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one table."
+    page = ["# Benchmarks", "", note, ""]
     for measured in json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8")):
         page += [f"## {measured['title']}", "", f"`{measured['command']}`", ""]
         page += [f"Commit {measured['commit']}, {measured['date']}, {measured['machine']}. {measured['note']}", ""]
@@ -67,7 +67,8 @@ def task_settings() -> str:
     schema = TypeAdapter(TaskConfig).json_schema()
     described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE)
     meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
-    rows = ["# All settings of a task", "", "Generated from `TaskConfig` by `python .ci/docs_hooks.py`.", "", "| setting | type and range | default | meaning |", "|---|---|---|---|"]
+    rows = ["# All settings of a task", "", "Generated from `TaskConfig` by `python .ci/docs_hooks.py`.", ""]
+    rows += ["| setting | type and range | default | meaning |", "|---|---|---|---|"]
     for name, setting in schema["properties"].items():
         default = "required" if name in schema["required"] else f"`{json.dumps(setting['default'])}`" if "default" in setting else "none"
         rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")

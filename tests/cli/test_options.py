@@ -1,4 +1,4 @@
-"""What is written on the command line becomes hyper-parameters of an algorithm, settings of the task, or one line that says what is wrong."""
+"""The command line becomes hyper-parameters, settings of the task, or one line that says what is wrong."""
 
 import hashlib
 import os

@@ -202,7 +202,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong: str) -> None:
 
 
 def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
-    """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter. Who pairs changes no setting of either algorithm."""
+    """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter, or changes a setting."""
     refused: dict[tuple[str, str], str] = {}
     sites = {method.site: method.name for method in map(get_method, reversed(method_names()))}
     servers = {method.server: method.name for method in map(get_method, reversed(method_names()))}

@@ -29,7 +29,7 @@ def methods(
 ) -> int:
     """List methods, ours and those that other installed packages bring, with their hyper-parameters.
 
-    Those of both algorithms as --set takes them: default, the paper's symbol, where it stands in the paper, what is allowed, and what it does.
+    Those of both algorithms as --set takes them: default, the paper's symbol and place, what is allowed, and what it does.
     """
     from medflare.methods.catalogue import get_method, method_names
 

@@ -1,6 +1,6 @@
 """Hyper-parameters: frozen pydantic dataclasses whose fields carry the paper's symbol, its source and what they allow.
 
-Each belongs to one algorithm of a method, the site algorithm or the server algorithm, and is named within it: `site.beta` and `server.beta` are two
+Each belongs to the site algorithm or the server algorithm, and is named within it: `site.beta` and `server.beta` are two
 things. The bare name serves wherever one algorithm owns it.
 """
 

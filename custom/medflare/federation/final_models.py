@@ -157,7 +157,7 @@ def evaluated(
         site: measures with its test images.
         models: role -> delivered model. A method may deliver further roles, to be compared with its own; equal objects are
             measured once.
-        keep: called with (role, model, metrics, cases) for every delivered model. Cases are in no item: what is in a metadata item leaves the site.
+        keep: called with (role, model, metrics, cases) for every delivered model. Cases are not metadata: metadata leaves the site.
         minimum_patients: confusion counts and curves stay here where a class, or its contrary, has patients, but fewer.
         method: says which models a site of its has; one that is missing is null in the metrics, with an event that says why.
         inside: whether the site trained.

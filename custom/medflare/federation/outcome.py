@@ -58,7 +58,7 @@ class Outcome:
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
         costs: site -> what it has cost.
-        model_selectors: model -> {"round": of training behind the delivered one, "rule": that decided, "candidates": see `ModelSelector.record`}.
+        model_selectors: model -> {"round": of the final model, "rule": that decided, "candidates": see `ModelSelector.record`}.
         tables: see `Telling.tables`.
         selector: see `Selecting.selector_summary`.
         rounds: of training that were done; None in a run that failed before its end.

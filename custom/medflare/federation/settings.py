@@ -28,7 +28,7 @@ class Rules:
         outlier_policy: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
         patience: training ends after so many rounds in which no model that the sites validate has become better by the median over the
             sites, see `parts.selection.plateau`; the best round is delivered as always. None: all rounds.
-        transport_dtype: in which form the kernels and matrices of the network travel between server and sites: "fp32", or in half the bytes "bf16",
+        transport_dtype: how kernels and matrices of the network travel between server and sites: "fp32", or in half the bytes "bf16",
             see `update_validation.rounding`. The final models travel in fp32.
     """
 

@@ -228,7 +228,7 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
         bounds: how large an image of its task may be.
 
     Raises:
-        StateError: a file is missing or damaged, the card is of another schema, was changed or has lost its signature, its task is none that
+        StateError: a file is missing or damaged, the card has another schema, was changed or lacks its signature, its task is none that
             this version knows, or card and weights do not belong together.
         ConfigError: its images are larger than the bounds.
     """

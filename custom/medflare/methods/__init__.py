@@ -1,6 +1,6 @@
 """Methods: a room for each paper, the baselines, and what a method is made of.
 
-What an author of a method needs can be imported from here: `Method`, the algorithms `SiteAlgorithm` and `ServerAlgorithm`, FedAvg's algorithms to
+What an author of a method needs can be imported from here: `Method`, `SiteAlgorithm`, `ServerAlgorithm`, FedAvg's algorithms to
 start from, the words of their declarations, and the training loop.
 """
 
@@ -10,7 +10,8 @@ from medflare.core.facade import public
 
 _MODULES = {
     "aggregation": "Aggregation SiteModel WeightedMean site_models states_of",
-    "base": "LOSS MEASURED N_SAMPLES VALIDATION PersistentState Plan ServerContext ServerAlgorithm ServerHyper SiteAlgorithm SiteHyper Step",
+    "base": "LOSS MEASURED N_SAMPLES VALIDATION PersistentState Plan ServerAlgorithm ServerContext ServerHyper "
+    "SiteAlgorithm SiteHyper Step",
     "catalogue": "build_deployed get_method method_names",
     "fedavg.partial": "PartialSite",
     "fedavg.server": "FedAvgServer FedAvgServerHyper",

@@ -101,7 +101,7 @@ class ServerContext:
 
     Attributes:
         phases: what the site algorithm declares, by phase; empty where nobody has said.
-        aggregation: the formula to aggregate with, where somebody holds it already (FLARE's aggregator component); None: the algorithm's own.
+        aggregation: the formula to aggregate with (FLARE's aggregator component may hold it already); None: the algorithm's own.
         site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
         events: where the algorithm reports what it noticed.
         start: what the task's network starts from, where that is no random draw; see `networks.weights.starting_state`.
@@ -178,7 +178,7 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     Attributes:
         Hyper: the hyper-parameters that this algorithm owns.
-        server_hyper: the class of hyper-parameters without which a server algorithm cannot serve this one: what it reads of them, or relies on.
+        server_hyper: the class of hyper-parameters that the server algorithm must have, since this one reads them.
         phases: what the algorithm answers and what its answers hold; each has a method of its name, (round, message) -> reply.
         delivery: what the server's message with the final models holds; None: the algorithm does not say.
         capabilities: "accumulate": all steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; "freeze": parts of
@@ -326,10 +326,10 @@ class ServerAlgorithm(ABC, Generic[V]):
 
     Attributes:
         Hyper: the hyper-parameters that this algorithm owns.
-        site_hyper: the class of hyper-parameters without which this algorithm cannot serve a site algorithm: what it reads of them, or relies on.
+        site_hyper: the class of hyper-parameters that the site algorithm must have, since this one reads them.
         aggregation_class: the formula that the algorithm aggregates models with, if it does; FLARE's aggregators run the same one.
         capabilities: "freeze", as of a site algorithm.
-        site_extension: what the algorithm asks of any site beside training, as a class that is mixed into the site algorithm (see `method.extended`).
+        site_extension: what the algorithm asks of any site beside training: a class mixed into the site algorithm (`method.extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
 

@@ -21,7 +21,7 @@ def opposite(split: Split) -> Split:
 
 @pytest.fixture
 def torn(squares: ModuleType) -> Callable[..., dict[str, float]]:
-    """(site algorithm, server algorithm, task, rounds, change, hyper-parameters) -> site -> test metric of the model that it uses in the end.
+    """(site, server, task, rounds, change, hyper-parameters) -> site -> test metric of the model that it uses in the end.
 
     Sites A and B have the same images and targets, but for `change`, which is done to all that B has; by default opposite labels.
     """

@@ -80,7 +80,7 @@ def run_local(
         say: takes a progress line a step.
         observe: called after every step.
         delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
-        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, `max_client_weight`, `suspects`, `patience`, `wire`), and the
+        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, `max_client_weight`, `outlier_policy`, ...), and the
             method's hyper-parameters: by name where one algorithm owns the name, else `site={name: value}`, `server={name: value}`.
 
     Raises:

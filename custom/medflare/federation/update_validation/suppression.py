@@ -1,6 +1,6 @@
 """What a site keeps back of its own reply: numbers that were measured on fewer patients than it lets them be told of.
 
-The field calls it small-cell suppression. A method declares what its numbers speak of (`TensorSpec` and `MetaSpec`: `measured`, `per_class`); the
+Small-cell suppression. A method declares what its numbers describe (`TensorSpec` and `MetaSpec`: `measured`, `per_class`); the
 participant of every engine suppresses it here.
 """
 

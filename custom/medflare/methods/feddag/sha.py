@@ -1,4 +1,4 @@
-"""Sharpness-aware hierarchical aggregation (SHA), FedDAG's server algorithm (Che et al., arXiv 2501.13967, Sec. III-C), for any site algorithm.
+"""Sharpness-aware hierarchical aggregation (SHA), FedDAG's server (Che et al., arXiv 2501.13967, Sec. III-C), for any site algorithm.
 
 After training, a site also sends its model moved uphill by ε (length ρ, along the gradient of its last batch). In a second phase of
 the round the other sites measure these perturbed models on their validation images: a model in a flat minimum keeps its score.

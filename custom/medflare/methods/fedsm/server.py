@@ -1,4 +1,4 @@
-"""FedSM's server algorithm: averages the global model, pulls the personal models towards each other (Eq. 11), solves or steps the selector."""
+"""FedSM's server algorithm: averages the global model, pulls personal models together (Eq. 11), solves or steps the selector."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
