@@ -68,7 +68,7 @@ class RunSettings(Rules):
         return {name: list(self.outside) if name == "outside" else getattr(self, name) for name in RUN_SETTINGS}
 
 
-WAITS: Final = ("step_timeout", "enrol_timeout", "silence")  # of the server for its sites; a run may be taken up with others
+WAITS: Final = ("step_timeout", "enrol_timeout", "heartbeat_timeout")  # of the server for its sites; a run may be taken up with others
 RULES: Final = tuple(field.name for field in dataclasses.fields(Rules))
 _OWN: Final = tuple(field.name for field in dataclasses.fields(RunSettings) if field.name not in RULES)
 RUN_SETTINGS: Final = (*_OWN[:3], *RULES, *_OWN[3:])

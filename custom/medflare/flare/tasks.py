@@ -163,13 +163,13 @@ class TaskExchange:
 
     def waiting(self) -> dict[str, Any]:
         """The `phase` and `round` of the step, the seconds for which every site that has not answered was not heard of (`silent`), and
-        those after which it is given up (`silence`); empty before the first step."""
+        those after which it is given up (`heartbeat_timeout`); empty before the first step."""
         with self._changed:
             if self._step is None:
                 return {}
             since = {site: self.liveness.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
         silent = {site: round(seconds, 1) for site, seconds in since.items()}
-        return {**self._step._asdict(), "silent": silent, "silence": self.liveness.heartbeat_timeout}
+        return {**self._step._asdict(), "silent": silent, "heartbeat_timeout": self.liveness.heartbeat_timeout}
 
     def close(self) -> None:
         """There will be no more tasks: nobody is kept waiting for one."""
