@@ -95,7 +95,7 @@ def received(reply: Reply) -> Message:
 
 def tasks(controller: FakeController, **settings: Any) -> TaskExchange:
     options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "stop_reason": lambda: "asked to", "say": lambda line: None}
-    options["liveness"] = Liveness(settings.pop("silence", 60.0), settings.pop("dead", None))
+    options["liveness"] = Liveness(settings.pop("heartbeat_timeout", 60.0), settings.pop("dead", None))
     options |= settings
     return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
 

@@ -205,7 +205,7 @@ def test_whom_the_step_waits_for_and_for_how_long() -> None:
     time.sleep(0.4)
     told = Progress(EventLog()).to_dict(carrier.tasks)
     step.join()
-    assert (told["phase"], told["round"], told["silence"]) == ("train", 3, 30.0)
+    assert (told["phase"], told["round"], told["heartbeat_timeout"]) == ("train", 3, 30.0)
     assert list(told["silent"]) == ["DU"] and 0.2 < told["silent"]["DU"] < 60
     assert carrier.tasks.waiting()["silent"] == {}, "nobody is waited for between two steps"
 

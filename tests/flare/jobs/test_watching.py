@@ -25,7 +25,7 @@ SUBMITTED, RUNNING, COMPLETED, FAILED = "SUBMITTED", "RUNNING", "FINISHED:COMPLE
 
 
 def told(*lines: str, count: int | None = None, **silent: float) -> dict[str, Any]:
-    step = {"phase": "train", "round": 1, "silent": silent, "silence": 120.0}
+    step = {"phase": "train", "round": 1, "silent": silent, "heartbeat_timeout": 120.0}
     return {"medflare": {"count": len(lines) if count is None else count, "lines": list(lines), **step}}
 
 

@@ -70,7 +70,7 @@ class Follower:
         for site, seconds in silent.items():
             if seconds >= max(_QUIET, 2 * self._named.get(site, 0.0)):
                 step = f"'{told['phase']}' of round {told['round']}"
-                self._say(f"silent: {site}: nothing heard for {seconds:.0f} s in {step}; given up after {told['silence']:g} s")
+                self._say(f"silent: {site}: nothing heard for {seconds:.0f} s in {step}; given up after {told['heartbeat_timeout']:g} s")
                 self._named[site] = seconds
         for site in [site for site in self._named if silent.get(site, 0.0) < _QUIET]:
             del self._named[site]
