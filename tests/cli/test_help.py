@@ -55,7 +55,7 @@ def test_the_settings_of_a_run_are_options() -> None:
     for command in ("run", "job"):
         _, options = parsed([command, "fedavg", "--out", "x", "--heartbeat-timeout", "3", "--outside", "A, B"])
         assert options.keys() >= {name for name in RunSettings.__dataclass_fields__ if name != "resume"}
-        assert (options["silence"], options["rounds"]) == (3.0, None)
+        assert (options["heartbeat_timeout"], options["rounds"]) == (3.0, None)
 
 
 def test_a_command_gets_the_named_settings_alone() -> None:

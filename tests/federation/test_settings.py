@@ -23,7 +23,7 @@ GIVEN: dict[str, Any] = {
     "transport_dtype": "bf16",
     "step_timeout": 60,
     "enrol_timeout": 0.5,
-    "silence": 30.5,
+    "heartbeat_timeout": 30.5,
     "resume": "id",
 }
 
@@ -31,7 +31,7 @@ GIVEN: dict[str, Any] = {
 def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
     assert {*RUN_SETTINGS} == GIVEN.keys()
     few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_client_weight": None, "outlier_policy": "used", "patience": None}
-    defaults = {**few, "transport_dtype": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "silence": 120.0, "resume": ""}
+    defaults = {**few, "transport_dtype": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "heartbeat_timeout": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
@@ -61,7 +61,7 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
         {"transport_dtype": "fp8"},
         {"step_timeout": -1},
         {"step_timeout": "1"},
-        {"silence": float("nan")},
+        {"heartbeat_timeout": float("nan")},
         {"resume": 3},
         {"round": 3},
     ],

@@ -67,7 +67,7 @@ TRAINED = MetaSpec(
 _DRAWN = TensorSpec(
     "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, optional=True
 )  # the global ones; there are none before the first round
-_RECEIVED: dict[str, Any] = {"sends": (DEPUTY, _DRAWN), "tells": (CLASS_TOTALS,)}
+_RECEIVED: dict[str, Any] = {"request": (DEPUTY, _DRAWN), "request_meta": (CLASS_TOTALS,)}
 
 
 class PRRSite(SiteAlgorithm[PRRSiteHyper]):
