@@ -138,7 +138,6 @@ def test_a_rejected_update_leaves_the_others_as_they_are_without_it(tmp_path: Pa
     assert (tmp_path / REPORT_FILE).is_file()
 
 
-BELOW_ZERO = tensors(lambda tensor: -tensor.abs() - 0.1)
 # What once ended a run: (federation, phase, round, lie, token of the event).
 FOUND: Final[dict[str, tuple[str, str, int, Lie, str]]] = {
     "a gain that no metric has": ("fedsm", "evaluate_gamma", ROUNDS, meta(gains={"0": 1e308}), "gains"),
