@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, DataError, one_line
+from medflare.core.packages import require
 from medflare.core.settings import STRICT
 from medflare.data import dicom
 from medflare.data.geometry import Grid, apply_turn, by
@@ -200,10 +201,13 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
     """
     with explained(path):
         if path.is_dir() or is_dicom(path):
+            require("pydicom", f"{path}: a DICOM image", DataError)
             stored = _read_dicom(path, bounds, mask)
         elif suffix(path) in NIFTI:
+            require("nibabel", f"{path}: a NIfTI image", DataError)
             stored = _read_nifti(path, bounds)
         elif suffix(path) in PICTURES:
+            require("PIL", f"{path}: a picture", DataError)
             stored = _read_picture(path, bounds, mask)
         else:
             path.stat()
