@@ -14,7 +14,7 @@ FAULTY = Path(__file__).parent / "components" / "faulty_executor.py"
 
 
 def test_the_others_go_on(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    job = build_job("fedavg", tiny_task, out=tmp_path / "job", rounds=3, min_sites=2, step_timeout=20.0, silence=30.0)
+    job = build_job("fedavg", tiny_task, out=tmp_path / "job", rounds=3, min_sites=2, step_timeout=20.0, heartbeat_timeout=30.0)
     sites = ("bad", "dead", "good", "late", "lost", "well")
     faults = {"bad": "nan", "dead": "die", "late": "slow", "lost": "raise"}
     use_executor(job, FAULTY, "FaultyExecutor", faults=faults, seconds=30.0)  # a round takes a second; the rest is for busy machines

@@ -92,7 +92,7 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
 def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
     federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """In one job: one site's connections are cut for a while shorter than `silence`; meanwhile another's job process is killed (-9).
+    """In one job: one site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed (-9).
 
     The one is waited for, comes back and answers; in place of the other another process answers, from what the site remembers.
     """
@@ -126,7 +126,7 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
 
     FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites.
     """
-    job = build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, min_sites=1, out=tmp_path / "job")
+    job = build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, heartbeat_timeout=40.0, min_sites=1, out=tmp_path / "job")
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
     federation.kill("site-2")

@@ -53,7 +53,7 @@ CALLED = []
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lab_nets").mkdir()
     (tmp_path / "lab_nets" / "__init__.py").write_text("")
-    (tmp_path / "lab_nets" / "helpers/small_tasks.py").write_text(CODE)
+    (tmp_path / "lab_nets" / "small.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(own, "_trusted", set())
     for name in [name for name in sys.modules if name.split(".")[0] == "lab_nets"]:
