@@ -166,7 +166,7 @@ class TaskConfig:
             label 0 is the background).
         channels: image channels fed to the network: a number (with 1, RGB files become luminance; with 3, grey files are repeated),
             or their names, where an entry lists a file for each ("pre", "flair", "post").
-        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of what the network is fed with: see `fit`.
+        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of the network's input: see `image_mode`.
         network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
             `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
@@ -192,8 +192,8 @@ class TaskConfig:
         unlisted_labels: what a value that no label lists means: "error", or "drop" (the image is left out; of a mask: background).
         resplit: seed that draws the given splits anew by patient, or None for the splits as given.
         spatial_dims: 2 for pictures and slices, 3 for volumes.
-        fit: how images come to the network's size: "resize" every image to `size`, or train on random "patch"es of `size` at the
-            resolution of the files and let a window slide over whole images wherever a model is used.
+        image_mode: "resize" resizes every image to `size`; "patch" trains on random patches of `size` at the resolution of the files and
+            predicts with a sliding window.
         patches_per_image: with "patch", how many an image gives in an epoch.
         orientation: 3-D: the patient's axes along which voxels run, as "RAS".
         spacing: 3-D: millimetres between voxels to which volumes are resampled; None as stored.
