@@ -175,8 +175,8 @@ class TaskConfig:
         clip: {"norm": ...} or {"value": ...}, the gradient limit of every optimizer step.
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class equally often),
             or {"name": "weighted", "weights": [...]}, see `data.sites.batches`.
-        freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not sent, in the first rounds; a list of parts:
-            in every round.
+        freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not sent, in the first rounds; a list of
+            parts: in every round.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         precision: number format of training and evaluation: "fp32", "bf16" or "fp16" (with loss scaling); weights, losses and steps
@@ -367,7 +367,7 @@ def _check_together(task: TaskConfig, place: str) -> None:
         (bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"), "sampling has weights where it is weighted alone"),
         (
             ignored,
-            f"{', '.join(ignored)}: nothing reads it where kind is {task.kind}, spatial_dims {task.spatial_dims} and image_mode {task.image_mode}",
+            f"{', '.join(ignored)}: not used with kind {task.kind}, spatial_dims {task.spatial_dims}, image_mode {task.image_mode}",
         ),
         (task.embedded and (volumes or task.channels not in (1, 3)), f"embedded {task.embedded!r} is pictures of 1 or 3 channels"),
         (patches and not masks, "image_mode 'patch' is for segmentation: a class belongs to a whole image"),
