@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "custom" / "medflare"
 FROM_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -59,7 +60,7 @@ def benchmarks() -> str:
 
 
 def task_settings() -> str:
-    """Every setting of a task with its type, range, default and meaning, from `TaskConfig`."""
+    """The page on tasks, ending with every setting, its type, range, default and meaning, from `TaskConfig`."""
     from pydantic import TypeAdapter
 
     from medflare.tasks.config import TaskConfig
@@ -67,12 +68,12 @@ def task_settings() -> str:
     schema = TypeAdapter(TaskConfig).json_schema()
     described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE)
     meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
-    rows = ["# All settings of a task", "", "Generated from `TaskConfig` by `python .ci/docs_hooks.py`.", ""]
-    rows += ["| setting | type and range | default | meaning |", "|---|---|---|---|"]
+    rows = ["| setting | type and range | default | meaning |", "|---|---|---|---|"]
     for name, setting in schema["properties"].items():
         default = "required" if name in schema["required"] else f"`{json.dumps(setting['default'])}`" if "default" in setting else "none"
         rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")
-    return "\n".join(rows) + "\n"
+    page = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
+    return page.split(SETTINGS)[0] + SETTINGS + "\n\n" + "\n".join(rows) + "\n"
 
 
 def json_type(schema: Mapping[str, Any]) -> str:
@@ -116,7 +117,7 @@ def reference(room: Path) -> str:
     return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"
 
 
-WRITTEN = {"benchmarks.md": benchmarks, "task_reference.md": task_settings}  # generated pages that are committed
+WRITTEN = {"benchmarks.md": benchmarks, "task.md": task_settings}  # generated pages that are committed
 
 if __name__ == "__main__":
     for name, made in WRITTEN.items():

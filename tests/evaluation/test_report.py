@@ -39,7 +39,7 @@ def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> No
     ]
     page = Page(
         render_report(
-            build_results(dataclasses.replace(record, model_selectors={"global": {"round": 1, "rule": "mean", "candidates": candidates}}))
+            build_results(dataclasses.replace(record, model_selection={"global": {"round": 1, "rule": "mean", "candidates": candidates}}))
         )
     )
     (table,) = [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Validation of the global")]
@@ -77,8 +77,8 @@ def test_hyper_parameters_stand_under_their_half(record: RunRecord) -> None:
 
 
 def test_pages_are_whole_and_fetch_nothing(record: RunRecord, history: list[dict[str, Any]], classified: RunRecord) -> None:
-    model_selectors = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7}}]}}
-    rich = dataclasses.replace(record, model_selectors=model_selectors, tables={"Training images": {"A": {"images": 4}}})
+    model_selection = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7}}]}}
+    rich = dataclasses.replace(record, model_selection=model_selection, tables={"Training images": {"A": {"images": 4}}})
     html = render_report(build_results(rich), history, {"Generated images": b"\x89PNG"})
     failed = RunRecord("fedavg", record.task, 0, 5, {}, reason="site B: <empty> split")
     pages = [html, *(render_report(build_results(one)) for one in (classified, failed, dataclasses.replace(record, running=True)))]
@@ -94,7 +94,7 @@ def test_a_long_run_of_many_sites_is_a_page_that_opens(record: RunRecord) -> Non
     votes = {f"site-{number:02d}": 0.5 for number in range(16)}
     candidates = [{"round": round, "value": 0.5, "votes": votes} for round in range(1, 501)]
     long = dataclasses.replace(
-        record, events=events.to_list(), model_selectors={"global": {"round": 7, "rule": "median", "candidates": candidates}}
+        record, events=events.to_list(), model_selection={"global": {"round": 7, "rule": "median", "candidates": candidates}}
     )
     html = render_report(build_results(long))
     page = Page(html)
@@ -202,8 +202,8 @@ def test_traffic_and_time_of_every_site(classified: RunRecord) -> None:
 
 
 def test_the_chosen_round_stands_at_the_top_and_in_the_curves(record: RunRecord, history: list[dict[str, Any]]) -> None:
-    model_selectors = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}}]}}
-    results = build_results(dataclasses.replace(record, model_selectors=model_selectors))
+    model_selection = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}}]}}
+    results = build_results(dataclasses.replace(record, model_selection=model_selection))
     text = render_report(results)
     assert '<dd class="number">1 of 2</dd>' in text
     assert training_curves(results, history) != training_curves(build_results(record), history)

@@ -98,7 +98,7 @@ def test_a_run_that_begins_anew_has_nothing_of_an_earlier_one(tmp_path: Path) ->
 @pytest.mark.parametrize(("method", "selection"), [("fedavg", "median"), ("fedavg", "last"), ("fedsm", "median"), ("fedrep", "median")])
 def test_a_card_says_after_how_many_rounds(method: str, selection: str, tmp_path: Path) -> None:
     results = run_local(method, TINY, 2, rounds=3, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
-    chosen = results["model_selectors"].get("global", {"round": 3})["round"]
+    chosen = results["model_selection"].get("global", {"round": 3})["round"]
     card = load_model(tmp_path / "models" / "global").card
     assert (card["round"], card["rounds"]) == (chosen, 3)
     if method == "fedsm":
@@ -121,6 +121,6 @@ def test_every_card_of_a_site_says_after_how_many_rounds(method: str, selection:
     results = run_local(method, task, 2, rounds=2, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
     found = {card.parent.relative_to(tmp_path): load_model(card.parent).card["round"] for card in (tmp_path / "sites").rglob("card.json")}
     assert len(found) >= 8 and set(found.values()) <= {1, 2}
-    chosen = results["model_selectors"].get("global", {"round": 2})["round"]
+    chosen = results["model_selection"].get("global", {"round": 2})["round"]
     assert found[Path("sites/site-3/global")] == load_model(tmp_path / "models" / "global").card["round"] == chosen
     assert selection != "last" or set(found.values()) == {2}

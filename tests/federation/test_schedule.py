@@ -176,7 +176,7 @@ class TestVotes:
 
         exchange.spoil = lie
         federation = run(exchange, rounds=4)
-        election = federation.outcome.model_selectors["global"]
+        election = federation.outcome.model_selection["global"]
         assert (election["round"], election["rule"]) == (4, "median")
         assert election["candidates"][0] == {"round": 1, "value": 0.2, "votes": {"A": 0.2, "B": 1.0, "C": 0.2}}
 
@@ -186,7 +186,7 @@ class TestVotes:
         federation = run(exchange)
         assert [event["round"] for event in federation.events.of("rejected", site="B")] == [0, 1]
         assert "its vote does not count" in federation.events.of("rejected")[0]["message"]
-        assert federation.outcome.model_selectors["global"]["candidates"][0]["votes"].keys() == {"A", "C"}
+        assert federation.outcome.model_selection["global"]["candidates"][0]["votes"].keys() == {"A", "C"}
 
 
 class TestCounts:

@@ -62,9 +62,9 @@ def test_of_elections_the_rounds_are_kept_where_curves_hold_the_votes(runs: list
     election = {"round": 1, "candidates": [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]}
     curves = {"global": {"A": [[1, 0.5]]}}
     for label, run in {"with": {**runs[0], "curves": curves}, "without": dict(runs[0])}.items():
-        kept(tmp_path, label, [{**run, "model_selectors": {"global": election}}])
+        kept(tmp_path, label, [{**run, "model_selection": {"global": election}}])
     found = read_study(tmp_path)
-    assert [found[label][0]["model_selectors"]["global"] for label in ("with", "without")] == [{"round": 1}, election]
+    assert [found[label][0]["model_selection"]["global"] for label in ("with", "without")] == [{"round": 1}, election]
 
 
 def test_rows_without_a_list_are_sorted_and_a_list_grows(runs: list[Run], tmp_path: Path) -> None:

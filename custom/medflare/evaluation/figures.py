@@ -36,7 +36,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
         return None
     metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     sites = sorted({site for lines in panels.values() for site in lines})
-    elected = {model: election["round"] for model, election in results.get("model_selectors", {}).items()}
+    elected = {model: election["round"] for model, election in results.get("model_selection", {}).items()}
     chosen = {model: round for model, round in elected.items() if round is not None}  # nobody chose where nothing was trained
 
     columns = 2 if len(panels) == 4 else min(3, len(panels))

@@ -55,7 +55,7 @@ class RunRecord:
         costs: site -> {"down_bytes", "up_bytes", "seconds" that it was at work}.
         history: one mapping a step, as `results.append_round` takes them.
         pictures: title -> PNG file content, shown in the report.
-        model_selectors: model that the sites chose together -> {"round": of training behind the delivered one, "rule": that decided,
+        model_selection: model that the sites chose together -> {"round": of training behind the delivered one, "rule": that decided,
             "candidates": [{"round", "value": what the votes came to, "votes": site -> metric}]}.
         tables: title -> site -> column -> number or text: what a method tells of its sites beside metrics.
         selector: of a model that selects one of several networks for every image: {"gamma", "temperature", "candidates": values of γ,
@@ -77,7 +77,7 @@ class RunRecord:
     settings: Mapping[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     pictures: Mapping[str, bytes] = field(default_factory=dict)
-    model_selectors: Mapping[str, Any] = field(default_factory=dict)
+    model_selection: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     selector: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
         "seconds": dict(record.seconds),
         "costs": {site: record.costs[site] for site in sorted(record.costs)},
-        "model_selectors": record.model_selectors,
+        "model_selection": record.model_selection,
         "events": list(record.events),
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},

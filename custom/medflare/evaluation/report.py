@@ -61,7 +61,7 @@ def render_report(
         reached=max((step["round"] for step in history), default=-1) + 1,
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
-        model_selectors=_elections(results),
+        model_selection=_model_selection(results),
         selector=_selector(results),
         reports=_reports(results),
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
@@ -103,10 +103,11 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
                 some = f"{defined} of " if defined < count else ""
                 where = f"mean over {some}{count} {role} site{'s' if count > 1 else ''}, deployed model"
                 tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
-    for model, election in results.get("model_selectors", {}).items():
-        voters = {site for candidate in election["candidates"] for site in candidate["votes"]}
-        where = f"of training behind the {model} model, elected by {len(voters)} site{'s' if len(voters) > 1 else ''}"
-        tiles.append(("Chosen round", f"{election['round']} of {results['rounds']}", where))
+    for model, selection in results.get("model_selection", {}).items():
+        if selection["round"] is not None:
+            count = len({site for candidate in selection["candidates"] for site in candidate["votes"]})
+            where = f"of training, {model} model, by the validation of {count} site{'s' if count > 1 else ''}"
+            tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
     traffic = results["traffic"]
     moved = f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"
     tiles.append(("Traffic", format_bytes(traffic["down_bytes"] + traffic["up_bytes"]), moved))
@@ -115,7 +116,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _model_selection(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What the page shows of every election.
 
     Returns:
@@ -123,7 +124,7 @@ def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         highest vote, "cut": whether there were more}.
     """
     shown: dict[str, dict[str, Any]] = {}
-    for model, election in results.get("model_selectors", {}).items():
+    for model, election in results.get("model_selection", {}).items():
         sites = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
         heard = {site: [candidate for candidate in election["candidates"] if site in candidate["votes"]] for site in sites}
         favourites = {site: max(own, key=lambda found: found["votes"][site])["round"] for site, own in heard.items()}

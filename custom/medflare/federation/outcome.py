@@ -58,7 +58,7 @@ class Outcome:
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
         costs: site -> what it has cost.
-        model_selectors: model -> {"round": of the final model, "rule": that decided, "candidates": see `ModelSelector.record`}.
+        model_selection: model -> {"round": of the final model, "rule": that decided, "candidates": see `ModelSelector.record`}.
         tables: see `Telling.tables`.
         selector: see `Selecting.selector_summary`.
         rounds: of training that were done; None in a run that failed before its end.
@@ -71,7 +71,7 @@ class Outcome:
     up_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
-    model_selectors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model_selection: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     selector: dict[str, Any] = field(default_factory=dict)
     rounds: int | None = None

@@ -222,7 +222,7 @@ class Run:
             hyper=self.method.effective(self.hyper),
             settings={**self.settings.to_dict(), **self.about},
             history=outcome.history,
-            model_selectors=outcome.model_selectors,
+            model_selection=outcome.model_selection,
             tables=outcome.tables,
             selector=outcome.selector,
             pictures=self.pictures,

@@ -82,9 +82,9 @@ class Federation:
             self.checkpoint(finished)
         self.outcome.rounds = self.server.context.rounds
         for model, election in self.server.model_selectors().items():
-            self.outcome.model_selectors[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
+            self.outcome.model_selection[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
         if getattr(self.server.hyper, "selection", "last") != "last":  # a survey has no such setting
-            doubt_elections(self.outcome, self.events)
+            doubt_model_selection(self.outcome, self.events)
         self.outcome.seconds["training"] = time.monotonic() - started
         self._deliver(finished, enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
@@ -259,17 +259,17 @@ def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: 
 # -- doubts ------------------------------------------------------------------------------------------------------------------
 
 
-def doubt_elections(outcome: Outcome, events: EventLog) -> None:
+def doubt_model_selection(outcome: Outcome, events: EventLog) -> None:
     """An event for every choice that rests on fewer than ten validation images: of all sites together, and of each that chooses alone."""
     images = {site: enrolled["n"]["validation"] for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
-    for model, election in outcome.model_selectors.items():
+    for model, election in outcome.model_selection.items():
         voters = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
         behind = {site: images[site] for site in voters if site in images}
         if election["candidates"] and images_behind(behind, election["rule"]) < FEW_IMAGES:
             told = ", ".join(f"{site} {count}" for site, count in behind.items()) or "none"
             events.add("few_validation_images", f"the round of the {model} model was chosen by votes on few validation images ({told})")
     for site in sorted(images):
-        alone = sorted(_validated(outcome.history, site) - outcome.model_selectors.keys())
+        alone = sorted(_validated(outcome.history, site) - outcome.model_selection.keys())
         if alone and images[site] < FEW_IMAGES:
             text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of its own"
             events.add("few_validation_images", text, site=site)

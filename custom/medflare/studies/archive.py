@@ -53,12 +53,12 @@ def write_rows(out: Path, labels: Iterable[str]) -> None:
 def write_run(out: Path, name: str, results: Mapping[str, Any]) -> None:
     """Add a run to the file, in the place of an earlier one of that name.
 
-    Of model_selectors the rounds are kept: the votes are the points of the learning curves.
+    Of model_selection the rounds are kept: the votes are the points of the learning curves.
     """
     scores = {site: _once(models) for site, models in results.get(SCORES, {}).items()}
     kept = {key: content for key, content in results.items() if key != SCORES}
-    if "model_selectors" in kept and CURVES in kept:
-        kept["model_selectors"] = {model: {"round": election["round"]} for model, election in kept["model_selectors"].items()}
+    if "model_selection" in kept and CURVES in kept:
+        kept["model_selection"] = {model: {"round": election["round"]} for model, election in kept["model_selection"].items()}
     _write(out, {f"{name}/{RESULTS_FILE}": _compact(kept), f"{name}/{SCORES_FILE}": _compact(scores)})
 
 

@@ -117,7 +117,7 @@ def test_invalid_settings_are_refused(method: str, options: dict[str, Any], offe
 
 def test_gamma_is_tuned_at_the_end_or_given() -> None:
     tuned = federation()
-    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "selector_confidence", "tune"]
+    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "selector_confidence", "evaluate_gamma"]
     assert tuned.log[-2].outgoing["A"].states.keys() == {"selector"}, "the whole super model is sent once"
     gains = {site: reply.meta["gains"] for site, reply in tuned.log[-1].replies.items()}
     assert all(of.keys() == {f"{gamma:g}" for gamma in GAMMAS} for of in gains.values())
@@ -214,7 +214,7 @@ def test_sites_count_alike_in_the_choice_of_the_selectors_round() -> None:
 def test_ridge_tells_sites_apart_after_one_exchange() -> None:
     """The sites of the tests differ in brightness; nothing is trained, and nothing of the selector travels in a round."""
     log, server, algorithms = federation(selector="ridge", rounds=1, sites=("A", "C"))
-    assert [turn.step.phase for turn in log] == ["train", "validate", "selector_features", "selector_confidence", "tune"]
+    assert [turn.step.phase for turn in log] == ["train", "validate", "selector_features", "selector_confidence", "evaluate_gamma"]
     assert not any("selector" in entry for entry in log[0].replies["A"].states) and "selector" not in log[0].outgoing["A"].states
     assert log[2].replies["A"].states.keys() == {"selector_statistics"}
     for place, name in enumerate(("A", "C")):

@@ -56,7 +56,11 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
         for step in super().steps():
             further = updates - 1 if step.phase == "train" else 0
             steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        last = [*(["selector_features"] if ridge else []), "selector_confidence", *(["tune"] if self.hyper.gamma == "tune" else [])]
+        last = [
+            *(["selector_features"] if ridge else []),
+            "selector_confidence",
+            *(["evaluate_gamma"] if self.hyper.gamma == "tune" else []),
+        ]
         return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in last)]
 
     def configure(self, step: Step, site: str) -> Message:
@@ -68,7 +72,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
                 return Message()
             case "selector_confidence":
                 return Message({SELECTOR: self.delivered_selector})
-            case "tune":
+            case "evaluate_gamma":
                 return self.configure_final(site)
         return Message({**super().configure(step, site).states, **self.personal.sent(site), **self.selector.sent})
 
@@ -82,7 +86,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
             case "selector_confidence":
                 losses = {site: reply.meta[CALIBRATION] for site, reply in replies.items() if CALIBRATION in reply.meta}
                 self.memory.meta["temperature"] = fitted_temperature(losses)
-            case "tune":
+            case "evaluate_gamma":
                 told = {site: reply.meta[GAINS] for site, reply in replies.items() if GAINS in reply.meta}
                 gains = {site: {name: known.get(name) for name in map("{:g}".format, GAMMAS)} for site, known in told.items()}
                 self.memory.meta |= {"gains": gains, "gamma": tuned_gamma(gains)}

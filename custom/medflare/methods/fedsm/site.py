@@ -111,7 +111,7 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
             losses = calibration_losses(logits, self.plan.sites.index(self.site.name), patients)
         return Message({}, {**self.meta(validation={}), CALIBRATION: losses})
 
-    def tune(self, round: int, incoming: Message) -> Message:
+    def evaluate_gamma(self, round: int, incoming: Message) -> Message:
         """What the super model gains over the global one on validation images, for every candidate γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
         return Message({}, {**self.meta(validation={}), GAINS: gain_by_gamma(model, self.site)})
