@@ -309,7 +309,7 @@ def init_task(
     size: Annotated[
         str | None, typer.Option(metavar="SIDES", help="Shrink images to H,W or X,Y,Z: quick on a CPU (default: by the images)")
     ] = None,
-    network: Annotated[str | None, typer.Option(metavar="NAME", help="medflare's or MONAI's, see docs/learning.md")] = None,
+    network: Annotated[str | None, typer.Option(metavar="NAME", help="medflare's or MONAI's, see docs/task.md")] = None,
     pretrained: Annotated[
         bool,
         typer.Option("--pretrained", help="Insist on weights that a package brings (default: where it is installed and fits the images)"),

@@ -136,7 +136,7 @@ class Federation:
             metavar="NAME=VALUE",
         ),
     ] = ()  # type: ignore[assignment]
-    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/learning.md)")] = None
+    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/task.md)")] = None
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Start from the weights that a package brings for the network (efficientnet_lite0)")
     ] = False
@@ -245,7 +245,7 @@ def run(
     names = list(dict.fromkeys([*site_names(sites), *outside]))
     _refuse_too_few(sum(name not in outside for name in names), settings.get("min_sites"))
     if weights is not None and not task.network.get("weights"):
-        raise ConfigError(f"--weights: task {task.name} names no network.weights that could lie there; see docs/learning.md, or --from")
+        raise ConfigError(f"--weights: task {task.name} names no network.weights that could lie there; see docs/task.md, or --from")
     label = method.name if arguments["rounds"] or not method.trains else EVALUATE
     folder, place = out / f"{label}-{task.name}-seed{arguments['seed']}", weights or federation.model
     with _data_root(data_root):

@@ -166,44 +166,44 @@ class TaskConfig:
             label 0 is the background).
         channels: image channels fed to the network: a number (with 1, RGB files become luminance; with 3, grey files are repeated),
             or their names, where an entry lists a file for each ("pre", "flair", "post").
-        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of what the network is fed with: see `image_mode`.
+        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of the network's input: see `image_mode`.
         network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
             `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
-        optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimiser}.
-        schedule: {"name": one of `tasks.schedules`, its settings}, how the learning rate goes over the rounds.
-        clip: {"norm": ...} or {"value": ...}, what every step of the optimizer limits gradients to.
-        sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class as often as the others),
+        optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimizer}.
+        schedule: {"name": one of `tasks.schedules`, its settings}, the learning rate over the rounds.
+        clip: {"norm": ...} or {"value": ...}, the gradient limit of every optimizer step.
+        sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class equally often),
             or {"name": "weighted", "weights": [...]}, see `data.sites.batches`.
-        freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile;
-            the list of parts alone: in every round.
+        freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not sent, in the first rounds; a list of
+            parts: in every round.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
-        precision: what networks compute in while a site trains and scores: "fp32", "bf16" or "fp16" (with loss scaling); weights, losses
-            and steps are fp32 always.
-        accumulate: batches whose mean gradient a step follows.
+        precision: number format of training and evaluation: "fp32", "bf16" or "fp16" (with loss scaling); weights, losses and steps
+            are always fp32.
+        accumulate: number of batches whose mean gradient one step uses.
         metric: validation metric that selects models; higher is better.
-        intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once, see
+        intensity: one deterministic MONAI intensity transform {"name": ..., arguments}, see
             `tasks.transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
-        slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
+        slices: 2-D: how volumes are cut into slices: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
             "foreground": of training volumes the slices that show a structure; validation and test always keep all).
         label_values: label -> values that files use for it; empty: binary 1, multiclass the index, multilabel a mask (or 0/1) per label.
-        unlisted_labels: what a value that no label lists means: "error", or "drop" (the image is left out; of a mask: background).
-        resplit: seed that draws the given splits anew by patient, or None for the splits as given.
+        unlisted_labels: values that no label lists: "error", or "drop" (the image is left out; in a mask: background).
+        resplit: seed that draws the splits again by patient; null: the splits of the datalist.
         spatial_dims: 2 for pictures and slices, 3 for volumes.
-        image_mode: how images come to the network's size: "resize" every image to `size`, or train on random "patch"es of `size` at the
-            resolution of the files and let a window slide over whole images wherever a model is used.
-        patches_per_image: with "patch", how many an image gives in an epoch.
+        image_mode: "resize" resizes every image to `size`; "patch" trains on random patches of `size` at the resolution of the files and
+            predicts with a sliding window.
+        patches_per_image: with "patch": patches per image in an epoch.
         orientation: 3-D: the patient's axes along which voxels run, as "RAS".
-        spacing: 3-D: millimetres between voxels to which volumes are resampled; None as stored.
-        missing_channels: what an entry without one of the channels means: "error", or "zeros" in its place.
-        pick: of one file with more volumes than channels (4-D NIfTI), the numbers from 0 of the channels, in their order; none for all.
-        surface_tolerance: 3-D: how far surfaces may lie apart to agree in surface Dice, in millimetres.
-        unreadable: what an image that cannot be used means: "error", or "skip", up to `unreadable_limit`.
-        unreadable_limit: most images of a site that are skipped: "share" of all and "count".
-        embedded: "phantom" where generated images stand in when no data root is given, else "".
-        source: citation and licence of the data; says so where images are synthetic.
+        spacing: 3-D: voxel spacing in millimetres to which volumes are resampled; null: as stored.
+        missing_channels: an image without one of the channels: "error", or "zeros" for the missing channel.
+        pick: of a 4-D NIfTI file: indices (from 0) of the volumes that are the channels; empty: all.
+        surface_tolerance: 3-D: tolerance of surface Dice in millimetres.
+        unreadable: an image that cannot be read: "error", or "skip", up to `unreadable_limit`.
+        unreadable_limit: maximum of skipped images at a site: "share" of all and "count".
+        embedded: "phantom": synthetic images are used if no data root is given; else "".
+        source: citation and licence of the data, or that images are synthetic.
     """
 
     name: Annotated[Name, Field(pattern=r"^[^/\\]*$"), takes(f"a name of at most {NAME} printable characters without / and \\")]
@@ -367,10 +367,10 @@ def _check_together(task: TaskConfig, place: str) -> None:
         (bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"), "sampling has weights where it is weighted alone"),
         (
             ignored,
-            f"{', '.join(ignored)}: nothing reads it where kind is {task.kind}, spatial_dims {task.spatial_dims} and fit {task.image_mode}",
+            f"{', '.join(ignored)}: not used with kind {task.kind}, spatial_dims {task.spatial_dims}, image_mode {task.image_mode}",
         ),
         (task.embedded and (volumes or task.channels not in (1, 3)), f"embedded {task.embedded!r} is pictures of 1 or 3 channels"),
-        (patches and not masks, "fit 'patch' is for segmentation: a class belongs to a whole image"),
+        (patches and not masks, "image_mode 'patch' is for segmentation: a class belongs to a whole image"),
         (task.pick and len(task.pick) != task.image_channels, f"pick names {len(task.pick)} volumes for {task.image_channels} channels"),
         (task.missing_channels == "zeros" and not task.channel_names, "missing_channels 'zeros' needs the channels' names"),
         (task.target == "binary" and len(task.labels) != 1, f"a binary task has one label, got {list(task.labels)}"),

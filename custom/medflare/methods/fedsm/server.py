@@ -56,7 +56,11 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
         for step in super().steps():
             further = updates - 1 if step.phase == "train" else 0
             steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        last = [*(["selector_features"] if ridge else []), "selector_confidence", *(["evaluate_gamma"] if self.hyper.gamma == "tune" else [])]
+        last = [
+            *(["selector_features"] if ridge else []),
+            "selector_confidence",
+            *(["evaluate_gamma"] if self.hyper.gamma == "tune" else []),
+        ]
         return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in last)]
 
     def configure(self, step: Step, site: str) -> Message:
