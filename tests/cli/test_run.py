@@ -286,7 +286,15 @@ def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.
     (((), named, _),) = build.calls
     assert named.pop("task").resplit == 3
     form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY, "track": "mlflow"}
-    run = {"method": "moon", "rounds": 10, "seed": 0, "heartbeat_timeout": 60.0, "patience": 4, "site_algorithm": "fedavg", "server_algorithm": None}
+    run = {
+        "method": "moon",
+        "rounds": 10,
+        "seed": 0,
+        "heartbeat_timeout": 60.0,
+        "patience": 4,
+        "site_algorithm": "fedavg",
+        "server_algorithm": None,
+    }
     assert named == {**form, **run}
     assert f"nvflare simulator {tmp_path} -n 4" in capsys.readouterr().out
     assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0

@@ -61,7 +61,7 @@ class TestEarlyEnd:
         (event,) = (event for event in early["events"] if event["kind"] == "stopped_early")
         assert (event["round"], event["site"]) == (4, None)
         assert "5 of 6" in event["message"]
-        assert early["model_selection"]["global"] == plain["model_selectors"]["global"] and early["model_selectors"]["global"]["round"] == 2
+        assert early["model_selection"]["global"] == plain["model_selection"]["global"] and early["model_selection"]["global"]["round"] == 2
         assert same(tmp_path / "early", tmp_path / "plain")
         cards = sorted((tmp_path / "early" / "models").rglob("card.json"))
         assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
@@ -72,7 +72,7 @@ class TestEarlyEnd:
         pieced, _ = in_pieces(lambda say: run(folder=folder, patience=2, say=say), lambda say: resume_local(folder, say=say))
         kinds = [event["kind"] for event in pieced["events"]]
         assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
-        assert whole["model_selection"] == pieced["model_selectors"] and same(tmp_path / "whole", tmp_path / "pieced")
+        assert whole["model_selection"] == pieced["model_selection"] and same(tmp_path / "whole", tmp_path / "pieced")
 
     @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
     def test_one_that_is_taken_up_after_its_end_trains_no_more(self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def _top(version: bool = typer.Option(False, "--version", callback=_version, is_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """TensorSpec point.
+    """Entry point.
 
     Args:
         arguments: of the command line; None: those that the process was started with.
