@@ -92,7 +92,7 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
 def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
     federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """In one job: one site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed (-9).
+    """In one job: one site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed.
 
     The one is waited for, comes back and answers; in place of the other another process answers, from what the site remembers.
     """
