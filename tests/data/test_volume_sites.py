@@ -26,16 +26,16 @@ Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 
 
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
-def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, fit: str) -> None:
-    task, folder = cube_task(fit=fit), make_volumes(tmp_path / "A")
+def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, image_mode: str) -> None:
+    task, folder = cube_task(image_mode=image_mode), make_volumes(tmp_path / "A")
     first = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     _memory.clear()
     again = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     for data in (first, again):
         assert [len(data.train), len(data.validation), len(data.test)] == [3, 2, 2]
-        size = (8, 8, 8) if fit == "resize" else SHAPE
+        size = (8, 8, 8) if image_mode == "resize" else SHAPE
         assert data.train.image(0).shape == (2, *size) and data.train.targets[0].shape == size
-        spacing = (2.0 * 12 / 8, 14 / 8, 3.0 * 10 / 8) if fit == "resize" else (2.0, 1.0, 3.0)
+        spacing = (2.0 * 12 / 8, 14 / 8, 3.0 * 10 / 8) if image_mode == "resize" else (2.0, 1.0, 3.0)
         assert data.train.spacings[0] == pytest.approx(spacing)
     assert torch.equal(first.test.image(1), again.test.image(1))
     bright = (first.train.image(0)[1] > 0.6).long()

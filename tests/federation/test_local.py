@@ -170,7 +170,7 @@ class TestDefinedBehaviour:
         def broken(algorithm: FedAvgSite, *arguments: Any) -> float | None:
             return 1 / 0 if algorithm.site.name == "site-2" else fit(algorithm, *arguments)
 
-        monkeypatch.setattr(FedAvgSite, "image_mode", broken)
+        monkeypatch.setattr(FedAvgSite, "fit", broken)
         with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
             run("fedavg", min_sites=1, out=tmp_path, **options)
         results = load_results(tmp_path)

@@ -29,8 +29,8 @@ def super_model(choose_by: str = "image") -> SuperModel:
 
 
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
-def test_the_selectors_threshold(fit: str) -> None:
-    task = squares.task(batch_size=4, network=TASK.network, fit=fit)
+def test_the_selectors_threshold(image_mode: str) -> None:
+    task = squares.task(batch_size=4, network=TASK.network, image_mode=image_mode)
     with watched(squares.site("A", task, (4, MANY, 4)), "validation") as (site, split):
         gains = gain_by_gamma(super_model(), site)
     assert None not in gains.values() and gains["1"] == 0.0

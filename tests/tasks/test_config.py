@@ -84,7 +84,7 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"spatial_dims": 3}, "spatial_dims"),
         ({**VOLUME, "slices": {"axis": 0, "keep": "foreground"}}, "slices"),
         ({"surface_tolerance": 9.0}, "surface_tolerance"),
-        ({"image_mode": "patches"}, "fit"),
+        ({"image_mode": "patches"}, "image_mode"),
         ({"patches_per_image": 2}, "patches_per_image"),
         ({"missing_channels": "zeros"}, "missing_channels"),
         ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share"),

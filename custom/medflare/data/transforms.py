@@ -29,7 +29,7 @@ class Preprocessing:
     def image(self, array: np.ndarray) -> Tensor:
         """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or linear interpolation.
 
-        With `fit` "patch" the size stays as it is.
+        With `image_mode` "patch" the size stays as it is.
 
         Args:
             array: stored intensities of a picture, slice or volume.
@@ -47,7 +47,7 @@ class Preprocessing:
             return self._intensity(torch.as_tensor(array, dtype=torch.float32))
 
     def mask(self, array: np.ndarray) -> Tensor:
-        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `fit` "patch" as they are.
+        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch" as they are.
 
         Args:
             array: targets at the size of the picture.

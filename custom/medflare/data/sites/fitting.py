@@ -1,6 +1,6 @@
 """How images of a split come to the network's size: whole, or as patches, with a window that slides over whole images.
 
-`Whole` is for `fit` "resize", where every image has the task's size already, `Patches` for "patch". Training, scoring, `predict` and
+`Whole` is for `image_mode` "resize", where every image has the task's size already, `Patches` for "patch". Training, scoring, `predict` and
 the checks of exports go through here, so that a model sees the same windows everywhere.
 """
 
@@ -189,11 +189,11 @@ def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
-    """A predictor of whole images: with `fit` "patch", a window slides over them and its answers are blended (MONAI, Gaussian weights).
+    """A predictor of whole images: with `image_mode` "patch", a window slides over them and its answers are blended (MONAI, Gaussian weights).
 
     Args:
         predictor: of what the network is fed with.
-        task: gives `fit` and the window's size.
+        task: gives `image_mode` and the window's size.
         batch: most windows at once.
     """
     if task.image_mode == "resize":

@@ -67,11 +67,13 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         """Refuse labels of whole images where the selector reads patches.
 
         Raises:
-            ConfigError: combine "extra" with `fit` "patch".
+            ConfigError: combine "extra" with `image_mode` "patch".
         """
         super().check(task, hyper, server_hyper)
         if hyper.combine == "extra" and task.image_mode == "patch":
-            raise ConfigError("fedsm_extra: combine=extra labels whole images, fit 'patch' has none; set combine=ensemble, or take fedsm")
+            raise ConfigError(
+                "fedsm_extra: combine=extra labels whole images, image_mode 'patch' has none; set combine=ensemble, or take fedsm"
+            )
 
     def validate_request(self, incoming: Message) -> str | None:
         """A super model of other sites, or with another selector, than the plan has."""

@@ -129,7 +129,7 @@ class SiteSelector:
 
     @torch.no_grad()
     def logits(self, state: StateDict, split: str) -> Tensor:
-        """Logits (N, outputs) of the split's images, or with `fit` "patch" of their windows, on the CPU."""
+        """Logits (N, outputs) of the split's images, or with `image_mode` "patch" of their windows, on the CPU."""
         selector = self.network(state).eval()
         return torch.cat([selector(batch.images).cpu() for batch in self.algorithm.site.ordered(split)])
 

@@ -1,6 +1,6 @@
 """FedSM's deployed model: the selector reads an image, a personal model or the global one answers.
 
-With `fit` "patch" the selector reads every window of an image and decides for it alone; answers of neighbours are blended.
+With `image_mode` "patch" the selector reads every window of an image and decides for it alone; answers of neighbours are blended.
 """
 
 from collections import Counter

@@ -112,7 +112,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         if server_hyper.pfa and (layer := without_rule(meta_network(task))):
             raise ConfigError(f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false")
         if task.image_mode == "patch" and task.target == "multilabel" and hyper.supervision in ("both", "global", "fedeamc"):
-            raise ConfigError("prr: negatives of a multilabel task cannot be counted with fit 'patch'; set cpa=local, or fit 'resize'")
+            raise ConfigError(
+                "prr: negatives of a multilabel task cannot be counted with image_mode 'patch'; set cpa=local, or image_mode 'resize'"
+            )
 
     def validate_request(self, incoming: Message) -> str | None:
         """Class totals of other classes than the task's."""
