@@ -15,13 +15,13 @@ from medflare.tasks.config import TaskConfig, load_task, presets
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {
-    "brain_lgg": "d060a41cd2e5c330",
-    "brain_lgg_3d": "a0b69c1433766636",
-    "fundus_vessels": "8dea7f386a0a8c7e",
-    "ham10000": "ead5e5c20819357d",
-    "ham10000_3class": "711a8329531ff3ad",
-    "phantom": "c7ebf8fe921ba9af",
-    "phantom_grades": "46af27ca6511de04",
+    "brain_lgg": "00300763b3996527",
+    "brain_lgg_3d": "3723c6ff214b3cc3",
+    "fundus_vessels": "db20be43bc4f7e4f",
+    "ham10000": "c2f80c7730226d3c",
+    "ham10000_3class": "ad6ff9be1c954df8",
+    "phantom": "d2fd63fa4b3f4479",
+    "phantom_grades": "0f14b8f6f4668dec",
 }
 
 

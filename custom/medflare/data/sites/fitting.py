@@ -189,7 +189,7 @@ def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
-    """A predictor of whole images: with `image_mode` "patch", a window slides over them and its answers are blended (MONAI, Gaussian weights).
+    """A predictor of whole images: with `image_mode` "patch", a window slides over them and predictions are blended (MONAI, Gaussian).
 
     Args:
         predictor: of what the network is fed with.

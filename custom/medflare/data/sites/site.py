@@ -136,12 +136,12 @@ class Site:
             yield self.augmented(batch, random) if augment else batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
-        """One pass over everything in fixed order, without augmentation; with `image_mode` "patch", over the windows that cover the images."""
+        """One pass in fixed order, without augmentation; with `image_mode` "patch", over the windows that cover the images."""
         for index, taken in self.fitting.in_order(self.data.split(split), self._bearable(batch_size or self.task.batch_size)):
             yield self._batch(index, *taken)
 
     def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
-        """The images of a split in the rows `index`, long (B,), on the site's device; with `image_mode` "patch", a patch of each from `random`."""
+        """The images of the rows `index`, long (B,), on the site's device; with `image_mode` "patch", a patch of each from `random`."""
         return self._batch(index, *self.fitting.samples(self.fitting.read(self.data.split(split), index), random))
 
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
