@@ -1,7 +1,6 @@
 """Training that ends early: the run is that of as many rounds, wherever it was interrupted, and whatever the method does at its end."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ CURVE = (0.1, 0.4, 0.5, 0.5, 0.45, 0.4, 0.7)  # of every site's models by rounds
 @pytest.fixture
 def curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sites say of their models depends on the round alone."""
-    meta = SiteAlgorithm.meta
     rounds: dict[int, int] = {}
     perform = SiteAlgorithm.perform
 
@@ -29,11 +27,8 @@ def curve(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds[id(algorithm)] = round
         return perform(algorithm, phase, round, incoming)
 
-    def told(algorithm: Any, *, validation: Mapping[str, float | None], **more: Any) -> dict[str, Any]:
-        return meta(algorithm, validation=dict.fromkeys(validation, CURVE[rounds[id(algorithm)]]), **more)
-
     monkeypatch.setattr(SiteAlgorithm, "perform", performed)
-    monkeypatch.setattr(SiteAlgorithm, "meta", told)
+    monkeypatch.setattr(SiteAlgorithm, "validation", lambda algorithm, model: CURVE[rounds[id(algorithm)]])
 
 
 def run(method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **more: Any) -> dict[str, Any]:
