@@ -227,6 +227,20 @@ def test_pictures_and_flat_images_are_no_volumes(tmp_path: Path) -> None:
             read_image([file], WHOLE)
 
 
+@pytest.mark.parametrize(("code", "unit"), [(1, "metres"), (3, "micrometres"), (2, ""), (0, ""), (5, "")])
+def test_a_nifti_header_in_another_unit_than_millimetres_is_rejected(code: int, unit: str, tmp_path: Path) -> None:
+    image = nibabel.Nifti1Image(VOLUME, affine())
+    image.header["xyzt_units"] = code + 8  # 8: the unit of time, seconds
+    nibabel.save(image, file := tmp_path / "scan.nii.gz")
+    if not unit:
+        assert volume(file)[1].spacing == SPACING
+        return
+    for read in (read_stored, masked):
+        with pytest.raises(DataError, match=rf"scan\.nii\.gz.* {unit}") as error:
+            read(file)
+        assert "\n" not in str(error.value)
+
+
 def test_a_file_that_the_account_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.fromarray(GREY).save(tmp_path / "a.png")
 

@@ -33,7 +33,7 @@ from medflare.data.sources import Source
 from medflare.data.targets import LazyTensors, class_counts
 from medflare.tasks.config import TaskConfig
 
-_FORMAT: Final = 9  # raise when the meaning of cached tensors changes, or what is refused of images
+_FORMAT: Final = 10  # raise when the meaning of cached tensors or the checks of images change
 _KEPT_SITES: Final = 16  # decoded sites that one process keeps
 _GB: Final = 10**9
 _ENDING: Final = ".safetensors"

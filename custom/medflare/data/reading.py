@@ -34,6 +34,7 @@ LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 _SLICES: Final = "LPS"  # how volumes lie that are cut into slices
 _COLOURED: Final = 0.02  # share of the brightest value by which channels differ from which a picture counts as coloured
 _PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
+_OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}  # NIfTI's codes of lengths that are not millimetres
 _RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
 
 
@@ -249,6 +250,7 @@ def _read_nifti(path: Path, bounds: ImageBounds) -> Stored:
         import nibabel
 
         image: Any = nibabel.load(path)
+        _check_unit(path, image.header)
         bounds.check(path, image.shape, volume=True)
         array = np.asanyarray(image.dataobj)
     array = array.squeeze(axis=tuple(axis for axis in range(3, array.ndim) if array.shape[axis] == 1))
@@ -257,6 +259,12 @@ def _read_nifti(path: Path, bounds: ImageBounds) -> Stored:
     grid = Grid(array.shape[:3], np.asarray(image.affine, np.float64))
     grid.check(path)
     return Stored(np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None], grid, nifti=True)
+
+
+def _check_unit(path: Path, header: Any) -> None:
+    """Reject a file whose lengths are in metres or micrometres; an unknown unit counts as millimetres."""
+    if unit := _OTHER_UNITS.get(int(header["xyzt_units"]) & 7):  # the three lowest bits: the unit of length
+        raise DataError(f"{path}: the header gives lengths in {unit}, expected mm; convert spacing and affine to mm and set xyzt_units")
 
 
 @contextmanager
