@@ -31,9 +31,9 @@ def test_a_running_variance_is_never_below_zero() -> None:
 
 def test_an_optional_declaration_keeps_everything_else() -> None:
     entry = TensorSpec("a", "why", nonnegative=True, exact=True, measured="train", per_class="values")
-    assert vars(entry.as_optional()) == {**vars(entry), "sometimes": True} and entry.as_optional() == "a"
+    assert vars(entry.as_optional()) == {**vars(entry), "optional": True} and entry.as_optional() == "a"
     item = MetaSpec("b", "what", count(), "train", per_class="counts")
-    assert vars(item.as_optional()) == {**vars(item), "sometimes": True}
+    assert vars(item.as_optional()) == {**vars(item), "optional": True}
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "$x$", "\ud800", "x" * 101, 3])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from medflare.core.hyper import Described
     from medflare.methods.method import Method
 
-Algorithm = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that half of another method")]
+Algorithm = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that algorithm of another method")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -67,7 +67,7 @@ def method_listing(method: "Method", width: int | None = None) -> str:
     lines = [*_filled(f"{method.name}: {method.title}", width, 0), *_filled(method.paper, width, 1)]
     lines += _filled(f"models: {_models(method)}", width, 1)
     for algorithm, origin in zip(algorithms, method.algorithms, strict=True):
-        heading = algorithm if origin == method.name else f"{algorithm} half of {origin}"
+        heading = algorithm if origin == method.name else f"{algorithm} algorithm of {origin}"
         lines += _filled(heading if algorithms[algorithm] else f"{heading}: no hyper-parameters", width, 1)
         for name, about in algorithms[algorithm].items():
             ambiguous = all(name in fields for fields in algorithms.values())

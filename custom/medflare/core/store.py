@@ -119,7 +119,7 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, heade
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if header:
-        writer.writeheader()
+        writer.writerow({name: escaped(name) for name in columns})
     writer.writerows({name: escaped(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows)
     return text.getvalue()
 

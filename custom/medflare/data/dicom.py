@@ -169,11 +169,11 @@ def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndar
     rows = {number: row for row, (_, number) in enumerate(named)}
     masks = np.zeros((len(named), *grid.shape), np.int64)
     frames = dataset.pixel_array.reshape(-1, int(dataset.Rows), int(dataset.Columns))
-    algorithm = int(dataset.get("MaximumFractionalValue", 1)) / 2
+    threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
     for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
         number = int(groups.SegmentIdentificationSequence[0].ReferencedSegmentNumber)
         mask, place = masks[rows[number]], _voxels(dataset, groups, grid, path)
-        mask[place] |= (frame > algorithm).astype(np.int64)  # a view
+        mask[place] |= (frame > threshold).astype(np.int64)  # a view
     return masks, named
 
 

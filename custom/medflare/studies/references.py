@@ -25,7 +25,7 @@ from medflare.studies.setting import Setting
 from medflare.tasks.cases import Cases
 
 CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site", "centralised", "batch-statistics"
-TRAINED_AS: Final = "fedavg"  # the method whose halves the references train with unless told, and whose hyper-parameters they take
+TRAINED_AS: Final = "fedavg"  # the method whose algorithms the references train with unless told, and whose hyper-parameters they take
 POOLED: Final = "all-sites"  # name of the one site that centralised training has
 CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, value of the task's metric on validation images] each
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`

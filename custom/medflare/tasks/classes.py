@@ -163,8 +163,8 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
     value = float(v10.mean())
     if m < 2 or n < 2:
         return Area(value, np.nan, np.nan)
-    algorithm = _NORMAL_975 * float(np.sqrt(np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n))
-    return Area(value, max(0.0, value - algorithm), min(1.0, value + algorithm))
+    width = _NORMAL_975 * float(np.sqrt(np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n))
+    return Area(value, max(0.0, value - width), min(1.0, value + width))
 
 
 def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:
