@@ -100,7 +100,7 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
     assert 0 <= delivered.meta["metrics"]["deployed"]["dice"] <= 1
     kept = load_model(place / "medflare" / "run" / "personal")
     assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
-    assert len(list((place / "medflare-cache").iterdir())) == 1, "decoded images are kept for all jobs of the site"
+    assert [*(place / "medflare-cache").iterdir()], "decoded images are kept for all jobs of the site"
     assert not list((place / "run").rglob("*cache*"))
 
 
