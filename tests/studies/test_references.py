@@ -141,5 +141,5 @@ def test_answers_of_segmentation() -> None:
     several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, image_mode="resize")
     assert [answer.flatten().tolist() for answer in answers_of(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
     assert [answer.flatten().tolist() for answer in answers_of(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
-    binary.fit = "patch"
+    binary.image_mode = "patch"
     assert len(list(answers_of(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]

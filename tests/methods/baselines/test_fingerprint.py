@@ -97,7 +97,7 @@ def test_taken_up_after_the_sites_have_answered(volumes: Path, tmp_path: Path, m
         looked_at(CUBES, ["A", "B"], tmp_path, data_root=volumes)
     assert not (tmp_path / FILE).exists()
     assert resume_local(tmp_path, data_root=volumes)["status"] == "COMPLETED"
-    assert asked.count("selector_features") == 1 and found_in(tmp_path) == to_json(fingerprints(volumes, CUBES))
+    assert asked.count("describe") == 1 and found_in(tmp_path) == to_json(fingerprints(volumes, CUBES))
 
 
 # ---- what a site keeps back ----------------------------------------------------------------------------------------------
@@ -116,27 +116,27 @@ def test_of_too_few_patients_nothing_is_told(volumes: Path, tmp_path: Path, monk
 
 def test_what_single_patients_show_is_not_told(volumes: Path) -> None:
     algorithm = METHOD.make_site(open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {}))
-    whole = algorithm.perform("selector_features", 0, Message()).meta[FINGERPRINT]
+    whole = algorithm.perform("describe", 0, Message()).meta[FINGERPRINT]
     algorithm.minimum_patients = 3
-    guarded = algorithm.perform("selector_features", 0, Message()).meta[FINGERPRINT]
+    guarded = algorithm.perform("describe", 0, Message()).meta[FINGERPRINT]
     assert guarded["sizes"]["minimum"] == guarded["sizes"]["p10"] == whole["sizes"]["p10"]
     assert guarded["classes"] == whole["classes"], "three patients show it"
     algorithm.minimum_patients = 4
-    assert algorithm.perform("selector_features", 0, Message()).meta == {FINGERPRINT: {}}
+    assert algorithm.perform("describe", 0, Message()).meta == {FINGERPRINT: {}}
 
 
 def test_images_in_memory_have_no_fingerprint(squares: Any) -> None:
     algorithm = METHOD.make_site(squares.site("A"), METHOD.plan(squares.SEGMENTATION, squares.SITES, {}))
     assert isinstance(algorithm, FingerprintSite)
     with pytest.raises(DataError, match="site A"):
-        algorithm.perform("selector_features", 0, Message())
+        algorithm.perform("describe", 0, Message())
 
 
 def test_a_site_that_is_stopped_reads_no_further(volumes: Path) -> None:
     site, answers = open_site("A", CUBES, data_root=volumes), iter((False, True))
     site.abort = lambda: next(answers)
     with pytest.raises(Aborted, match="site A"):
-        METHOD.make_site(site, METHOD.plan(CUBES, ("A", "B"), {})).perform("selector_features", 0, Message())
+        METHOD.make_site(site, METHOD.plan(CUBES, ("A", "B"), {})).perform("describe", 0, Message())
     assert list(answers) == []
 
 
