@@ -53,7 +53,7 @@ release: $(VENV)/.installed-dev
 lock:
 	uv pip compile pyproject.toml --extra export --extra privacy --extra dicomseg --extra pretrained --extra transformers \
 		--constraint constraints.txt --python-version 3.11.5 --universal --generate-hashes \
-		--no-annotate --no-header --no-emit-index-url --no-emit-find-links 2>/dev/null \
+		--no-annotate --no-header \
 		| awk '/^[a-z]/ { keep = !/^(torch|triton|cuda-.*|nvidia-.*)==/ } keep' > requirements.lock
 
 clean:

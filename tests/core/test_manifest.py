@@ -59,7 +59,7 @@ def test_names_of_models_that_a_figure_cannot_show_are_refused(name: object) -> 
     ],
 )
 def test_a_fact_takes_what_it_declares(takes: object, right: list[object], wrong: list[object]) -> None:
-    item = MetaSpec("item", takes=takes)  # type: ignore[arg-type]
+    item = MetaSpec("item", validator=takes)  # type: ignore[arg-type]
     assert [item.validator(value) for value in right] == [None] * len(right)
     for value in wrong:
         problem = item.validator(value)
@@ -67,5 +67,5 @@ def test_a_fact_takes_what_it_declares(takes: object, right: list[object], wrong
 
 
 def test_a_function_can_declare_a_fact() -> None:
-    item = MetaSpec("even", takes=lambda value: None if value == 2 else "is odd")
+    item = MetaSpec("even", validator=lambda value: None if value == 2 else "is odd")
     assert item.validator(2) is None and "is odd" in str(item.validator(3)) and "a: is odd" in str(table(item.validator)({"a": 1}))

@@ -61,12 +61,6 @@ def test_an_update_against_the_others_is_named_or_rejected_where_the_run_says_so
     assert not judged([1, 1, -1], weights=False).suspicious, "only weights of the network have a direction"
 
 
-def test_similarity_is_that_of_the_accepted_updates() -> None:
-    table = judged([1, 2, -1, 50]).similarity()["model"]
-    assert table.keys() == {"A", "B", "C"} and table["A"]["B"] == pytest.approx(1) and table["A"]["C"] == pytest.approx(-1)
-    assert judged([1, 1], sent=False).similarity() == {}
-
-
 def test_a_share_that_not_all_can_have_is_the_smallest_count_for_all() -> None:
     assert capped({"A": 3, "B": 2}, 1.0) == {"A": 3, "B": 2} and capped({}, 0.5) == {}
     assert capped({"A": 100.0, "B": 100.0, "C": 1.0}, 0.25) == {"A": 1.0, "B": 1.0, "C": 1.0}

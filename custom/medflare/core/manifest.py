@@ -253,14 +253,14 @@ class MetaSpec(str):
         cls,
         name: str,
         about: str = "",
-        takes: Checks = anything,
+        validator: Checks = anything,
         measured: str = "",
         *,
         optional: bool = False,
         per_class: PerClass = "",
     ) -> "MetaSpec":
         item = super().__new__(cls, name)
-        item.validator = takes if isinstance(takes, Validator) else Validator(takes)
+        item.validator = validator if isinstance(validator, Validator) else Validator(validator)
         item.about, item.measured, item.optional, item.per_class = about, measured, optional, per_class
         return item
 
@@ -275,8 +275,8 @@ class Phase:
 
     Attributes:
         name: also the name of the site algorithm's method that answers.
-        sends, tells: entries and meta of the server's message.
-        answers, reports: entries and meta of the site's reply: everything that leaves the hospital, and nothing else may.
+        request, request_meta: tensors and metadata of the server's message.
+        reply, reply_meta: tensors and metadata of the site's reply: everything that leaves the hospital, and nothing else may.
     """
 
     name: str

@@ -1,6 +1,5 @@
 """What the schedule leaves behind: a report after every step, and the outcome of the whole."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +15,6 @@ class StepReport:
         meta: site -> meta of its usable reply.
         rejected: site -> why there is none.
         aggregation: site -> numbers that the server algorithm noted about it, see `ServerContext.note`.
-        similarity: gives entry -> site -> site -> cosine of their updates, see `Screened.similarity`; numbers that grow with
-            the square of the sites, for who asks.
     """
 
     step: Step
@@ -26,7 +23,6 @@ class StepReport:
     rejected: dict[str, str]
     seconds: float
     aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    similarity: Callable[[], dict[str, dict[str, dict[str, float]]]] = dict
 
     def line(self) -> dict[str, Any]:
         """The step as metrics.jsonl and the report have it."""

@@ -119,7 +119,7 @@ class Federation:
         context.notes = {}
         self.server.aggregate(step, accepted)
         meta = {site: reply.meta for site, reply in accepted.items()}
-        report = StepReport(step, index, meta, rejected, time.monotonic() - started, context.notes, screened.similarity)
+        report = StepReport(step, index, meta, rejected, time.monotonic() - started, context.notes)
         self.outcome.history.append(report.line())
         self.on_step(report)
 

@@ -93,11 +93,6 @@ def rate_factor(settings: Mapping[str, Any], round: int, rounds: int) -> float:
     return schedule.at(round - schedule.warmup_rounds, rounds - schedule.warmup_rounds)
 
 
-def is_scheduled(settings: Mapping[str, Any]) -> bool:
-    """Whether any round has another rate than the task's."""
-    return settings["name"] != "constant" or bool(settings.get("warmup_rounds"))
-
-
 def _built(settings: Mapping[str, Any], place: str) -> Constant:
     arguments = dict(settings)
     name = arguments.pop("name")

@@ -6,9 +6,8 @@ rejected. An update that points against the others' may come from other patients
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,21 +22,15 @@ _NEEDED: Final = ("n_samples",)  # without which no algorithm can work with a re
 _LIMIT: Final = 10.0  # times the median length of the others' updates
 _LARGEST: Final = 100.0  # of two sites, of which nobody knows the usual length, and of what is no update (gradients, statistics)
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
-Similarity = dict[str, dict[str, dict[str, float]]]  # entry -> site -> site -> cosine of their updates
 
 
 @dataclass(frozen=True)
 class Screened:
-    """Usable replies in sorted site order, why each of the others is not usable, and what is suspicious about those that are.
-
-    Attributes:
-        similarity: gives the cosines of the accepted updates of entries that are new versions of the network's weights.
-    """
+    """Usable replies in sorted site order, why each of the others is not usable, and what is suspicious about those that are."""
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
     suspicious: dict[str, str] = field(default_factory=dict)
-    similarity: Callable[[], Similarity] = dict
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,7 @@ def screen(
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    compared = {entry: updates.of(accepted) for entry, updates in found.items() if updates.replaces and updates.weights}
-    return Screened(accepted, dict(sorted(rejected.items())), suspicious, partial(_similarity, compared))
+    return Screened(accepted, dict(sorted(rejected.items())), suspicious)
 
 
 def _problem(reply: Message, manifest: Manifest, reply_meta: tuple[MetaSpec, ...], counts: Mapping[str, int]) -> str | None:
@@ -191,11 +183,6 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
     squared = (moved.sum() - 1) + others.sum() - 2 * along  # |Σ_{j≠k} û_j|²
     known = moved & (squared > 1e-9)
     return torch.where(known, along / squared.clamp(min=1e-9).sqrt(), math.nan)
-
-
-def _similarity(found: Mapping[str, _Updates]) -> Similarity:
-    rows = {entry: zip(updates.sites, cosines(updates.products).tolist(), strict=True) for entry, updates in found.items()}
-    return {entry: {site: dict(zip(found[entry].sites, row, strict=True)) for site, row in of} for entry, of in rows.items()}
 
 
 def lost_votes(meta: dict[str, Any]) -> dict[str, tuple[str, str]]:
