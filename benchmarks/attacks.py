@@ -22,8 +22,6 @@ import medflare
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, difference, moved
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
@@ -31,6 +29,8 @@ from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.settings import ENROL
 from medflare.methods.base import Step
 from medflare.tasks.config import load_task
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 SITES, LIARS = ("site-1", "site-2", "site-3"), ("site-2",)
 FOUR, COLLUDING = (*SITES, "site-4"), ("site-2", "site-4")

@@ -37,8 +37,8 @@ import psutil
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from medflare.data.sites.site import Site
     from medflare.networks.features import FeatureNetwork
+    from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
 RIVALS = {"Flower": "flwr", "pfl": "pfl", "BlazeFL": "blazefl"}  # name -> package, and module of `rivals/`
@@ -97,8 +97,8 @@ def sites_model(sites: int) -> "FeatureNetwork":
 @cache
 def hospital(number: int) -> "Site":
     """A site with its images, read once in a process."""
-    from medflare.data.sites.opening import open_site
     from medflare.tasks.config import load_task
+    from medflare.training.opening import open_site
 
     return open_site(f"site-{number + 1}", load_task(task_settings()))
 

@@ -131,8 +131,8 @@ def simulator(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
 
 def bare(scratch: Path, width: int) -> Callable[[], float]:
     """What gives the processor seconds that a plain PyTorch loop of the same network on the same images takes for a site and round."""
-    from medflare.data.sites.opening import open_site
     from medflare.tasks.config import load_task
+    from medflare.training.opening import open_site
 
     sites = [open_site("site-1", load_task(task_settings(width)), data_root=scratch / "data")] * BESIDE
     floor(sites, 1)

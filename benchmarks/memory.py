@@ -62,8 +62,8 @@ def make_site(folder: Path, count: int) -> None:
 
 
 def opened(folder: Path, memory_gb: float) -> Any:
-    from medflare.data.sites.opening import open_site
     from medflare.tasks.config import load_task
+    from medflare.training.opening import open_site
 
     cache = {"folder": str(folder.parent / "cache"), "limit_gb": 1000, "memory_gb": memory_gb}
     return open_site(SITE, load_task(TASK), data_root=folder, local={"cache": cache})

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgSite
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.losses import build_loss
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 UNET: dict[str, Any] = {"name": "unet", "channels": [16, 32, 64, 128]}  # 0.17 M parameters
 PLAIN = "plain loop"

@@ -20,6 +20,7 @@ LAYERS = (
     ("methods", "evaluation"),
     ("inference", "privacy"),
     ("adaptation",),
+    ("training",),
     ("data",),
     ("networks",),
     ("tasks",),

@@ -67,7 +67,7 @@ def test_a_wrong_answer_is_asked_for_once_more(
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("medflare.data.dataset_import.proposing.propose", None)
+    monkeypatch.setattr("medflare.training.proposing.propose", None)
     monkeypatch.setattr("medflare.data.checking.fingerprint.fingerprints", None)
     (tmp_path / "file").write_text("")
     for command in (["task", "init"], ["data", "fingerprint"]):

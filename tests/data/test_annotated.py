@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.checking.check import check_site
-from medflare.data.sites.opening import open_site
 from medflare.federation.local import run_local
 from medflare.studies.references import pooled
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.check import check_site
+from medflare.training.opening import open_site
 
 LABELS = ["background", "square", "stripe"]
 TaskOf = Callable[..., TaskConfig]

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from medflare.core.errors import DataError
 from medflare.data import cache, decoding
 from medflare.data.loading import load_site_data
+from medflare.data.local import Bounds
 from medflare.data.reading import ImageBounds
 from medflare.data.settings import CacheSettings, placed
-from medflare.data.sites.local import Bounds
 from medflare.data.splits import SiteData
 from medflare.tasks.config import TaskConfig
 

@@ -8,7 +8,6 @@ import torch
 
 from helpers.small_tasks import small_task, stacked
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.final_models import evaluated
 from medflare.federation.local.exchange import LocalExchange
@@ -21,6 +20,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.cases import Cases
+from medflare.training.site import Site
 from methods import squares
 
 

@@ -9,7 +9,6 @@ import torch
 from helpers.small_tasks import small_task
 from medflare.core.events import DOUBTS
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.exchange import LocalExchange
@@ -18,6 +17,7 @@ from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 FEDAVG = get_method("fedavg")
 SITES = ("A", "B")

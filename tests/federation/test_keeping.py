@@ -6,13 +6,13 @@ import pytest
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.federation.final_models import SiteFolder, chosen_here
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods.catalogue import get_method
 from medflare.tasks.cases import Cases
+from medflare.training.site import Site
 from methods import squares
 
 DITTO = get_method("ditto")

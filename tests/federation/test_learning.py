@@ -8,9 +8,9 @@ import pytest
 import medflare
 from helpers.small_tasks import small_task, tiny_phantom
 from medflare.core.errors import ConfigError
-from medflare.data.sites.site import Site
 from medflare.federation.local import resume_local
 from medflare.methods.catalogue import get_method
+from medflare.training.site import Site
 
 NAMED: dict[str, Any] = {
     "network": {"name": "BasicUNet", "features": [4, 4, 4, 4, 4, 4], "norm": "batch"},

@@ -11,8 +11,7 @@ import medflare
 from helpers.final_models import weights
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
-from medflare.data.sites.local import Bounds
-from medflare.data.sites.opening import open_site
+from medflare.data.local import Bounds
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import load_results
 from medflare.federation.local import loop
@@ -20,6 +19,7 @@ from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.tasks.config import load_task
+from medflare.training.opening import open_site
 
 TINY = tiny_phantom()
 

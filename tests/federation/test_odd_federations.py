@@ -10,13 +10,13 @@ import torch
 import medflare
 from helpers import small_tasks
 from medflare.core.errors import ConfigError
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import read_rounds
 from medflare.inference.deployed import load_model
 from medflare.methods.grace import server as grace
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.site import Site
 
 METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
 # What keeps a run of a second short; nothing that the oddities below depend on.

@@ -14,13 +14,13 @@ from medflare.core.errors import ConfigError
 from medflare.core.manifest import MetaSpec
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
-from medflare.data.sites.site import Site
 from medflare.federation.final_models import ArtifactStore
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.update_validation.messages import ENROLS, unfit, unreadable
 from medflare.federation.update_validation.suppression import too_few, withhold
 from medflare.methods.catalogue import get_method
+from medflare.training.site import Site
 from methods import squares
 
 INVITATION = {"role": "inside", "sites": ["A", "B"]}

@@ -15,7 +15,6 @@ from PIL import Image
 from helpers.small_tasks import stacked
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
@@ -26,6 +25,7 @@ from medflare.federation.update_validation.suppression import Suppression, small
 from medflare.methods.base import Step
 from medflare.methods.catalogue import SURVEYS, get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.site import Site
 from methods import squares
 
 MINIMUM: Final = 5

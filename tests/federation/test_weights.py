@@ -11,11 +11,11 @@ import medflare
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
-from medflare.data.sites.opening import open_site
 from medflare.federation.local.loop import SITES, STATE
 from medflare.inference.deployed import load_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
+from medflare.training.opening import open_site
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.signal import Signal
 
-from medflare.data.sites.local import LOCAL_FILE
-from medflare.data.sites.opening import open_site
+from medflare.data.local import LOCAL_FILE
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.flare.controller import MedflareController
 from medflare.flare.participants import TASK_FILE
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
 
 SITES = ("site-1", "site-2")
 

@@ -15,7 +15,7 @@ from nvflare.private.fed.utils.fed_utils import authorize_build_component
 from e2e.simulation import ROOT
 from helpers.small_tasks import small_task
 from medflare.cli.kits.setup import template
-from medflare.data.sites.local import kept_of, private_folder
+from medflare.data.local import kept_of, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
 from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS

@@ -18,7 +18,6 @@ from helpers.small_tasks import tiny_phantom
 from medflare.cli import main
 from medflare.core.errors import FederationFailed
 from medflare.core.events import Event
-from medflare.data.sites.opening import open_site
 from medflare.evaluation.results import load_results
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
@@ -28,6 +27,7 @@ from medflare.flare.controller import MedflareController
 from medflare.flare.server_run import Ending
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
+from medflare.training.opening import open_site
 
 
 @pytest.fixture

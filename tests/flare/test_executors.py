@@ -21,7 +21,7 @@ from helpers.waiting import eventually
 from medflare.core.errors import Aborted, ConfigError, DataError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
-from medflare.data.sites.local import OutboundLimits, read_local
+from medflare.data.local import OutboundLimits, read_local
 from medflare.federation.participant import identity_of
 from medflare.flare import executors
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor

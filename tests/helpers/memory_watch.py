@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from medflare.data.sites.site import Site
+from medflare.training.site import Site
 
 SIDE = 16  # from which the last two sides tell a tensor of pixels from weights
 

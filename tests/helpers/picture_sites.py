@@ -12,9 +12,9 @@ from PIL import Image
 
 from helpers import small_tasks
 from medflare.data import cache
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.site import Site
 
 # As small tasks are, but for U-Net's own norm and what its tests expect of loss and metric.
 SEGMENTATION = {**small_tasks.SEGMENTATION, "network": {"name": "unet", "channels": [4, 8]}, "loss": {"name": "dice_ce"}}

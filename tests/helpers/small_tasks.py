@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.site import Site
 from medflare.data.splits import Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import Images, Portion, Scores, measure
+from medflare.training.patches import Predictor
+from medflare.training.site import Site
 
 SEGMENTATION: dict[str, Any] = {
     "name": "squares",

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from helpers.small_tasks import stacked
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
-from medflare.data.sites.opening import open_site
 from medflare.inference import export as exporting
 from medflare.inference.bundle import as_data, definition, inference_config
 from medflare.inference.deployed import StoredModel, load_model, plain_message, signed
@@ -23,6 +22,7 @@ from medflare.inference.export import export, largest_difference
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),

@@ -15,11 +15,11 @@ from helpers.small_tasks import small_task
 from helpers.volume_sites import TASK, make_sites
 from medflare.cli import main
 from medflare.core.message import Message
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.federation.local import run_local
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 TOLD = "trained_on"
 

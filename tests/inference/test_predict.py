@@ -22,9 +22,6 @@ from medflare.data import reading
 from medflare.data.acquisition import acquisition_of
 from medflare.data.loading import FOLDERS
 from medflare.data.reading import ImageBounds
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.scoring import scoring_batch
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input
@@ -32,6 +29,9 @@ from medflare.inference.predict import Prepared, predict, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
+from medflare.training.scoring import scoring_batch
+from medflare.training.site import Site
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:

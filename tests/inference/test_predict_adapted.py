@@ -11,11 +11,11 @@ from helpers.final_models import probabilities
 from helpers.small_tasks import predicted
 from medflare.adaptation.registry import dsbn_for, with_dsbn, with_tent
 from medflare.core.errors import ConfigError
-from medflare.data.sites.opening import open_site
 from medflare.inference.deployed import StoredModel, load_model
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig
+from medflare.training.opening import open_site
 
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])

@@ -19,7 +19,6 @@ from helpers.small_tasks import predicted, score
 from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 from medflare.core import packages
 from medflare.core.errors import ConfigError
-from medflare.data.sites.opening import open_site
 from medflare.federation.local import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export
@@ -28,6 +27,7 @@ from medflare.inference.predict import fit, predict, prediction_model, predictio
 from medflare.methods.catalogue import build_deployed, method_names
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
 
 
 @pytest.fixture(scope="module")

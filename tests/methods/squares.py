@@ -17,7 +17,6 @@ from medflare.core.manifest import StateSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.update_validation.messages import Incoming, unreadable
 from medflare.federation.update_validation.updates import screen
@@ -26,6 +25,7 @@ from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 SEED = 11
 SITES = ("A", "B", "C")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from helpers.memory_watch import watched
-from medflare.data.sites.site import Site
 from medflare.methods.fedsm.personalization import adapt, train_per_fedavg
 from medflare.methods.fedsm.super_model import SuperModel, gain_by_gamma
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
+from medflare.training.site import Site
 from methods import squares
 
 MANY, FEW = 60, 40  # images of a split, and what may be alive at once of images, masks and predictions together

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.sites.local import local_settings
+from medflare.data.local import local_settings
 from medflare.networks import own
 from medflare.networks.catalogue import build_network
 from medflare.networks.own import VARIABLE, imported, own_module

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from helpers.small_tasks import INSTANCE_UNET, small_task
-from medflare.data.sites.computing import Computing
 from medflare.methods.grace.formulas import meta_trained
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork
+from medflare.training.computing import Computing
 
 CPU = torch.device("cpu")
 MONAI: dict[str, Any] = {"name": "UNet", "channels": [4, 8], "strides": [2]}

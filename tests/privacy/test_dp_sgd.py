@@ -14,10 +14,10 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
 from helpers.small_tasks import stacked
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release
+from medflare.training.site import Site
 from methods import squares
 
 HUGE = 1e9  # a norm that clips nothing

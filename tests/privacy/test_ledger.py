@@ -9,7 +9,7 @@ import pytest
 
 from medflare.core.errors import PrivacyError, StateError
 from medflare.core.store import MemoryStore, StateStore
-from medflare.data.sites.local import PrivacyLimit, local_settings
+from medflare.data.local import PrivacyLimit, local_settings
 from medflare.privacy.ledger import Account, Budget, Ledger, Release, budget_of
 
 

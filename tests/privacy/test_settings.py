@@ -19,9 +19,6 @@ from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
-from medflare.data.sites.computing import Computing
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant, identity_of
 from medflare.federation.run import Run
@@ -31,6 +28,9 @@ from medflare.privacy import settings as privacy
 from medflare.privacy.ledger import Budget, Release
 from medflare.privacy.sampling import training_patients
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.computing import Computing
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 from methods import squares
 
 TINY = tiny_phantom()

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from helpers.small_tasks import small_task, stacked, tiny_phantom
-from medflare.data.sites.constant import answers_of
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.contract import validate_results
 from medflare.federation.local.loop import run_local
@@ -16,6 +14,8 @@ from medflare.studies import references
 from medflare.studies.references import CONSTANT, batch_statistics, constant_answer, pooled, single_site
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.constant import answers_of
+from medflare.training.site import Site
 
 
 def split(count: int, value: float) -> Split:

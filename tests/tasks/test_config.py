@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
-from medflare.data.checking.check import check_task
 from medflare.tasks.config import TaskConfig, load_task, presets
+from medflare.training.check import check_task
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {

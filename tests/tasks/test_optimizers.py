@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.methods.parts.training import pack_optimizer, unpack_optimizer
 from medflare.tasks.optimizers import build_optimizer, check_optimizer, clip_gradients
+from medflare.training.epochs import pack_optimizer, unpack_optimizer
 
 BY_NAME = ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD", "SGD", "Adafactor"]
 

@@ -11,9 +11,9 @@ from torch import nn
 from medflare.adaptation.dsbn import TargetStatistics, batch_norm_layers
 from medflare.adaptation.tent import Tent
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 STATISTICS = "statistics"  # the entry with the BatchNorm statistics that DSBN estimated
 

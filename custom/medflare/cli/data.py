@@ -14,8 +14,8 @@ from medflare.core.errors import ConfigError, DataError, MedflareError
 
 if TYPE_CHECKING:
     from medflare.data.checking.planning import Plan
-    from medflare.data.dataset_import.proposing import Answers
     from medflare.tasks.config import TaskConfig
+    from medflare.training.proposing import Answers
 
 _TASK_FILE: Final = "task.json"
 _TASK: Final = f"preset name or a JSON file (default: {_TASK_FILE} in the folder or above it, else what medflare task init proposes)"
@@ -154,8 +154,8 @@ def check(
     out: Annotated[Path | None, typer.Option(help="Folder for thumbnails (default: none are written)")] = None,
 ) -> int:
     """Validate a site's folder, or a folder of sites; counts, sizes, classes, shift, thumbnails."""
-    from medflare.data.checking.check import check_site
-    from medflare.data.sites.local import local_settings, read_local
+    from medflare.data.local import local_settings, read_local
+    from medflare.training.check import check_site
 
     if local is not None and not local.exists():  # a site's own may be missing, one that is named may not
         raise ConfigError(f"--local {local}: file not found; correct the path, or leave it out")
@@ -248,8 +248,8 @@ def _task(named: str | None, root: Path) -> "TaskConfig":
         ConfigError: it is no task.
         DataError: none can be proposed.
     """
-    from medflare.data.dataset_import.proposing import Answers, propose
     from medflare.tasks.config import load_task
+    from medflare.training.proposing import Answers, propose
 
     if named is not None:
         return load_task(named)
@@ -327,7 +327,7 @@ def init_task(
     what was not said; Return takes what is proposed.
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.data.dataset_import.proposing import propose
+    from medflare.training.proposing import propose
 
     if out.is_file() and not force:
         raise ConfigError(f"{out} exists; keep it, or write it anew with --force")
@@ -347,7 +347,7 @@ def init_task(
 
 def _answers(asked: dict[str, str | None], fixed: dict[str, Any]) -> "Answers":
     """What the user says of a task: what can be asked on a terminal, as text, and the rest."""
-    from medflare.data.dataset_import.proposing import Answers
+    from medflare.training.proposing import Answers
 
     size, labels = asked["size"] or "", names_in(asked["labels"] or "")
     try:

@@ -15,10 +15,7 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
 from medflare.data.acquisition import TRAINED_ON
-from medflare.data.sites.constant import constant_value, is_at_chance
-from medflare.data.sites.local import PLACE, PROGRESS
-from medflare.data.sites.montage import fullest_row, overlay
-from medflare.data.sites.site import Site
+from medflare.data.local import PLACE, PROGRESS
 from medflare.evaluation.names import REPORT_FILE
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.site_report import SiteReport, patient_values, render_site_report, value_label
@@ -27,10 +24,13 @@ from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.methods.parts.training import finite_or_none
 from medflare.tasks.cases import Cases
 from medflare.tasks.classes import class_report
 from medflare.tasks.config import TaskConfig
+from medflare.training.constant import constant_value, is_at_chance
+from medflare.training.epochs import finite_or_none
+from medflare.training.montage import fullest_row, overlay
+from medflare.training.site import Site
 
 SCORES = "scores"  # below a site's folder: what each model scored patient by patient; not beside the models, which may be handed on
 Metrics = dict[str, float | None]

@@ -12,7 +12,6 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
-from medflare.data.sites.site import Site
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
@@ -27,6 +26,7 @@ from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
+from medflare.training.site import Site
 
 # Of what a site says of its data; the server's gate takes a hundred events in all, and meta of a size (`update_validation.messages`).
 _MOST_EVENTS: Final = 45  # of one kind
@@ -47,8 +47,8 @@ def import_ahead() -> None:
     """Import what every participant needs sooner or later, for a process from which those of the participants are forked."""
     import monai  # noqa: F401
 
-    from medflare.data.sites import opening  # noqa: F401
     from medflare.evaluation.report import template
+    from medflare.training import opening  # noqa: F401
 
     template("site.html")
     if installed("matplotlib"):

@@ -16,7 +16,7 @@ from medflare.core.manifest import Manifest
 from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
-from medflare.data.sites.local import MODELS_GB
+from medflare.data.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.names import RESULTS_FILE, ROUNDS_FILE
 from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results

@@ -27,7 +27,7 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 
 from medflare.core.errors import one_line
 from medflare.core.packages import untrusted
-from medflare.data.sites.local import LOCAL_FILE, local_settings, read_local
+from medflare.data.local import LOCAL_FILE, local_settings, read_local
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED
 from medflare.flare.participants import TASK_FILE, brings_code
 

@@ -23,7 +23,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.data.sites.local import LOCAL_FILE, private_folder
+from medflare.data.local import LOCAL_FILE, private_folder
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
 from medflare.flare.messages import ERRORS, UNABLE, error_reply, outward, to_message, to_shareable, turn_into_arrays

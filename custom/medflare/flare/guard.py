@@ -20,7 +20,7 @@ from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
-from medflare.data.sites.local import OUTBOUND, OutboundLimits, local_settings, read_local
+from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask, refuse_result_filters
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.packages import untrusted
-from medflare.data.sites.local import CACHE, LOCAL_FILE, kept_of, local_settings, read_local
+from medflare.data.local import CACHE, LOCAL_FILE, kept_of, local_settings, read_local
 
 if TYPE_CHECKING:
-    from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
     from medflare.tasks.config import TaskConfig
+    from medflare.training.site import Site
 
 TASK_FILE = "task.json"  # in the job's config folder
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
@@ -47,7 +47,7 @@ class ParticipantSpec:
         method: whose site algorithm runs; `server_algorithm` names the other algorithm's method where it is another one.
         task_file: the job's task.json.
         local_file: the site's own settings; may not exist.
-        folder: the site's own folder for the job, see `data.sites.local.private_folder`.
+        folder: the site's own folder for the job, see `data.local.private_folder`.
         resumed: the site's folder in the interrupted job that this one takes up; "" where it takes up none.
         trusted: module of the task's network, where that is one of its own and the site allows it; see `authorized`.
     """
@@ -80,13 +80,13 @@ class ParticipantSpec:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
         from medflare.core.store import StateStore
-        from medflare.data.sites.opening import open_site
         from medflare.federation.final_models import SiteFolder
         from medflare.federation.participant import Participant
         from medflare.methods.catalogue import get_method
         from medflare.networks.own import trust
         from medflare.privacy.ledger import budget_of
         from medflare.tasks.config import load_task
+        from medflare.training.opening import open_site
 
         folder = Path(self.folder)
         if self.resumed:

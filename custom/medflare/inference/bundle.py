@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
-from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
+from medflare.training.patches import OVERLAP
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
@@ -162,7 +162,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
 
 
 def sliding_window(task: TaskConfig) -> dict[str, Any]:
-    """MONAI's inferer as `data.sites.fitting.windowed` uses it.
+    """MONAI's inferer as `training.patches.windowed` uses it.
 
     Args:
         task: gives the window's size.

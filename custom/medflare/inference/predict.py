@@ -27,15 +27,15 @@ from medflare.data.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquis
 from medflare.data.geometry import Grid
 from medflare.data.progress import counted
 from medflare.data.reading import ImageBounds, files_of, read_image
-from medflare.data.sites.computing import usable_device
-from medflare.data.sites.fitting import windows_of
-from medflare.data.sites.scoring import PatientWise, asks_patients, predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import in_place, label_map, pixels, sizes, write_masks
 from medflare.tasks.config import TaskConfig
+from medflare.training.computing import usable_device
+from medflare.training.patches import windows_of
+from medflare.training.scoring import PatientWise, asks_patients, predict_each, scoring_batch
 
 ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
 TABLE = "predictions.csv"

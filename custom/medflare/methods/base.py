@@ -15,15 +15,15 @@ from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, NoAggregation
 from medflare.methods.parts.measured import images, mean_loss, metric_value
 from medflare.methods.parts.selection import ModelSelector, Selection
-from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 Capability = Literal["accumulate", "freeze"]  # see `SiteAlgorithm.capabilities`
 
@@ -181,8 +181,8 @@ class SiteAlgorithm(ABC, Generic[S]):
         server_hyper: the class of hyper-parameters that the server algorithm must have, since this one reads them.
         phases: what the algorithm answers and what its answers hold; each has a method of its name, (round, message) -> reply.
         delivery: what the server's message with the final models holds; None: the algorithm does not say.
-        capabilities: "accumulate": all steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; "freeze": parts of
-            the network can stay as they are, see `TaskConfig.freeze`. A subclass that trains in another way takes them back.
+        capabilities: "accumulate": every optimizer step is made by `training.accumulation`, which supports `TaskConfig.accumulate` and
+            fp16; "freeze": supports `TaskConfig.freeze`. A subclass that trains in another way removes them.
         dp_unsupported_reason: why the algorithm cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and meta that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from medflare.core.message import Message
-    from medflare.data.sites.site import Site
     from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm
     from medflare.tasks.config import TaskConfig
+    from medflare.training.site import Site
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
 MODEL_ROLES: Final = ("global", "personal", "deployed")  # the final models of a site, as results name them

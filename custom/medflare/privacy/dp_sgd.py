@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
-from medflare.data.sites.site import Site
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Release
 from medflare.privacy.sampling import drawn_patients, training_patients
+from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

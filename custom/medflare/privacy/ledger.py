@@ -14,7 +14,7 @@ from typing import NamedTuple
 from medflare.core.errors import PrivacyError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore, Store, make_folder, own_opener
-from medflare.data.sites.local import PrivacyLimit
+from medflare.data.local import PrivacyLimit
 
 
 class Release(NamedTuple):

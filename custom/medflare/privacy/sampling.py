@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
+from medflare.training.site import Site
 
 
 def training_patients(site: Site) -> int:

@@ -23,14 +23,14 @@ from medflare.core.hyper import param
 from medflare.core.manifest import Validator
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
-from medflare.data.sites.local import PLACE
-from medflare.data.sites.site import Site
+from medflare.data.local import PLACE
 from medflare.networks.catalogue import meta_network
 from medflare.networks.structure import WholeNetwork, example
 from medflare.privacy.ledger import Account, Release
 from medflare.privacy.sampling import training_patients
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
+from medflare.training.site import Site
 
 
 @dataclass(frozen=True, config=STRICT)

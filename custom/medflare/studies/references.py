@@ -12,17 +12,17 @@ from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.data.sites.constant import best_answer, scores_of
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, joined
 from medflare.evaluation.results import FAILED, RunRecord, SiteRecord, build_results, mean_over_sites
 from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
 from medflare.methods.catalogue import build_deployed
-from medflare.methods.parts.training import finite_or_none
 from medflare.studies.setting import Setting
 from medflare.tasks.cases import Cases
+from medflare.training.constant import best_answer, scores_of
+from medflare.training.epochs import finite_or_none
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site", "centralised", "batch-statistics"
 TRAINED_AS: Final = "fedavg"  # the method whose algorithms the references train with unless told, and whose hyper-parameters they take
@@ -58,7 +58,7 @@ def recorded_run(*arguments: Any, models: Models | None = None, **settings: Any)
 
 
 def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The best answer that looks at no image, see `data.sites.constant`; nothing is trained.
+    """The best answer that looks at no image, see `training.constant`; nothing is trained.
 
     Args:
         outside: sites that have no training images.

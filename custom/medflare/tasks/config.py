@@ -83,7 +83,7 @@ class _Clip:
 
 @dataclass(frozen=True, config=STRICT)
 class _Sampling:
-    """How the training images of an epoch are drawn; the weights are those of the groups of `data.sites.batches`."""
+    """How the training images of an epoch are drawn; the weights are those of the groups of `training.batches`."""
 
     name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
     weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -174,7 +174,7 @@ class TaskConfig:
         schedule: {"name": one of `tasks.schedules`, its settings}, the learning rate over the rounds.
         clip: {"norm": ...} or {"value": ...}, the gradient limit of every optimizer step.
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class equally often),
-            or {"name": "weighted", "weights": [...]}, see `data.sites.batches`.
+            or {"name": "weighted", "weights": [...]}, see `training.batches`.
         freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not sent, in the first rounds; a list of
             parts: in every round.
         batch_size: images per training step.

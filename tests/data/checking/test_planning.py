@@ -8,11 +8,11 @@ import pytest
 from helpers import small_tasks
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
-from medflare.data.checking.check import check_task
 from medflare.data.checking.fingerprint import LEARNT, Channel, DatasetFingerprint, Intensities, Presence, Spread
 from medflare.data.checking.planning import plan, pooled
 from medflare.data.checking.rules import Topology, topology
 from medflare.tasks.config import load_task
+from medflare.training.check import check_task
 
 VALUES = Intensities(-100, 20, 300, 50, 80)
 SIDE = 16

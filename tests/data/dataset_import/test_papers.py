@@ -17,9 +17,9 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import check_patients, read_datalist, site_folders
 from medflare.data.dataset_import.papers.catalogue import PREPARATIONS, get_preparation
 from medflare.data.dataset_import.papers.preparing import Choices, prepare
-from medflare.data.sites.opening import open_site
 from medflare.studies.suites import load_suite, suites
 from medflare.tasks.config import load_task
+from medflare.training.opening import open_site
 
 RELEASES: dict[str, tuple[Callable[[Path], Path], ...]] = {
     "fed_isic2019": (paper_releases.fed_isic2019,),

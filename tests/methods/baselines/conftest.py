@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.inference.deployed import build
+from medflare.training.site import Site
 
 Change = Callable[[Split], Split]
 

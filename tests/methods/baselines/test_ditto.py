@@ -12,7 +12,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.ditto import METHOD, DittoSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
-from medflare.methods.parts.training import trainable
+from medflare.training.epochs import trainable
 
 LR = 0.1
 SGD = {"name": "sgd", "lr": LR}

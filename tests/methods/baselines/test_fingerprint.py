@@ -15,7 +15,6 @@ from medflare.core.errors import Aborted, ConfigError, DataError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
 from medflare.data.checking.planning import plan
-from medflare.data.sites.opening import open_site
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import load_results
 from medflare.federation.exchange import Reply
@@ -31,6 +30,7 @@ from medflare.methods.base import ServerContext, Step
 from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT, FingerprintServer, FingerprintSite
 from medflare.methods.catalogue import get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
 
 CUBES = load_task(TASK)
 PHANTOM = load_task(tiny_phantom())

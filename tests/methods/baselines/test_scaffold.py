@@ -13,7 +13,6 @@ from helpers.small_tasks import INSTANCE_UNET
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.baselines.scaffold import METHOD, Correction, ScaffoldServer, ScaffoldSite, SteppedMean, corrected_gradients
@@ -22,6 +21,7 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.networks.catalogue import NETWORKS
 from medflare.networks.features import FeatureNetwork
+from medflare.training.site import Site
 
 LR = 0.05
 SGD = {"name": "sgd", "lr": LR}

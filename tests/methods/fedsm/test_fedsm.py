@@ -22,7 +22,7 @@ from medflare.methods.fedsm.personalization import adapt
 from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
-from medflare.methods.parts.training import trainable
+from medflare.training.epochs import trainable
 from methods import squares
 from methods.squares import COUNTS, SITES, equal
 

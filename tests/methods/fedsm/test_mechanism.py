@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from helpers.small_tasks import small_task
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.local import run_local
+from medflare.training.site import Site
 
 TASK = small_task(size=[32, 32], network={"name": "unet", "channels": [8, 16], "norm": "instance"}, loss={"name": "dice_ce"}, batch_size=8)
 MARGINS = {"A": -1.5, "B": 0.0, "C": 1.5, "D": 3.0}  # pixels by which a site draws outside of the edge

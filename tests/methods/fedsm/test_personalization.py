@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from helpers.small_tasks import stacked
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.personalization import train_apfl, train_per_fedavg, train_pfedme
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
-from medflare.methods.parts.training import epochs, trainable
+from medflare.training.epochs import epochs, trainable
+from medflare.training.site import Site
 from methods import squares
 
 RATE = 0.05

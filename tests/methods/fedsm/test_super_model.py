@@ -3,11 +3,11 @@ import torch
 from torch import Tensor, nn
 
 from helpers.small_tasks import predicted
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.methods.fedsm.extra import ExtraSuperModel
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network
+from medflare.training.site import Site
 from methods import squares
 
 SITES = ["A", "B", "C"]

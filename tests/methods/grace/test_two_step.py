@@ -11,7 +11,7 @@ from medflare.core.states import copy_state
 from medflare.methods.grace.formulas import coral, meta_trained
 from medflare.methods.grace.site import GraceSite
 from medflare.methods.grace.two_step import MetaLoss, StepLengths, stepped, unremembered
-from medflare.methods.parts.training import trainable
+from medflare.training.epochs import trainable
 from methods import squares
 
 PLAIN: dict[str, Any] = {"inner": "sgd", "swap": False}  # the paper's letter: one plain step on the first half

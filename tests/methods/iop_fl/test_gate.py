@@ -7,7 +7,6 @@ import torch
 
 from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
-from medflare.data.sites.site import Site
 from medflare.federation.final_models import evaluated
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD
@@ -17,6 +16,7 @@ from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
+from medflare.training.site import Site
 from methods import squares
 from methods.iop_fl.test_outside import PRINTED, delivered
 from methods.squares import CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION

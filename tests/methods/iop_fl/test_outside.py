@@ -13,8 +13,6 @@ from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.evaluation.contract import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model, save_model
@@ -26,6 +24,8 @@ from medflare.methods.iop_fl.outside import test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from medflare.core.states import copy_state
 from medflare.methods.parts.proximal import proximal_gradients, proximal_term
-from medflare.methods.parts.training import train_epochs, trainable
+from medflare.training.epochs import train_epochs, trainable
 from methods import squares
 
 

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from helpers.small_tasks import stacked
-from medflare.data.sites.site import Site
 from medflare.methods.prr.supervision import (
     SitePrototypes,
     Supervision,
@@ -17,6 +16,7 @@ from medflare.methods.prr.supervision import (
     prototype_width,
 )
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, site
 
 UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2

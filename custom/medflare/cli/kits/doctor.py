@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from medflare.cli.kits.kit import Kit, certificate_end, open_kit, read_object, refuse_foreign_root, server_problem
 from medflare.cli.kits.setup import ODD, OURS, VALIDATOR, owner, template
 from medflare.core.errors import ConfigError, MedflareError
+from medflare.data.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.data.settings import placed
-from medflare.data.sites.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -218,7 +218,7 @@ def _settings(kit: Kit) -> Finding:
 
 
 def _device(own: LocalSettings) -> Finding:
-    from medflare.data.sites.opening import usable_devices
+    from medflare.training.opening import usable_devices
 
     return _ok(f"{', '.join(map(str, usable_devices(own)))} can be used")
 
@@ -232,7 +232,7 @@ def _data(kit: Kit, own: LocalSettings, task: "TaskConfig | None") -> Finding:
         return _warning(f"no data_root, so only tasks with embedded images run; medflare site setup {kit.folder} --data-root FOLDER")
     if task is None:
         return _ok(f"{root} has a datalist; --task TASK reads every image")
-    from medflare.data.checking.check import check_site
+    from medflare.training.check import check_site
 
     report = check_site(root, task, own=own)
     if problems := [problem for site in report.sites.values() for problem in site.problems]:

@@ -18,7 +18,7 @@ from medflare.cli.kits.kit import Kind, Kit, read_object
 from medflare.core.errors import ConfigError
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
-LOCAL_FILE: Final = "medflare.json"  # as `data.sites.local` reads it; its import takes numpy along
+LOCAL_FILE: Final = "medflare.json"  # as `data.local` reads it; its import takes numpy along
 VALIDATOR: Final = "app_validator"  # FLARE's name for what looks at a job when it arrives
 OURS: Final = "medflare."  # as an entry of class_allow_list, as medflare 0.2 wrote it, it allows every function of medflare's
 ODD: Final = (AttributeError, IndexError, KeyError, TypeError)  # what JSON of another shape comes to
@@ -175,7 +175,7 @@ def template(kind: Kind, name: str) -> _Object:
 
 
 def _own(kit: Kit, wanted: KitSettings, content: _Object | None) -> _Object | None:
-    from medflare.data.sites.local import local_settings
+    from medflare.data.local import local_settings
 
     if content is None and kit.kind == "server":
         if wanted.packages is None:

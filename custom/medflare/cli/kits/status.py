@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from medflare.cli.kits.kit import Kit
-from medflare.data.sites.local import FOLDER, OUTBOUND, PROGRESS, kept_of, private_folder
+from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, kept_of, private_folder
 from medflare.flare.names import REFUSED
 
 _JOB: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's ids

@@ -10,9 +10,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.core.text import is_name
-from medflare.data.sites.local import MODELS_GB, Bounds
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
+from medflare.data.local import MODELS_GB, Bounds
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import LocalExchange
@@ -26,6 +24,8 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 SITES = "sites"  # below `out`: what each site would keep at home
 STATE = "state"  # below a site's folder: what it remembers between two steps

@@ -14,13 +14,13 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
 from medflare.methods.base import Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.proximal import proximal_term
 from medflare.methods.parts.selection import Best
-from medflare.methods.parts.training import finite_or_none, train_epochs
+from medflare.training.epochs import finite_or_none, train_epochs
+from medflare.training.site import Site
 
 METHOD = Method(
     name="ditto",

@@ -15,8 +15,8 @@ from medflare.core.settings import STRICT
 from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.methods.parts.proximal import proximal_term
-from medflare.methods.parts.training import train_epochs
 from medflare.networks.features import FeatureNetwork
+from medflare.training.epochs import train_epochs
 
 METHOD = Method(
     name="fedprox",

@@ -22,8 +22,8 @@ from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.training import train_epochs
 from medflare.networks.features import FeatureNetwork
+from medflare.training.epochs import train_epochs
 
 METHOD = Method(
     name="fedrep",

@@ -16,15 +16,15 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.data.sites.site import Site
 from medflare.methods.base import VALIDATION, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
-from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 METHOD = Method(
     name="moon",

@@ -31,9 +31,9 @@ from medflare.methods.base import MEASURED, Capability, PersistentState, ServerC
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
-from medflare.methods.parts.training import samples_of_pass, train_epochs
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import samples_of_pass, train_epochs
 
 METHOD = Method(
     name="scaffold",

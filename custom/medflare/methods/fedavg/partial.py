@@ -13,12 +13,12 @@ from medflare.core.errors import ConfigError
 from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
 from medflare.methods.base import MEASURED, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 F = TypeVar("F", bound=FedAvgSiteHyper)
 

@@ -14,14 +14,14 @@ from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Capability, Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, cost, is_private, privacy_cost, train_privately
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
+from medflare.training.site import Site
 
 T = TypeVar("T")
 

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.rng import seeded
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.feddag.formulas import discrepancy, ema_update, sharpness_perturbation, similarity_loss
 from medflare.methods.feddag.generator import DomainGenerator, generated
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.parts.normalisation import batch_statistics, still_statistics
-from medflare.methods.parts.training import trainable
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import trainable
+from medflare.training.site import Site
 
 
 def build_generator(task: TaskConfig, hyper: FedDAGSiteHyper) -> DomainGenerator:

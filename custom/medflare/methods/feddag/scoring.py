@@ -17,10 +17,10 @@ from medflare.methods.base import Capability, SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.feddag.formulas import sharpness_perturbation
 from medflare.methods.feddag.hyper import SHAHyper
-from medflare.methods.parts.training import finite_or_none, trainable
 from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import selection_metrics
+from medflare.training.epochs import finite_or_none, trainable
 
 PERTURBED = TensorSpec(
     "perturbed",

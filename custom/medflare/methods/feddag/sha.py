@@ -30,7 +30,7 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
-from medflare.methods.parts.training import finite_or_none
+from medflare.training.epochs import finite_or_none
 
 COMPANION = TensorSpec("companion/")  # in the server's memory
 

@@ -13,7 +13,6 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
 from medflare.data.geometry import by
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
@@ -22,8 +21,9 @@ from medflare.methods.feddag.generation import AdversarialGeneration, build_gene
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.scoring import ScoredSite
-from medflare.methods.parts.training import run_epochs, samples_of_pass
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import run_epochs, samples_of_pass
+from medflare.training.site import Site
 
 
 def _generator(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import MEASURED, Capability, Plan, ServerContext, Step
@@ -30,6 +29,7 @@ from medflare.methods.fedsm.server import SoftPull, members, with_members
 from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_models, other_super_model
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 _FROZEN = TensorSpec("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
 _COMBINE = MetaSpec("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))

@@ -17,7 +17,6 @@ from medflare.core.manifest import MetaSpec, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.aggregation import Aggregation, site_models
 from medflare.methods.base import ServerContext, Step
@@ -26,8 +25,9 @@ from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.fedsm.hyper import SHARED_META
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
-from medflare.methods.parts.steps import unremembered
-from medflare.methods.parts.training import epochs, finite_or_none, train_epochs, trainable
+from medflare.training.accumulation import unremembered
+from medflare.training.epochs import epochs, finite_or_none, train_epochs, trainable
+from medflare.training.site import Site
 
 PERSONAL = TensorSpec("personal", "the site's personal model, a part of everybody's super model")
 META = TensorSpec(

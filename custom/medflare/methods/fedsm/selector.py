@@ -16,13 +16,13 @@ from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, weighted_mean
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm
 from medflare.methods.fedsm.formulas import adam_step, ridge_solution
-from medflare.methods.parts.training import samples_of_pass, weighted_sum
 from medflare.networks.catalogue import meta_network, task_network
 from medflare.networks.structure import example
+from medflare.training.epochs import samples_of_pass, weighted_sum
+from medflare.training.site import Site
 
 RIDGE, COMPACT, VGG11 = "ridge_selector", "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # of Adam; VGG-11: the paper's

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, number, table, text
 from medflare.core.message import Message
-from medflare.data.sites.site import Site
 from medflare.methods.base import MEASURED, Capability, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, received, trained_model
 from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_losses
@@ -18,6 +17,7 @@ from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import ADAPTED, LOSSES, META, PERSONAL, PERSONAL_OF, SitePersonal
 from medflare.methods.fedsm.selector import STATISTICS, SiteSelector, is_ridge, selector_entries, selector_spec, site_statistics
 from medflare.methods.fedsm.super_model import gain_by_gamma, super_model
+from medflare.training.site import Site
 
 MODEL = TensorSpec("model", "the site's locally trained global model, for the weighted mean")
 UPDATE = MetaSpec("update", "number of the selector's update within a round", count())

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
-from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.scoring import Answer
-from medflare.data.sites.site import Site
 from medflare.inference.deployed import network_with
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.networks.catalogue import task_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
+from medflare.training.patches import Predictor
+from medflare.training.scoring import Answer
+from medflare.training.site import Site
 
 
 class SuperModel(nn.Module):

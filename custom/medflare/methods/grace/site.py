@@ -18,7 +18,6 @@ from medflare.core.manifest import MetaSpec, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed, seeded
 from medflare.core.states import copy_state
-from medflare.data.sites.site import Site
 from medflare.inference.deployed import build
 from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
@@ -27,9 +26,10 @@ from medflare.methods.grace.hyper import GraceSiteHyper
 from medflare.methods.grace.two_step import Penalty, train_two_steps
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
-from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code

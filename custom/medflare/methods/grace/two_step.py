@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import get_total_norm
 
-from medflare.data.sites.site import Site
 from medflare.methods.grace.formulas import Inner, gradients_of, meta_trained
-from medflare.methods.parts.steps import unremembered
-from medflare.methods.parts.training import finite_or_none, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
+from medflare.training.accumulation import unremembered
+from medflare.training.epochs import finite_or_none, train_epochs, trainable
+from medflare.training.site import Site
 
 _SMALLEST_CUT = 4  # both halves then hold two images, without which BatchNorm and covariances are undefined
 

@@ -8,7 +8,6 @@ from medflare.core.errors import StateError
 from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.core.states import batch_norm_entries, copy_state
-from medflare.data.sites.site import Site
 from medflare.inference.deployed import Repeated, plain_message
 from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
@@ -17,7 +16,8 @@ from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.selection import Best
-from medflare.methods.parts.training import finite_or_none
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 ADAPTED = TensorSpec("adapted", "the site's local adapted model, of which outside sites route their own")
 

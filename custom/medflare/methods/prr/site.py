@@ -9,13 +9,11 @@ from medflare.core.errors import ConfigError
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, models, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
 from medflare.inference.deployed import KEPT, MODEL, plain_message
 from medflare.methods.base import MEASURED, Capability, PersistentState, Plan, SiteAlgorithm
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
-from medflare.methods.parts.training import finite_or_none
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
@@ -25,6 +23,8 @@ from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.states import StateDict
-from medflare.data.sites.site import Site
 from medflare.methods.prr.formulas import PrototypeMean, cpa_loss, prototype_gamma
 from medflare.networks.catalogue import meta_network
 from medflare.networks.structure import example
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 
 def groups_and_classes(task: TaskConfig) -> tuple[int, int]:

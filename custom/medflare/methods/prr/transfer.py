@@ -5,13 +5,13 @@ import math
 from torch import Tensor, nn
 
 from medflare.core.states import StateDict, copy_state
-from medflare.data.sites.site import Site
-from medflare.methods.parts.steps import Steps
-from medflare.methods.parts.training import epochs, trainable, weighted_sum
 from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, halvings, next_stage
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
 from medflare.networks.features import FeatureNetwork
+from medflare.training.accumulation import Steps
+from medflare.training.epochs import epochs, trainable, weighted_sum
+from medflare.training.site import Site
 
 
 class Transfer:

@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from medflare.data.sites.constant import NEAR
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
 from medflare.evaluation.record import confusion
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
@@ -39,6 +38,7 @@ from medflare.studies.tables.rows import (
     task_of,
     with_oracle,
 )
+from medflare.training.constant import NEAR
 
 TABLE_FILE: Final = "table.md"
 _WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from medflare.core.errors import ConfigError
-from medflare.data.checking.check import check_task
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.data.dataset_import.inspection import Said, Seen, look
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
+from medflare.training.check import check_task
 
 _LARGEST: Final = {2: 224, 3: 96}  # sides of what a classifier is fed with
 _STEP: Final = 16  # that sides are multiples of

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.data.sites.batches import in_order, read_ahead
 from medflare.data.splits import Split
 from medflare.data.transforms import plain_tensors
 from medflare.tasks.config import TaskConfig
+from medflare.training.batches import in_order, read_ahead
 
 Predictor = Callable[[Tensor], Tensor]  # images (N, C, ...) -> probabilities (N, outputs, ...) or (N, outputs)
 Validator = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)

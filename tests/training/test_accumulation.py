@@ -13,9 +13,9 @@ from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgSite
-from medflare.methods.parts.steps import Steps, pack_scaling, scaler_of
-from medflare.methods.parts.training import OptimizerMemory, train_epochs, weighted_sum
 from medflare.methods.prr.site import PRRSite
+from medflare.training.accumulation import Steps, pack_scaling, scaler_of
+from medflare.training.epochs import OptimizerMemory, train_epochs, weighted_sum
 from methods import squares
 
 # The loss of a batch is the mean of its images' losses, and no layer mixes images.

@@ -10,13 +10,13 @@ import pytest
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
 from helpers.volume_sites import write
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.checking.check import check_site
 from medflare.data.checking.planning import Plan
 from medflare.data.dataset_import.datalists import Wishes, init
 from medflare.data.dataset_import.inspection import Said, look
-from medflare.data.dataset_import.proposing import Answers, propose
 from medflare.data.dataset_import.tables import Columns
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.check import check_site
+from medflare.training.proposing import Answers, propose
 
 
 def proposed(root: Path, wishes: Wishes | None = None, **answers: Any) -> tuple[TaskConfig, Plan]:

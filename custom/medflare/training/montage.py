@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.scoring import asks_patients, evaluating, predict_each
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
+from medflare.training.patches import Predictor
+from medflare.training.scoring import asks_patients, evaluating, predict_each
+from medflare.training.site import Site
 
 _SIDE: Final = 320  # pixels of the longest side of a picture
 _SMALL: Final = 96  # of one among many

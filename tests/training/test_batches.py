@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medflare.data.sites.batches import in_order, in_random_order
+from medflare.training.batches import in_order, in_random_order
 
 
 def test_in_order() -> None:

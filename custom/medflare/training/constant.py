@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.data.sites.scoring import Answer
-from medflare.data.sites.site import Site
 from medflare.data.splits import Split
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Scores
+from medflare.training.scoring import Answer
+from medflare.training.site import Site
 
 NEAR: Final = 0.01  # of a metric; a value this near to the constant answer's says no more than the constant does
 _SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5)  # of training masks that must cover a pixel for a mean mask to cover it

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medflare.data.sites.batches import read_ahead
 from medflare.data.splits import Split
+from medflare.training.batches import read_ahead
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from PIL import Image
 from helpers.downloaded_folders import classes
 from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.checking.check import CheckReport, IntensityCheck, SiteReport, check_site, check_task, site_shift
 from medflare.data.dataset_import.datalists import init
 from medflare.data.loading import load_site_data
 from medflare.data.splits import SiteData, Split
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.check import CheckReport, IntensityCheck, SiteReport, check_site, check_task, site_shift
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
@@ -94,7 +94,7 @@ def test_problems_beyond_single_files(make_site: SiteOf, make_task: TaskOf) -> N
 def test_a_place_for_thumbnails_that_cannot_be_is_said_before_anything_is_read(
     make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medflare.data.checking.check._check_folder", None)
+    monkeypatch.setattr("medflare.training.check._check_folder", None)
     (tmp_path / "taken").touch()
     with pytest.raises(OSError, match="taken"):
         check_site(make_site(), make_task(), out=tmp_path / "taken" / "check")

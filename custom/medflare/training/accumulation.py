@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from medflare.core.states import StateDict
-from medflare.data.sites.site import Site
+from medflare.training.site import Site
 
 _SCALERS: WeakKeyDictionary[torch.optim.Optimizer, GradScaler] = WeakKeyDictionary()
 _SCALER = "scaler."  # begins the names of a scaler's numbers among those of its optimizer

@@ -10,9 +10,9 @@ import torch
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import seeded
 from medflare.data.loading import ENVIRONMENT, FOLDERS
-from medflare.data.sites.local import LocalSettings, local_settings
-from medflare.data.sites.opening import open_site
+from medflare.data.local import LocalSettings, local_settings
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]

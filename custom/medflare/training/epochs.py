@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
-from medflare.data.sites.batches import samples_in
-from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
-from medflare.methods.parts.steps import Steps, pack_scaling, unpack_scaling
+from medflare.training.accumulation import Steps, pack_scaling, unpack_scaling
+from medflare.training.batches import samples_in
+from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
 _OPTIMIZER = "optimizer/"  # entries of an algorithm's memory

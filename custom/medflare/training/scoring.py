@@ -7,11 +7,11 @@ from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from medflare.data.sites.fitting import Fitting, Predictor, windowed
 from medflare.data.splits import Batch, Split
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Portion, measure
+from medflare.training.patches import Fitting, Predictor, windowed
 
 Answer: TypeAlias = tuple[Tensor, Tensor, Tensor]  # probabilities (B, outputs, ...) and targets (B, ...), on the CPU, and rows (B,)
 _SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache

@@ -12,9 +12,6 @@ from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
 from medflare.data.progress import counted
-from medflare.data.sites import fitting, scoring
-from medflare.data.sites.batches import drawing_weights, in_random_order, read_ahead
-from medflare.data.sites.computing import Computing
 from medflare.data.sources import Source
 from medflare.data.splits import Batch, SiteData
 from medflare.data.targets import class_counts
@@ -26,6 +23,9 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
+from medflare.training import patches, scoring
+from medflare.training.batches import drawing_weights, in_random_order, read_ahead
+from medflare.training.computing import Computing
 
 
 class Site:
@@ -61,7 +61,7 @@ class Site:
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
-        self.fitting = fitting.of_task(task)
+        self.fitting = patches.of_task(task)
         self.annotation = Annotation(task, data.annotated)
         self._loss = self.annotation.loss().to(self.device)
         self._drawing = {"train": drawing_weights(task, data.train.targets)}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from helpers.small_tasks import small_task
-from medflare.data.sites.constant import constant_value, is_at_chance
-from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
+from medflare.training.constant import constant_value, is_at_chance
+from medflare.training.site import Site
 
 
 def grades(*of: int) -> Split:

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from helpers.small_tasks import stacked
-from medflare.data.sites.montage import contact_sheet, fullest_row, overlay
-from medflare.data.sites.site import Site
+from medflare.training.montage import contact_sheet, fullest_row, overlay
+from medflare.training.site import Site
 from methods import squares
 
 GREEN, MAGENTA = (0, 255, 80), (255, 60, 200)

@@ -18,11 +18,9 @@ from medflare.data.datalist import DatalistItem, check_patients, site_folders, s
 from medflare.data.decoding import target_of
 from medflare.data.geometry import by
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
+from medflare.data.local import LocalSettings
 from medflare.data.progress import counted
 from medflare.data.settings import CacheSettings, placed
-from medflare.data.sites.local import LocalSettings
-from medflare.data.sites.montage import contact_sheet
-from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
 from medflare.data.sources import FileSource
 from medflare.data.splits import SiteData, middle_slice
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
@@ -31,6 +29,8 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
+from medflare.training.montage import contact_sheet
+from medflare.training.opening import refuse_large_batch, refuse_large_task
 
 _MOST_PROBLEMS = 10  # shown per site
 _LOOKED_AT: Final = 20  # images of a site

@@ -5,7 +5,7 @@ import torch
 
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
-from medflare.data.sites.batches import drawing_weights, in_random_order, sampling_groups
+from medflare.training.batches import drawing_weights, in_random_order, sampling_groups
 
 LABELS = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from helpers.small_tasks import predicted
 from helpers.volume_sites import PATCHES, SHAPE, cube_task, make_volumes
 from medflare.core.rng import numpy_random_state
-from medflare.data.sites.fitting import Fitting, Patches, Validator, of_task, windowed, windows_of
-from medflare.data.sites.opening import open_site
 from medflare.data.splits import Split
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
+from medflare.training.patches import Fitting, Patches, Validator, of_task, windowed, windows_of
 
 TASK = load_task(PATCHES)
 

@@ -14,11 +14,11 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
-from medflare.data.sites.computing import Computing, check_precision, usable_device
-from medflare.data.sites.local import local_settings
-from medflare.data.sites.opening import open_site, usable_devices
+from medflare.data.local import local_settings
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork
+from medflare.training.computing import Computing, check_precision, usable_device
+from medflare.training.opening import open_site, usable_devices
 
 CPU = torch.device("cpu")
 NETWORKS: tuple[dict[str, Any], ...] = (

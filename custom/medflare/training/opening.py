@@ -8,14 +8,14 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.loading import load_site_data, resolve_data_root, source_of
+from medflare.data.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.settings import placed
-from medflare.data.sites.computing import Computing, check_precision, usable_device
-from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
-from medflare.data.sites.site import Site
 from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import meta_network
 from medflare.networks.dry_run import step_bytes
 from medflare.tasks.config import TaskConfig
+from medflare.training.computing import Computing, check_precision, usable_device
+from medflare.training.site import Site
 
 
 def open_site(

@@ -8,7 +8,7 @@ import torch
 from medflare.core.message import Message
 from medflare.data.splits import Batch
 from medflare.methods.fedavg import FedAvgSite
-from medflare.methods.parts.training import run_epochs, train_epochs
+from medflare.training.epochs import run_epochs, train_epochs
 from methods import squares
 
 

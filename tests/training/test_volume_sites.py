@@ -15,12 +15,12 @@ from nibabel import orientations
 from helpers.volume_sites import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.cache import _memory
-from medflare.data.checking.check import check_site
 from medflare.data.loading import load_site_data
 from medflare.data.reading import series_grid
 from medflare.data.settings import CacheSettings
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import load_task
+from medflare.training.check import check_site
 
 Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 

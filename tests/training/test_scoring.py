@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from helpers.picture_sites import numbered_site
-from medflare.data.sites.scoring import answers, evaluating, scoring_batch
 from medflare.data.splits import Batch
 from medflare.tasks.config import TaskConfig
+from medflare.training.scoring import answers, evaluating, scoring_batch
 
 TaskOf = Callable[..., TaskConfig]
 

@@ -14,12 +14,12 @@ from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.data.loading import load_site_data
 from medflare.data.settings import CacheSettings
-from medflare.data.sites.opening import open_site
-from medflare.data.sites.site import Site
 from medflare.data.splits import joined
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
