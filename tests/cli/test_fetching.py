@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from cli.kits.fake import Root, make_kit
+from cli.fake_kits import Root, make_kit
 from flare.jobs.sessions import Served
 from helpers.small_tasks import tiny_phantom
 from medflare import run_local

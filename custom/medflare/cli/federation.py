@@ -525,7 +525,7 @@ def list_jobs(kit: Kit) -> int:
 
 def _refuse_expired(folder: Path) -> None:
     """Raise ConfigError where a person's certificate is not valid by this machine's clock: FLARE asks only whether the server is up."""
-    from medflare.cli.kits.kit import Kit, certificate_end
+    from medflare.cli.startup_kit import Kit, certificate_end
 
     certificate, key, root = (folder / "startup" / name for name in ("client.crt", "client.key", "rootCA.pem"))
     if certificate.is_file() and root.is_file():  # what is missing the session says

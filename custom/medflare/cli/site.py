@@ -1,25 +1,27 @@
-"""`medflare site ...`: what a hospital's administrator, or the server's, does with a startup kit before FLARE starts it."""
+"""`medflare site ...`: what an administrator does with the startup kit of a site or the server; FLARE's own start.sh starts it."""
 
+import csv
 import dataclasses
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from medflare.cli.kits.kit import open_kit
-from medflare.cli.kits.setup import KitSettings, set_up
 from medflare.cli.options import AUTO_HELP, add_command, takes
+from medflare.cli.startup_kit import Kit, KitSettings, open_kit, set_up
+from medflare.flare.names import REFUSED
 
-if TYPE_CHECKING:
-    from medflare.cli.kits.status import JobState
-
-_KIT = "Startup kit of a site or the server: the folder with startup/ and local/"
-Kit = Annotated[Path, typer.Argument(help=_KIT)]
+_KIT: Final = "Startup kit of a site or the server: the folder with startup/ and local/"
+KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help=_KIT)]
+_JOB_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's
+_REFUSED: Final = re.compile(rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE)  # in audit.log
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Declare `site` with its actions."""
+    """Add `site` with its actions."""
     site = typer.Typer(help="A startup kit: set up, check, status (FLARE's own start.sh starts it).", **AUTO_HELP)
     add_command(
         site,
@@ -35,60 +37,140 @@ def add_commands(app: typer.Typer) -> None:
 
 @takes("settings", KitSettings)
 def setup(kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)], settings: dict[str, Any]) -> int:
-    """Policies and settings in a kit's local/ folder: add what is missing, change what is named, keep the rest, and say what was done."""
-    wanted = KitSettings(**settings)
+    """Write policies and settings to a kit's local/ folder: add what is missing, change what is named, print every change."""
     for kit in [open_kit(folder) for folder in kits]:
-        for change in set_up(kit, wanted):
-            print(f"{change.verdict:8} {change.file}")
-            for setting in change.settings:
-                print(f"         {setting}")
+        for change in set_up(kit, KitSettings(**settings)):
+            print("\n         ".join([f"{change.verdict:8} {change.file}", *change.settings]))
     return 0
 
 
 def doctor(
-    kit: Kit,
+    kit: KitFolder,
     task: Annotated[
-        str | None, typer.Option(help="Read every image for it, as medflare data check does (default: the datalist is only looked for)")
+        str | None, typer.Option(help="Read every image for it, as medflare data check does (default: only look for the datalist)")
     ] = None,
 ) -> int:
-    """Check data, kit, certificate, clock, server, disk and device; a live federation is not touched."""
-    from medflare.cli.kits.doctor import examine
+    """Check data, kit, certificate, clock, server, disk and device, without joining the federation."""
+    from medflare.cli.doctor import examine
     from medflare.tasks.config import load_task
 
-    opened, failed = open_kit(kit), 0
-    for finding in examine(opened, None if task is None else load_task(task)):
+    party, failed = open_kit(kit), 0
+    for finding in examine(party, None if task is None else load_task(task)):
         print(f"{finding.verdict:8} {finding.check:12} {finding.text}", flush=True)
         failed += finding.verdict == "FAILED"
-    print(f"{opened.name}: {failed} of these must be mended before it can work" if failed else f"{opened.name}: nothing stands in its way")
+    print(f"{party.name}: {failed} of these must be fixed before it can take part" if failed else f"{party.name}: ready")
     return 1 if failed else 0
 
 
-def status(kit: Kit, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False) -> int:
-    """Jobs here: why one was refused, round and phase, what left, where the models are."""
-    from medflare.cli.kits.status import job_states
+# -- status --------------------------------------------------------------------------------------------------------------------------
 
-    opened = open_kit(kit)
-    party, jobs = {"name": opened.name, "kind": opened.kind, "server": f"{opened.host}:{opened.port}"}, job_states(opened)
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """A job at this party, read from the kit's files.
+
+    Attributes:
+        id: FLARE's.
+        name: of the job folder.
+        step: the phase that was begun last, at `begun`; "" if none was.
+        round: 0-based, of `rounds`; None if no phase was begun.
+        working: whether the site has not replied to that phase yet.
+        left: number of entries that left the site, their bytes, and the number of entries that the outbound guard withheld.
+        models: roles of the final models.
+        refused: why the party refused the job, each reason once.
+        folder: where the site keeps the job's models, report, scores and state; "" if it has none.
+    """
+
+    id: str
+    name: str
+    step: str
+    round: int | None
+    rounds: int | None
+    working: bool
+    begun: str
+    left: dict[str, int]
+    models: tuple[str, ...]
+    refused: tuple[str, ...]
+    folder: str
+
+
+def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False) -> int:
+    """Jobs here: why one was refused, round and phase, what left the site, where the models are."""
+    party = open_kit(kit)
+    header, jobs = {"name": party.name, "kind": party.kind, "server": f"{party.host}:{party.port}"}, job_states(party)
     if as_json:
-        print(json.dumps({**party, "jobs": [dataclasses.asdict(job) for job in jobs]}, indent=2))
+        print(json.dumps({**header, "jobs": [dataclasses.asdict(job) for job in jobs]}, indent=2))
         return 0
-    print(f"{opened.name}, {opened.kind}; server {party['server']}")
+    print(f"{party.name}, {party.kind}; server {header['server']}")
     for job in jobs:
-        print("\n".join(["", f"  job {job.id} {job.name}".rstrip(), *(f"    {line}" for line in _job_lines(job))]))
+        print("\n    ".join([f"\n  job {job.id} {job.name}".rstrip(), *_job_lines(job)]))
     if not jobs:
-        print("  no job so far")
+        print("  no job yet")
     return 0
 
 
-def _job_lines(job: "JobState") -> list[str]:
+def _job_lines(job: JobState) -> list[str]:
     from medflare.evaluation.presentation import format_bytes
 
     lines = [*job.refused]
     if job.round is not None and job.rounds is not None:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
-        lines.append(f"{'at work on' if job.working else 'last step:'} {step}, since {job.begun}")
+        lines.append(f"{'working on' if job.working else 'last step:'} {step}, since {job.begun}")
     if job.folder:
-        lines.append(f"this site's own files of it: {job.folder}")
+        lines.append(f"files of this site: {job.folder}")
     if job.left["entries"] or job.left["withheld"]:
-        lines.append(f"left: {format_bytes(job.left['bytes'])} in {job.left['entries']} entries; {job.left['withheld']} kept back")
+        lines.append(f"sent: {format_bytes(job.left['bytes'])} in {job.left['entries']} entries; {job.left['withheld']} withheld")
     return [*lines, *([f"models: {', '.join(job.models)}"] if job.models else [])]
+
+
+def job_states(kit: Kit) -> list[JobState]:
+    """All jobs of a kit: first those that were refused at once, then the others, newest first."""
+    refused = _refusals(kit)
+    folders = [path for path in kit.folder.glob("*-*-*-*-*") if _JOB_ID.fullmatch(path.name)]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    removed = [folder for job in reversed(refused) if not (folder := kit.folder / job).exists()]  # FLARE removes a refused job
+    return [_job_state(kit, folder, tuple(refused.get(folder.name, ()))) for folder in [*removed, *folders]]
+
+
+def _refusals(kit: Kit) -> dict[str, list[str]]:
+    """Job id -> reasons in the party's audit.log."""
+    reasons: dict[str, list[str]] = {}
+    with suppress(OSError):
+        for job, reason in _REFUSED.findall((kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")):
+            if reason not in reasons.setdefault(job, []):
+                reasons[job].append(reason)
+    return reasons
+
+
+def _job_state(kit: Kit, folder: Path, refused: tuple[str, ...]) -> JobState:
+    from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, private_folder
+
+    private = private_folder(folder) if kit.kind == "site" else folder / FOLDER
+    progress = _read_json(private / PROGRESS)
+    return JobState(
+        id=folder.name,
+        name=str(_read_json(folder / "meta.json").get("name", "")),
+        step=str(progress.get("phase", "")),
+        round=progress.get("round"),
+        rounds=progress.get("rounds"),
+        working=bool(progress.get("working")),
+        begun=str(progress.get("time", "")),
+        left=_sent(private / OUTBOUND),
+        models=tuple(sorted(card.parent.name for card in private.glob("*/card.json"))),
+        refused=refused,
+        folder=str(private) if kit.kind == "site" and private.exists() else "",
+    )
+
+
+def _sent(report: Path) -> dict[str, int]:
+    """Sums of the outbound guard's report."""
+    rows = list(csv.DictReader(report.read_text(encoding="utf-8").splitlines())) if report.exists() else []
+    sent = [row for row in rows if row["sent"] == "yes"]
+    return {"entries": len(sent), "bytes": sum(int(row["bytes"] or 0) for row in sent), "withheld": len(rows) - len(sent)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}

@@ -4,15 +4,16 @@ import json
 import socket
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from medflare.cli.kits.kit import Kind, Kit, open_kit
+from medflare.cli.startup_kit import Kit, open_kit
 
+Kind = Literal["site", "server"]
 JOB = "0b6f4a2e-8a0d-4a51-9d1b-3f0c2f5e7a11"
 PLAIN = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 NOW = datetime.now(timezone.utc)

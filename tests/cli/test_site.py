@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.kits.fake import JOB, Root, make_kit
+from cli.fake_kits import JOB, Root, make_kit
 from helpers.small_tasks import small_task
 from medflare.cli import main
-from medflare.cli.kits.kit import Kit
-from medflare.cli.kits.status import job_states
+from medflare.cli.site import job_states
+from medflare.cli.startup_kit import Kit
 from medflare.core.store import write_json
 from medflare.federation.final_models import SiteFolder
 from medflare.flare.names import BUILT, REFUSED

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.kits.fake import NOW, Root, free_port, make_kit
-from medflare.cli.kits.kit import Kit, certificate_end, open_kit, refuse_foreign_root, server_problem
+from cli.fake_kits import NOW, Root, free_port, make_kit
+from medflare.cli.startup_kit import Kit, certificate_end, check_root, open_kit, server_problem
 from medflare.core.errors import ConfigError
 
 
@@ -39,13 +39,13 @@ def test_a_clock_outside_the_validity_is_named(site: Kit, days: int) -> None:
 
 
 def test_a_kit_made_of_parts_of_two_is_refused(site: Kit, tmp_path: Path) -> None:
-    refuse_foreign_root(site)
+    check_root(site)
     other = make_kit(tmp_path / "other", Root())
     with pytest.raises(ConfigError, match="root"):
-        refuse_foreign_root(replace(site, root=other.root))
+        check_root(replace(site, root=other.root))
     site.certificate.write_text("no certificate")
     with pytest.raises(ConfigError, match=r"client\.crt"):
-        refuse_foreign_root(site)
+        check_root(site)
 
 
 @contextmanager
@@ -97,4 +97,4 @@ def test_a_server_that_is_not_there_is_named(site: Kit) -> None:
     assert "nothing listens" in server_problem(site)
     assert "no-such-host.invalid" in server_problem(replace(site, host="no-such-host.invalid"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "firewall" in server_problem(replace(site, port=silent.getsockname()[1]), patience=0.1)
+        assert "firewall" in server_problem(replace(site, port=silent.getsockname()[1]), timeout=0.1)

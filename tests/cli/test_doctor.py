@@ -1,7 +1,6 @@
 """Each check of a kit: fine, and with what is wrong."""
 
 import json
-import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -10,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cli.kits.fake import Root, free_port, make_kit
-from medflare.cli.kits.doctor import Finding, examine
-from medflare.cli.kits.kit import Kit
-from medflare.cli.kits.setup import KitSettings, set_up, template
+from cli.fake_kits import Root, free_port, make_kit
+from medflare.cli.doctor import Finding, examine
+from medflare.cli.startup_kit import Kit, KitSettings, set_up, template
 from medflare.data.loading import ENVIRONMENT
 from medflare.tasks.config import TaskConfig
 
@@ -154,27 +152,14 @@ def test_data_are_looked_for_where_a_run_does(
     assert _found(site, "data", make_task()).verdict == "ok"
 
 
-def test_files_of_another_account(site: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up(site, KitSettings())
-    assert _found(site, "owner").verdict == "ok"
-    own, whole = site.local / "medflare.json", Path.lstat
-
-    def lstat(path: Path) -> os.stat_result:
-        found = whole(path)
-        return os.stat_result((*found[:4], 54321, *found[5:10])) if path == own else found
-
-    monkeypatch.setattr(Path, "lstat", lstat)
-    assert _found(site, "owner").verdict == "FAILED" and str(own) in _found(site, "owner").text
-
-
-def test_a_servers_storage(server: Kit, site: Kit, tmp_path: Path) -> None:
-    assert _found(server, "storage").verdict == "warning", "nobody has set it up"
-    for folder, verdict in ((tmp_path / "new" / "storage", "ok"), (site.folder / "storage", "warning")):
-        set_up(server, KitSettings(storage=folder))
-        assert _found(server, "storage").verdict == verdict and str(folder) in _found(server, "storage").text
-        assert not list(folder.iterdir()), "a look changes nothing"
+def test_storage_of_a_server(server: Kit, tmp_path: Path) -> None:
+    assert _found(server, "storage").verdict == "FAILED", "before setup"
+    storage = tmp_path / "new" / "storage"
+    set_up(server, KitSettings(storage=storage))
+    assert _found(server, "storage").verdict == "ok" and str(storage) in _found(server, "storage").text
+    assert not list(storage.iterdir()), "the check changes nothing"
     file = server.local / "resources.json"
-    file.write_text(file.read_text().replace(str(site.folder / "storage" / "jobs"), "/dev/null/jobs"))
+    file.write_text(file.read_text().replace(str(storage / "jobs"), "/dev/null/jobs"))
     assert _found(server, "storage").verdict == "FAILED" and "/dev/null/jobs" in _found(server, "storage").text
     _change(file, components=[])
     assert _found(server, "storage").verdict == "FAILED" and "resources.json" in _found(server, "storage").text

@@ -1,0 +1,209 @@
+"""`medflare site doctor`: checks of a party that contact no running federation as a participant and start nothing."""
+
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from medflare.cli.startup_kit import (
+    MALFORMED,
+    VALIDATOR,
+    Kit,
+    certificate_end,
+    check_root,
+    read_object,
+    server_problem,
+    template,
+)
+from medflare.core.errors import ConfigError, MedflareError
+from medflare.data.loading import site_folder
+from medflare.data.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
+from medflare.data.settings import placed
+from medflare.tasks.config import TaskConfig
+from medflare.training.check import check_site
+from medflare.training.opening import usable_devices
+
+_GB: Final = 10**9
+_EXPIRES_SOON: Final = timedelta(days=30)
+
+
+class Finding(NamedTuple):
+    """The result of a check: "ok", "warning" or "FAILED", and the reason, with the remedy unless it is ok."""
+
+    check: str
+    verdict: str
+    text: str
+
+
+class _Warning(Exception):
+    """A check that is not ok but does not stop the party from working."""
+
+
+def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
+    """Every check of a kit, one after the other.
+
+    Args:
+        task: at a site: check the data for this task; None: only look for the datalist.
+    """
+    local: LocalSettings | None = None
+    with suppress(MedflareError, OSError):  # the check "settings" reports it
+        local = local_settings(read_local(kit.local / LOCAL_FILE))
+    checks: dict[str, Callable[[], str]] = {
+        "policies": lambda: _policies(kit),
+        "keys": lambda: _keys(kit),
+        "certificate": lambda: _certificate(kit),
+        "server": lambda: _port(kit) if kit.kind == "server" else _connection(kit),
+        "settings": lambda: _settings(kit),
+        "disk": lambda: _disk(kit, local),
+    }
+    if kit.kind == "server":
+        checks["storage"] = lambda: _storage(kit)
+    elif local is not None:
+        checks["device"] = lambda: f"{', '.join(map(str, usable_devices(local)))} can be used"
+        checks["data"] = lambda: _data(kit, local, task)
+    for name, check in checks.items():
+        try:
+            yield Finding(name, "ok", check())
+        except _Warning as warning:
+            yield Finding(name, "warning", str(warning))
+        except MedflareError as error:
+            yield Finding(name, "FAILED", str(error))
+        except OSError as error:
+            yield Finding(name, "FAILED", f"{error}; run the command as the account that owns the kit")
+
+
+# -- each check returns its text, or raises _Warning or ConfigError ------------------------------------------------------------------
+
+
+def _policies(kit: Kit) -> str:
+    """Whether the policies admit medflare's components, and nothing else that runs code."""
+    checks = {"resources.json": _classes, "authorization.json": _code, **({"privacy.json": _guard} if kit.kind == "site" else {})}
+    for name, check in checks.items():
+        if not (path := kit.local / name).exists():
+            raise ConfigError(f"{path} is missing; run medflare site setup {kit.folder}")
+        try:
+            check(kit, read_object(path))
+        except MALFORMED as error:
+            raise ConfigError(f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it") from error
+    return "jobs may name medflare's components and bring no code"
+
+
+def _code(kit: Kit, authorization: dict[str, Any]) -> None:
+    rights = authorization.get("permissions", {}).values()
+    if any(right == "any" or (isinstance(right, dict) and right.get("byoc", "none") != "none") for right in rights):
+        raise _Warning("a lead's jobs may bring code, which then runs here; medflare's policies say byoc none")
+
+
+def _classes(kit: Kit, resources: dict[str, Any]) -> None:
+    file, remedy = kit.local / "resources.json", f"medflare site setup {kit.folder} --replace-policies"
+    allowed, usual = [str(name) for name in resources.get("class_allow_list", [])], template(kit.kind, "resources.json")
+    if prefixes := [name for name in allowed if name.endswith((".", "*"))]:
+        raise ConfigError(f'class_allow_list in {file} has "{prefixes[0]}", which admits every function below it; {remedy}')
+    if missing := [name for name in usual["class_allow_list"] if name not in allowed]:
+        raise ConfigError(f'class_allow_list in {file} lacks "{missing[0]}", so jobs of medflare are rejected; {remedy}')
+    if (resources.get(VALIDATOR) or {}).get("path") != usual[VALIDATOR]["path"]:
+        raise ConfigError(f"{VALIDATOR} in {file} is not {usual[VALIDATOR]['path']}: FLARE calls anything below a listed class; {remedy}")
+    if kit.kind == "site" and resources.get("allow_log_streaming", True):  # FLARE's default
+        raise _Warning(f"logs of jobs go to the server; medflare site setup {kit.folder} --no-stream-logs keeps them here")
+
+
+def _guard(kit: Kit, privacy: dict[str, Any]) -> None:
+    if not _result_filters(template("site", "privacy.json")) <= _result_filters(privacy):
+        raise _Warning("no OutboundGuard in privacy.json: nothing compares what leaves the site with the method's declaration")
+
+
+def _result_filters(privacy: dict[str, Any]) -> set[str]:
+    """Class paths of the result filters in the default scope."""
+    scopes = {scope.get("name"): scope for scope in privacy.get("scopes", ())}
+    return {str(item.get("path")) for item in scopes.get(privacy.get("default_scope"), {}).get("task_result_filters", ())}
+
+
+def _keys(kit: Kit) -> str:
+    if stat.S_IMODE(kit.key.stat().st_mode) & 0o077:
+        raise ConfigError(f"other accounts can read {kit.key} and act as {kit.name}; chmod 600 {kit.key}")
+    if stat.S_IMODE((startup := kit.folder / "startup").stat().st_mode) & 0o022:
+        raise ConfigError(f"other accounts can change {startup}; chmod 700 {startup}")
+    return "only this account can read the private key"
+
+
+def _certificate(kit: Kit) -> str:
+    end = certificate_end(kit)
+    check_root(kit)
+    if end - datetime.now(timezone.utc) < _EXPIRES_SOON:
+        raise _Warning(f"valid until {end:%F} only; ask the project admin for a new kit")
+    return f"valid until {end:%F} by this machine's clock"
+
+
+def _connection(kit: Kit) -> str:
+    if problem := server_problem(kit):
+        raise ConfigError(problem)
+    return f"{kit.host} port {kit.port} replies and accepts this kit's certificate"
+
+
+def _port(kit: Kit) -> str:
+    try:
+        with socket.create_server(("", kit.port)):
+            return f"port {kit.port} is free"
+    except OSError as error:
+        if server_problem(kit):
+            listeners = f"ss -ltnp 'sport = :{kit.port}'"
+            raise ConfigError(f"port {kit.port} is not available ({error.strerror}); see who listens: {listeners}") from error
+        return f"the server runs and replies at {kit.host} port {kit.port}"
+
+
+def _settings(kit: Kit) -> str:
+    local = local_settings(read_local(kit.local / LOCAL_FILE))
+    if kit.kind == "site" and not local.minimum_patients:
+        raise _Warning(f"minimum_patients is not set in {kit.local / LOCAL_FILE}: metrics of single patients may leave the site")
+    return f"metrics of at least {local.minimum_patients} patients leave the site" if kit.kind == "site" else "settings are valid"
+
+
+def _disk(kit: Kit, local: LocalSettings | None) -> str:
+    folders = [kit.folder]
+    if kit.kind == "site" and local is not None and (cache := placed(local.cache, kit.folder / CACHE)) is not None:
+        folders.append(_existing(Path(cache.folder)))
+    free, folder = min((shutil.disk_usage(folder).free / _GB, folder) for folder in folders)
+    text = f"{free:.1f} GB free at {folder}"
+    if free < 1:
+        raise ConfigError(text)
+    if free < 10:
+        raise _Warning(text)
+    return text
+
+
+def _storage(kit: Kit) -> str:
+    """Whether the server can write where it keeps jobs and results."""
+    file, remedy = kit.local / "resources.json", f"medflare site setup {kit.folder} --storage FOLDER"
+    try:
+        resources = read_object(file)
+        manager = next(item for item in resources["components"] if item.get("id") == "job_manager")
+        folders = manager["args"]["uri_root"], resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
+    except (*MALFORMED, StopIteration) as error:
+        raise ConfigError(f"{file}: names no folders for jobs and snapshots ({error!r}); see {file.name}.default") from error
+    for folder in map(Path, folders):
+        if not os.access(_existing(folder), os.W_OK | os.X_OK):
+            raise ConfigError(f"{folder} is not writable; {remedy}")
+    return f"jobs are kept in {folders[0]}, snapshots in {folders[1]}"
+
+
+def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
+    root = site_folder(kit.name, local.data_root)
+    if root is None:
+        raise _Warning(f"no data_root, so only tasks with embedded images run; medflare site setup {kit.folder} --data-root FOLDER")
+    if task is None:
+        return f"{root} has a datalist; --task TASK reads every image"
+    report = check_site(root, task, own=local)
+    if problems := [problem for site in report.sites.values() for problem in site.problems]:
+        raise ConfigError(f"{len(problems)} problems, the first: {problems[0]}; see medflare data check {root} --task {task.name}")
+    splits = ", ".join(f"{name} {images}" for site in report.sites.values() for name, (images, _) in site.splits.items())
+    return f"every image can be read: {splits}"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

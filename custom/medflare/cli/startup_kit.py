@@ -1,0 +1,426 @@
+"""A party's startup kit: what it says, whether its certificate works, and the policies and settings that `medflare site setup` writes.
+
+resources.json is made from FLARE's resources.json.default, so that a kit for Docker or Kubernetes keeps its launcher.
+"""
+
+import copy
+import json
+import os
+import pwd
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.x509 import Certificate, load_pem_x509_certificate
+
+from medflare.core.errors import ConfigError
+
+LOCAL_FILE: Final = "medflare.json"  # as in data/local.py, whose import takes a second
+TEMPLATES: Final = Path(__file__).parent / "templates"
+VALIDATOR: Final = "app_validator"  # FLARE's name for the component that inspects a job when it arrives
+PREFIX: Final = "medflare."
+MALFORMED: Final = (AttributeError, IndexError, KeyError, TypeError)  # raised when FLARE's JSON has another structure
+SITE_SETTINGS: Final = ("data_root", "device", "batch_size", "cache", "minimum_patients", "stream_logs")
+_DEFAULT_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
+_RESTARTING_LAUNCHER: Final = "medflare.flare.launcher.RestartingLauncher"
+_DEFAULT_STORAGE: Final = "/tmp/nvflare/"  # FLARE's default, shared by all federations of a machine and deleted at a reboot
+_HEARTBEAT_TIMEOUT: Final = 120  # seconds; FLARE's default is ten minutes
+_HANDSHAKE_WAIT: Final = 0.5  # seconds in which a server rejects a certificate after the handshake
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A startup kit of a site or the server.
+
+    Attributes:
+        folder: absolute.
+        host: the server's name in its certificate.
+        certificate, key, root: PEM files of the party's certificate, its private key and the federation's root certificate.
+    """
+
+    folder: Path
+    kind: Literal["site", "server"]
+    name: str
+    host: str
+    port: int
+    certificate: Path
+    key: Path
+    root: Path
+
+    @property
+    def local(self) -> Path:
+        """The folder of the party's settings and policies."""
+        return self.folder / "local"
+
+
+def open_kit(folder: Path | str) -> Kit:
+    """The kit in a folder with startup/ and local/.
+
+    Raises:
+        ConfigError: not a startup kit of a server or a site, or unreadable.
+    """
+    folder = Path(folder).expanduser().resolve()
+    server_file, site_file = (folder / "startup" / name for name in ("fed_server.json", "fed_client.json"))
+    file = server_file if server_file.is_file() else site_file
+    if not file.is_file():
+        raise ConfigError(f"{folder}: not a startup kit of a server or a site (no startup/fed_server.json or startup/fed_client.json)")
+    content = read_object(file)
+    try:
+        server = content["servers"][0]
+        host, _, port = server["service"]["target"].rpartition(":")
+        party = server if file == server_file else content["client"]
+        name = host if file == server_file else party["fqsn"]
+        paths = [folder / "startup" / party[field] for field in ("ssl_cert", "ssl_private_key", "ssl_root_cert")]
+        return Kit(folder, "server" if file == server_file else "site", name, host, int(port), *paths)
+    except (*MALFORMED, ValueError) as error:
+        raise ConfigError(f"{file}: not in the format of FLARE 2.9 ({error!r}); provision the kit again") from error
+
+
+def read_object(path: Path) -> _Json:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); run the command as the account that owns the kit") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); correct it") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a JSON object; correct it")
+    return content
+
+
+# -- certificates ----------------------------------------------------------------------------------------------------------
+
+
+def certificate_end(kit: Kit, now: datetime | None = None) -> datetime:
+    """The end of the certificate's validity.
+
+    Args:
+        now: default: the time of this machine's clock.
+
+    Raises:
+        ConfigError: a certificate is not valid now or cannot be read; FLARE itself may wait without a message then.
+    """
+    now = now or datetime.now(timezone.utc)
+    for file in (kit.root, kit.certificate):
+        certificate = _read_certificate(file)
+        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not begin <= now <= end:
+            validity = f"is valid from {begin:%F %R} to {end:%F %R} UTC"
+            raise ConfigError(f"{kit.name}: {file.name} {validity}, and the clock says {now:%F %R}; set the clock or provision a new kit")
+    return end
+
+
+def check_root(kit: Kit) -> None:
+    """Raise ConfigError if the kit's root did not sign the certificate, as in a kit made of parts of two."""
+    try:
+        _read_certificate(kit.certificate).verify_directly_issued_by(_read_certificate(kit.root))
+    except (ValueError, TypeError, InvalidSignature):
+        raise ConfigError(f"{kit.certificate.name} is not signed by {kit.root.name}; take all of startup/ from one kit") from None
+
+
+def server_problem(kit: Kit, timeout: float = 5.0) -> str:
+    """The reason why a TLS handshake with the kit's certificate fails, "" if it succeeds. It registers no party.
+
+    Args:
+        timeout: seconds for the connection.
+    """
+    address = f"{kit.host} port {kit.port}"
+    try:
+        context = ssl.create_default_context(cafile=str(kit.root))
+        context.load_cert_chain(kit.certificate, kit.key)
+        context.set_alpn_protocols(["h2", "http/1.1"])  # those of FLARE's drivers
+        with socket.create_connection((kit.host, kit.port), timeout) as plain, context.wrap_socket(plain, server_hostname=kit.host) as tls:
+            tls.settimeout(_HANDSHAKE_WAIT)
+            if _closed_by_server(tls):
+                return f"{address} rejects this kit's certificate: it is expired or of another federation; provision a new kit"
+    except ssl.SSLCertVerificationError as error:
+        return f"{address} has a certificate of another root ({error.verify_message}): a TLS proxy, or a kit of another federation"
+    except ssl.SSLError as error:
+        return f"{address} rejects the handshake ({error.reason or error}); see the server's log, or provision a new kit"
+    except socket.gaierror:
+        return f"the host name {kit.host} is unknown here; ask your network's administrators, or add it to /etc/hosts"
+    except ConnectionRefusedError:
+        return f"nothing listens at {address}; ask the project admin whether the server is up"
+    except TimeoutError:
+        return f"no reply from {address} in {timeout:g} s; a firewall must let this machine open a connection to it"
+    except OSError as error:
+        return f"{address}: {error.strerror or error}; check this machine's network"
+    return ""
+
+
+def _closed_by_server(tls: ssl.SSLSocket) -> bool:
+    """Whether the server closes the connection after the handshake: FLARE's gRPC rejects a certificate so, without an alert."""
+    try:
+        return tls.recv(1) == b""
+    except TimeoutError:  # accepted: the server waits for a request
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def _read_certificate(file: Path) -> Certificate:
+    try:
+        return load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: no readable certificate ({error}); take startup/ again from the project admin") from error
+
+
+# -- setup -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KitSettings:
+    """Settings of `medflare site setup`; None and False change nothing. The first six are a site's, `storage` is the server's.
+
+    Attributes:
+        data_root: folder with datalist.json; without it only tasks with embedded images run
+        device: device of the models: cpu, cuda, cuda:1 (a new site: cpu)
+        batch_size: maximum number of images at once, for a small GPU (default: the task's)
+        cache: folder for decoded images, or off (default: medflare-cache beside local/)
+        minimum_patients: no metric of fewer patients leaves the site (a new site: 5)
+        stream_logs: FLARE sends the site's error log of a job to the server (a new site: no)
+        packages: installed packages, separated by commas, whose networks and methods a job may name (default: none)
+        storage: folder for submitted jobs and results (default: storage in the kit)
+        bring_code: medflare is not installed here: a lead's jobs may bring it (--embed-code); no OutboundGuard, no restarts
+        replace_policies: write new policies over those that exist
+    """
+
+    data_root: Path | None = None
+    device: str | None = None
+    batch_size: int | None = None
+    cache: str | None = None
+    minimum_patients: int | None = None
+    stream_logs: bool | None = None
+    packages: list[str] | None = None
+    storage: Path | None = None
+    bring_code: bool = False
+    replace_policies: bool = False
+
+
+class Change(NamedTuple):
+    """What setup did with a file: "kept", "added", "changed" or "removed", and the settings that differ."""
+
+    file: Path
+    verdict: str
+    settings: tuple[str, ...] = ()
+
+
+def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
+    """Add missing files to a kit's local/ folder and change the named settings; all content is checked before a file is written.
+
+    Afterwards only the account that owns the kit can read it.
+
+    Raises:
+        ConfigError: a setting of the other kind of kit, an invalid value, a malformed file, or a kit of another account.
+        OSError: the storage cannot be made.
+    """
+    from medflare.core.store import write_json
+
+    for name in ("storage",) if kit.kind == "site" else SITE_SETTINGS:
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is not a setting of a {kit.kind}; {kit.folder} is the kit of one")
+    if os.geteuid() not in (0, kit.folder.stat().st_uid):
+        raise ConfigError(f"{kit.folder} belongs to {owner(kit.folder)}; run the command as {owner(kit.folder)}")
+    makers = {"authorization.json": _authorization, LOCAL_FILE: _local_settings, "privacy.json": _privacy, "resources.json": _resources}
+    if kit.kind == "server":
+        del makers["privacy.json"]
+    before, after = {}, {}
+    for name, make in makers.items():
+        path = kit.local / name
+        before[name] = read_object(path) if path.exists() else None
+        try:
+            after[name] = make(kit, settings, copy.deepcopy(before[name]))
+        except MALFORMED as error:
+            raise ConfigError(f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it") from error
+    if settings.storage is not None:
+        _make_storage(settings.storage.expanduser().resolve(), kit)
+    changes = []
+    for name, new in after.items():
+        path, old = kit.local / name, before[name]
+        if old == new:
+            changes += [] if old is None else [Change(path, "kept")]
+        elif new is None:
+            path.unlink()
+            changes.append(Change(path, "removed", ("it named only classes of medflare, which is not installed here",)))
+        else:
+            write_json(path, new)
+            _give_to_owner(path, kit)
+            changes.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
+    _make_private(kit.folder)
+    return changes
+
+
+def _make_private(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        if mode & 0o077 and not path.is_symlink():
+            path.chmod(mode & 0o700)
+
+
+def _give_to_owner(path: Path, kit: Kit) -> None:
+    """A file that root writes for another account's kit belongs to that account."""
+    account = kit.folder.stat()
+    if os.geteuid() == 0 and path.lstat().st_uid != account.st_uid:
+        os.chown(path, account.st_uid, account.st_gid, follow_symlinks=False)
+
+
+def _make_storage(storage: Path, kit: Kit) -> None:
+    from medflare.core.store import make_folder
+
+    missing = [folder for folder in (storage, *storage.parents) if not folder.exists()]
+    make_folder(storage)
+    for folder in missing:
+        _give_to_owner(folder, kit)
+
+
+def owner(path: Path) -> str:
+    """The name of the account that owns a file, or its number if it has no name here."""
+    number = path.lstat().st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
+    """The settings in which two JSON objects differ; for lists, the items that were added and removed.
+
+    Examples:
+        >>> list(differences({"device": "cpu", "names": ["a"]}, {"device": "cuda", "names": ["a", "b"], "keep": True}))
+        ['device: "cpu" -> "cuda"', 'names: "b" added', 'keep: not set -> true']
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from differences(old.get(name), new.get(name), f"{place}.{name}" if place else name)
+    elif isinstance(old, list) and isinstance(new, list):
+        yield from (f"{place}: {json.dumps(item)} removed" for item in old if item not in new)
+        yield from (f"{place}: {json.dumps(item)} added" for item in new if item not in old)
+    elif old != new:
+        before, after = ("not set" if value is None else json.dumps(value) for value in (old, new))
+        yield f"{place}: {before} -> {after}"
+
+
+def template(kind: str, name: str) -> _Json:
+    """The file `name` of a new kit's local/ folder."""
+    return read_object(TEMPLATES / kind / name)
+
+
+# -- a function for each file: its content, or None if it does not exist -> its new content, or None to remove it ------------------------
+
+
+def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
+    from medflare.data.local import local_settings
+
+    if content is None and kit.kind == "server":
+        if settings.packages is None:
+            return None
+        content = {}
+    elif content is None:
+        usual = template(kit.kind, LOCAL_FILE)
+        content = {name: usual[name] for name in ("device", "minimum_patients")}  # the rest of the template is an example
+    if settings.data_root is not None:
+        content["data_root"] = str(settings.data_root.expanduser().absolute())  # not resolved: mounts move
+    if settings.cache == "off":
+        content["cache"] = False
+    elif settings.cache is not None:
+        folder, cache = str(Path(settings.cache).expanduser().absolute()), content.get("cache")
+        content["cache"] = {**cache, "folder": folder} if isinstance(cache, dict) else folder
+    for name in ("device", "batch_size", "minimum_patients", "packages"):
+        if getattr(settings, name) is not None:
+            content[name] = getattr(settings, name)
+    local_settings(content)
+    return content
+
+
+def _policy(kit: Kit, settings: KitSettings, content: _Json | None, name: str) -> _Json:
+    return template(kit.kind, name) if content is None or settings.replace_policies else content
+
+
+def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
+    content = _policy(kit, settings, content, "authorization.json")
+    if settings.bring_code:
+        content.setdefault("permissions", {}).setdefault("lead", {})["byoc"] = "any"
+    return content
+
+
+def _privacy(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
+    if not settings.bring_code:
+        return _policy(kit, settings, content, "privacy.json")
+    filters = []
+    for scope in (content or {}).get("scopes", []):
+        for name in ("task_result_filters", "task_data_filters"):
+            scope[name] = _without_medflare(scope.get(name, []))
+            filters += scope[name]
+    return content if filters else None
+
+
+def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
+    if content is None or settings.replace_policies:
+        storage = settings.storage or _storage_of(content or {}) or kit.folder / "storage"
+        content = _new_resources(kit, read_object(kit.local / "resources.json.default"), storage)
+    elif settings.storage is not None:
+        _set_storage(content, settings.storage)
+    if settings.stream_logs is not None:
+        content["allow_log_streaming"] = settings.stream_logs
+    if settings.bring_code:
+        _replace_launcher(content, _RESTARTING_LAUNCHER, _DEFAULT_LAUNCHER)
+        content["class_allow_list"] = [name for name in content["class_allow_list"] if not name.startswith(PREFIX)]
+        content["components"] = _without_medflare(content.get("components", []))
+        if not _without_medflare([content.get(VALIDATOR) or {}]):
+            del content[VALIDATOR]
+    return content
+
+
+def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
+    """FLARE's resources.json with medflare's classes by their full names, its validator and launcher, and a storage of its own."""
+    usual = template(kit.kind, "resources.json")
+    content |= {"class_allow_list": usual["class_allow_list"], VALIDATOR: usual[VALIDATOR]}
+    if kit.kind == "site":
+        content["allow_log_streaming"] = usual["allow_log_streaming"]
+    _replace_launcher(content, _DEFAULT_LAUNCHER, _RESTARTING_LAUNCHER)
+    for server in content.get("servers", ()):
+        server["heart_beat_timeout"] = _HEARTBEAT_TIMEOUT
+    if "job_manager" in _components(content):
+        content["components"] += [item for item in usual["components"] if item["path"].startswith(PREFIX)]
+        if _storage_of(content) is None:
+            _set_storage(content, storage)
+    return content
+
+
+def _without_medflare(components: list[_Json]) -> list[_Json]:
+    return [item for item in components if not str(item.get("path", "")).startswith(PREFIX)]
+
+
+def _replace_launcher(resources: _Json, old: str, new: str) -> None:
+    launcher = _components(resources).get("process_launcher", {})
+    if launcher.get("path") == old:
+        launcher["path"] = new
+
+
+def _set_storage(resources: _Json, storage: Path) -> None:
+    storage = storage.expanduser().resolve()
+    _components(resources)["job_manager"]["args"]["uri_root"] = str(storage / "jobs")
+    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(storage / "snapshots")
+
+
+def _storage_of(resources: _Json) -> Path | None:
+    """The server's storage; None if it is FLARE's default or not set."""
+    manager = _components(resources).get("job_manager")
+    root = _DEFAULT_STORAGE if manager is None else str(manager["args"]["uri_root"])
+    return None if root.startswith(_DEFAULT_STORAGE) else Path(root).parent
+
+
+def _components(resources: _Json) -> dict[str, _Json]:
+    return {component["id"]: component for component in resources.get("components", ())}
