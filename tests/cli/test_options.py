@@ -11,8 +11,8 @@ import pytest
 
 from cli.pair import EMPTY, PAIR
 from helpers import small_tasks
-from medflare.cli.federation import Federation, chosen, hyper_and_task
-from medflare.cli.options import data_root, set_values, site_names, task_with
+from medflare.cli.options import environment, set_values, site_names, task_with
+from medflare.cli.run import Federation, chosen, hyper_and_task
 from medflare.core.errors import ConfigError
 from medflare.inference.deployed import plain_message, save_model
 from medflare.methods.method import Method
@@ -124,15 +124,15 @@ def test_sites_by_name_or_number() -> None:
 def test_the_data_root_reaches_other_processes_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ROOT, raising=False)
     monkeypatch.chdir(tmp_path)
-    with data_root(Path("data")):
+    with environment(data_root=Path("data")):
         said = subprocess.run([sys.executable, "-c", f"import os; print(os.environ[{ROOT!r}])"], capture_output=True, text=True, check=True)
         assert said.stdout.strip() == str(tmp_path / "data")
     assert ROOT not in os.environ
     monkeypatch.setenv(ROOT, "before")
-    with pytest.raises(KeyError, match="failed"), data_root(tmp_path):  # noqa: PT012 (what it leaves behind when it fails)
+    with pytest.raises(KeyError, match="failed"), environment(data_root=tmp_path):  # noqa: PT012 (what it leaves behind when it fails)
         assert os.environ[ROOT] == str(tmp_path)
         raise KeyError("failed")
     assert os.environ[ROOT] == "before"
-    with data_root(None):
+    with environment():
         assert os.environ[ROOT] == "before"
     assert os.environ[ROOT] == "before"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medflare.cli.kits.setup import template
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
@@ -15,6 +14,7 @@ from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
 from e2e.simulation import ROOT
 from helpers.small_tasks import small_task
+from medflare.cli.startup_kit import template
 from medflare.data.local import kept_of, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
 from medflare.flare.jobs.building import build_job

@@ -1,4 +1,4 @@
-"""The whole command: its subcommands, and how it ends. Every subcommand exits non-zero when it failed and says why in one line."""
+"""The `medflare` command: its groups, and errors as one line and an exit status."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 import medflare
-from medflare.cli import data, federation, methods, models, site, studies
+from medflare.cli import data, job, methods, models, run, site, studies
 from medflare.cli.options import AUTO_HELP
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
@@ -21,30 +21,29 @@ from medflare.data.progress import print_lines
 _UsageError: Any = typer.BadParameter.__bases__[0]
 _REMEDIES: Final = {
     errno.ENOENT: "correct the path",
-    errno.ENOTDIR: "a file stands where a folder is needed; correct the path",
-    errno.EEXIST: "a file stands where a folder is needed; correct the path",
-    errno.EISDIR: "a folder stands where a file is needed; correct the path",
-    errno.EACCES: "use a place that this account may read and write, or change its permissions",
-    errno.EPERM: "use a place that this account may read and write, or change its permissions",
-    errno.ENOSPC: "make room on the disk, or use another one",
-    errno.EDQUOT: "make room within this account's quota, or use another disk",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENOTDIR: "a file is where a folder is needed; correct the path",
+    errno.EEXIST: "a file is where a folder is needed; correct the path",
+    errno.EISDIR: "a folder is where a file is needed; correct the path",
+    errno.EACCES: "change its permissions, or use another place",
+    errno.EPERM: "change its permissions, or use another place",
+    errno.ENOSPC: "free space on the disk, or use another one",
+    errno.EDQUOT: "free space in this account's quota, or use another disk",
 }
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     name="medflare",
-    help="Federated medical imaging: personal models for the hospitals that train, a good one for those that never did.",
-    epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores). With images of your "
-    "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
+    help="Federated learning for medical images: personal models for participating hospitals, general models for all others.",
+    epilog="Start with: medflare run fedsm --sites 4    (synthetic images, a few minutes on two cores). With your images: "
+    "medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     **AUTO_HELP,
 )
-for group in (data, federation, methods, models, site, studies):
+for group in (data, run, job, methods, models, site, studies):
     group.add_commands(app)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         print(f"medflare {medflare.__version__}")
         raise typer.Exit
 
@@ -58,45 +57,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point.
 
     Args:
-        arguments: of the command line; None: those that the process was started with.
+        arguments: of the command line; None: those of the process.
 
     Returns:
-        The exit status: 0, 1 where something failed, 130 after Ctrl-C.
+        The exit status: 0, 1 after a failure, 130 after Ctrl-C.
 
     Raises:
-        SystemExit: help was asked for (status 0), or an option or a command is unknown (2).
+        SystemExit: after --help (status 0), or for an unknown command or option (2).
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of sites and files may hold letters that the terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack letters of names
             stream.reconfigure(errors="backslashreplace")
     end_quickly()
     print_lines()
     try:
-        return _invoked(list(sys.argv[1:] if arguments is None else arguments))
+        return _invoke(list(sys.argv[1:] if arguments is None else arguments))
     except MedflareError as error:
         problem = str(error)
     except KeyboardInterrupt as stop:
         print("; ".join(["medflare: interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
     except EOFError:
-        problem = "no answer came; give what is asked for as an option, or --yes where there is one"
-    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
+        problem = "no input; answer the question by an option, or with --yes"
+    except BrokenPipeError:  # the reader (head, less) has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error when it flushes at exit
         return 1
-    except shutil.Error as error:  # its first argument lists all files that could not be copied
+    except shutil.Error as error:  # its first argument lists the files that could not be copied
         first = error.args[0][0] if error.args and isinstance(error.args[0], list) and error.args[0] else ("", error, "")
         problem = f"{first[1]}: {first[2]}"
     except OSError as error:
-        if error.filename is None and error.errno not in _FULL:  # no file of the user's: where it comes from says more than one line
+        if error.filename is None and error.errno not in _DISK_FULL:  # a bug or a network error: keep the traceback
             raise
         remedy = _REMEDIES.get(error.errno or 0, "use another place")
-        problem = f"{error.filename or 'what the command prints'}: {error.strerror}; {remedy}"
+        problem = f"{error.filename or 'output'}: {error.strerror}; {remedy}"
     print(f"medflare: {problem}", file=sys.stderr)
     return 1
 
 
-def _invoked(arguments: list[str]) -> int:
-    """The status of the subcommand. What the command line does not know is one line: the usage of some commands fills a window."""
+def _invoke(arguments: list[str]) -> int:
+    """The exit status of the subcommand; an unknown command or option is reported in one line, without the usage."""
     command: Any = get_command(app)
     try:
         with command.make_context("medflare", arguments) as context:

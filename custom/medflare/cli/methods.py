@@ -1,4 +1,4 @@
-"""`medflare methods`: what there is, and every hyper-parameter in two lines that fit any window and can be searched with grep."""
+"""`medflare methods`: the methods and their hyper-parameters, as plain text."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ Algorithm = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that 
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Declare it."""
+    """Add the command."""
     add_command(app, "methods", methods, "medflare methods", "medflare methods fedsm", "medflare methods moon --server-algorithm grace")
 
 
@@ -27,16 +27,14 @@ def methods(
     site_algorithm: Algorithm = None,
     server_algorithm: Algorithm = None,
 ) -> int:
-    """List methods, ours and those that other installed packages bring, with their hyper-parameters.
+    """List the methods, also those of other installed packages, with their hyper-parameters.
 
-    Those of both algorithms as --set takes them: default, the paper's symbol and place, what is allowed, and what it does.
+    For each hyper-parameter: its name in --set, its default, the paper's symbol and equation, allowed values and its meaning.
     """
     from medflare.methods.catalogue import get_method, method_names
 
     if method is None and (site_algorithm or server_algorithm):
-        raise ConfigError(
-            "--site-algorithm and --server-algorithm change a method; name it: medflare methods METHOD --site-algorithm OTHER"
-        )
+        raise ConfigError("--site-algorithm and --server-algorithm need a method: medflare methods METHOD --site-algorithm OTHER")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if method is not None:
         print(method_listing(get_method(method, site=site_algorithm, server=server_algorithm), width))
@@ -45,30 +43,26 @@ def methods(
     for name in method_names():
         try:
             print(method_listing(get_method(name), width), end="\n\n")
-        except ConfigError as error:  # a broken package of somebody else hides no other method
+        except ConfigError as error:  # a broken package of another author must not hide the other methods
             print(f"medflare: {error}", file=sys.stderr)
             failed = 1
     return failed
 
 
 def method_listing(method: "Method", width: int | None = None) -> str:
-    """A method's title, paper and hyper-parameters, those of the site algorithm before those of the server algorithm.
-
-    A hyper-parameter has its name as `--set` takes it, its default, the paper's symbol, its place in the paper, allowed values
-    and its meaning.
+    """A method's title, paper and hyper-parameters: first the site algorithm's, then the server algorithm's.
 
     Args:
-        method: the method.
-        width: of the window in characters; None: lines are as long as they are.
+        width: of the terminal in characters; None: lines are not wrapped.
     """
     from medflare.core.hyper import described
 
     algorithms = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
-    lines = [*_filled(f"{method.name}: {method.title}", width, 0), *_filled(method.paper, width, 1)]
-    lines += _filled(f"models: {_models(method)}", width, 1)
+    lines = [*_wrapped(f"{method.name}: {method.title}", width, 0), *_wrapped(method.paper, width, 1)]
+    lines += _wrapped(f"models: {_models(method)}", width, 1)
     for algorithm, origin in zip(algorithms, method.algorithms, strict=True):
         heading = algorithm if origin == method.name else f"{algorithm} algorithm of {origin}"
-        lines += _filled(heading if algorithms[algorithm] else f"{heading}: no hyper-parameters", width, 1)
+        lines += _wrapped(heading if algorithms[algorithm] else f"{heading}: no hyper-parameters", width, 1)
         for name, about in algorithms[algorithm].items():
             ambiguous = all(name in fields for fields in algorithms.values())
             lines += _entry(f"{algorithm}.{name}" if ambiguous else name, about, width)
@@ -78,7 +72,7 @@ def method_listing(method: "Method", width: int | None = None) -> str:
 def _models(method: "Method") -> str:
     if not method.trains:
         return "none, it trains nothing"
-    return ", ".join(method.roles) + ("" if method.outside else "; none for sites that never train")
+    return ", ".join(method.roles) + ("" if method.outside else "; none for outside sites")
 
 
 def _entry(name: str, about: "Described", width: int | None) -> list[str]:
@@ -86,12 +80,12 @@ def _entry(name: str, about: "Described", width: int | None) -> list[str]:
 
     origin = ", ".join(filter(None, (about.symbol, about.source)))
     meta = "; ".join(filter(None, (origin, _allowed(about))))
-    known = f"  [{meta}]" if meta else ""
-    return [*_filled(f"{name} = {format_setting(about.default)}{known}", width, 2), *_filled(about.text, width, 4)]
+    origin_text = f"  [{meta}]" if meta else ""
+    return [*_wrapped(f"{name} = {format_setting(about.default)}{origin_text}", width, 2), *_wrapped(about.text, width, 4)]
 
 
-def _filled(text: str, width: int | None, depth: int) -> list[str]:
-    """The text as lines, `depth` steps from the left; what does not fit goes on one step deeper."""
+def _wrapped(text: str, width: int | None, depth: int) -> list[str]:
+    """The text as lines that are indented by `depth` steps; continued lines by one more."""
     first = depth * "  "
     if width is None:
         return [first + text]
@@ -99,7 +93,7 @@ def _filled(text: str, width: int | None, depth: int) -> list[str]:
 
 
 def _allowed(about: "Described") -> str:
-    """The choices or the closed range of a hyper-parameter; empty where anything of its type goes."""
+    """The choices or the closed range of a hyper-parameter; empty if any value of its type is allowed."""
     from medflare.evaluation.presentation import format_setting
 
     if about.choices:

@@ -1,4 +1,4 @@
-"""What several subcommands share: options made from dataclasses, the grammar of --set, and where sites find their data."""
+"""What several subcommands share: options made from dataclasses, --set NAME=VALUE, and the data folders of the sites."""
 
 import dataclasses
 import inspect
@@ -7,9 +7,9 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -19,134 +19,126 @@ from medflare.core.errors import ConfigError
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-T = TypeVar("T")
-AUTO_HELP: Final[dict[str, Any]] = {"rich_markup_mode": None, "add_completion": False}  # plain text: there at once, and to be searched
+AUTO_HELP: Final[dict[str, Any]] = {"rich_markup_mode": None, "add_completion": False}  # plain text that grep can search
 DEFAULT_ROUNDS: Final = 10
 PHANTOM: Final = "phantom"
-TASK: Final = "task."  # before the name of a task's setting
+TASK: Final = "task."  # prefix of a task's setting in --set
 SET_HELP: Final = "a setting of the task (task.batch_size=8); may be repeated"
 
 DataRoot = Annotated[
     Path | None,
     typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
 ]
+_Command = Callable[..., int]
 
 
-# -- how commands are declared -----------------------------------------------------------------------------------------------
+# -- commands ----------------------------------------------------------------------------------------------------------------
 
 
 class DefaultGroup(TyperGroup):
-    """Commands of which one may be left out: `medflare job fedsm` is `medflare job write fedsm`. It is the first one."""
+    """A group whose first command may be omitted: `medflare job fedsm` is `medflare job write fedsm`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the first command before arguments that begin with none."""
+        """Insert the name of the first command if the arguments begin with none."""
         if not args or args[0] not in self.commands:
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
 
 
-def add_command(group: typer.Typer, name: str, function: Callable[..., int], *examples: str) -> None:
-    """Declare a command; its help is the function's docstring, and examples that each stay on their line."""
-    paragraphs = ["\b", "examples:", *(f"  {example}" for example in examples)]
-    group.command(name, epilog="\n".join(paragraphs))(function)
+def add_command(group: typer.Typer, name: str, function: _Command, *examples: str) -> None:
+    """Add a command; its help is the function's docstring, followed by the examples, a line each."""
+    group.command(name, epilog="\n".join(["\b", "examples:", *(f"  {example}" for example in examples)]))(function)
 
 
-def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Command], _Command]:
     """Give a command an option for every field of a dataclass.
 
-    Where the fields are annotated with typer's options, the command gets an instance. Else the help is what the docstring says of the
-    attribute, and the command gets a mapping of what was named.
+    If the fields are annotated with typer's options, the command receives an instance. Otherwise the help text comes from the
+    docstring's section `Attributes:`, and the command receives a mapping of the options that were used.
 
     Args:
-        name: of the command's parameter that the options come as.
-        settings: the dataclass.
+        name: the command's parameter that receives them.
         skip: fields without an option.
     """
     fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
-    hints, about = typing.get_type_hints(settings, include_extras=True), _attributes(settings)
-    declared = any(_is_declared(hints[field.name]) for field in fields)
+    hints, help_texts = typing.get_type_hints(settings, include_extras=True), _attributes(settings)
+    annotated = any(_has_option(hints[field.name]) for field in fields)
+    kinds = {field.name: _plain_type(typing.get_type_hints(settings)[field.name]) for field in fields}
     kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     added = []
     for field in fields:
         default, annotation = (empty if field.default is dataclasses.MISSING else field.default), hints[field.name]
-        if not declared:
-            text = about.get(field.name, "") + ("" if default in (empty, None, "", (), False) else f" (default: {default})")
-            default, annotation = None, _option(_plain(typing.get_type_hints(settings)[field.name]), text)
+        if not annotated:
+            text = help_texts.get(field.name, "") + ("" if default in (empty, None, "", (), False) else f" (default: {default})")
+            default, annotation = None, _option(kinds[field.name], text)
         added.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
 
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        own = [one.replace(kind=kind) for one in inspect.signature(function).parameters.values() if one.name != name]
+    def decorate(function: _Command) -> _Command:
+        def command(**values: Any) -> int:
+            options = {field.name: values.pop(field.name) for field in fields}
+            if annotated:
+                return function(**values, **{name: settings(**options)})
+            used = {key: names_in(value) if kinds[key] is list else value for key, value in options.items() if value is not None}
+            return function(**values, **{name: used})
 
-        def command(**values: Any) -> T:
-            named = {field.name: values.pop(field.name) for field in fields}
-            if declared:
-                return function(**values, **{name: settings(**named)})
-            lists = {field.name for field in fields if _plain(typing.get_type_hints(settings)[field.name]) is _Names}
-            given = {key: names_in(value) if key in lists else value for key, value in named.items() if value is not None}
-            return function(**values, **{name: given})
-
+        rest = [item.replace(kind=kind) for item in inspect.signature(function).parameters.values() if item.name != name]
         command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
-        parameters = [*added, *own]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__signature__ = inspect.Signature([*added, *rest])  # type: ignore[attr-defined]
+        command.__annotations__ = {item.name: item.annotation for item in [*added, *rest]}
         return command
 
     return decorate
 
 
-class _Names:
-    """A field that holds several names, separated by commas on the command line."""
+def _has_option(hint: Any) -> bool:
+    return any(isinstance(item, (typer.models.OptionInfo, typer.models.ArgumentInfo)) for item in getattr(hint, "__metadata__", ()))
 
 
-def _is_declared(hint: Any) -> bool:
-    return any(isinstance(one, (typer.models.OptionInfo, typer.models.ArgumentInfo)) for one in getattr(hint, "__metadata__", ()))
-
-
-def _plain(hint: Any) -> Any:
-    """The type of a field without None."""
+def _plain_type(hint: Any) -> Any:
+    """The type of a field without None; `list` for several names."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
-    return _Names if typing.get_origin(hint) in (tuple, list) else hint
+        (hint,) = (item for item in typing.get_args(hint) if item is not type(None))
+    return list if typing.get_origin(hint) in (tuple, list) else hint
 
 
 def _option(kind: Any, text: str) -> Any:
     if kind is Path:
         return Annotated[Path | None, typer.Option(help=text, show_default=False, parser=_path)]
-    kind, metavar = (str, "NAMES") if kind is _Names else (kind, None)
+    kind, metavar = (str, "NAMES") if kind is list else (kind, None)
     return Annotated[kind | None, typer.Option(help=text, show_default=False, metavar=metavar)]
 
 
 def _path(text: str) -> Path:
     if not text:
-        raise typer.BadParameter("it is empty, as an unset variable is")
+        raise typer.BadParameter("the path is empty, as from an unset variable")
     return Path(text)
 
 
 def _attributes(settings: type) -> dict[str, str]:
-    """What a docstring's section `Attributes:` says of each."""
+    """Attribute -> its text in the docstring's section `Attributes:`."""
     section = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()).split(", see `")[0].rstrip(".") for name, text in found}
+    texts = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).split(", see `")[0].rstrip(".") for name, text in texts}
 
 
-# -- what options say --------------------------------------------------------------------------------------------------------
+# -- values of options -------------------------------------------------------------------------------------------------------
 
 
 def set_values(settings: Iterable[str]) -> dict[str, Any]:
-    """Name -> value of every --set NAME=VALUE, the last one of a name.
+    """Name -> value of every --set NAME=VALUE; the last one of a name counts.
 
     Raises:
-        ConfigError: one has no value.
+        ConfigError: not of the form NAME=VALUE.
     """
     from medflare.core.hyper import parsed_value
 
-    found = {}
+    values = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set {setting!r} is not NAME=VALUE; write for example lam=0.3 or task.batch_size=8")
-        found[name] = parsed_value(value)
-    return found
+        values[name] = parsed_value(value)
+    return values
 
 
 def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
@@ -157,7 +149,7 @@ def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "T
         changes: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
 
     Raises:
-        ConfigError: no such task or setting, or a value that it cannot have.
+        ConfigError: no such task or setting, or an invalid value.
     """
     from medflare.tasks.config import load_task
 
@@ -167,13 +159,13 @@ def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "T
     content = task.to_dict()
     for name, value in changes.items():
         if not name.startswith(TASK):
-            raise ConfigError(f"--set {name} is no setting of the task; write {TASK}NAME=VALUE")
+            raise ConfigError(f"--set {name} is not a setting of the task; write {TASK}NAME=VALUE")
         *path, last = name.removeprefix(TASK).split(".")
         target = content
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"--set {name}: {part} of task {task.name} is a value and has nothing within; set {part} itself")
+                raise ConfigError(f"--set {name}: {part} of task {task.name} is a value without settings; set {part} itself")
         target[last] = value
     return load_task(content)
 
@@ -184,52 +176,36 @@ def names_in(text: str) -> list[str]:
 
 
 def site_names(text: str) -> list[str]:
-    """Sites by name, or as many as a number says: "2" -> site-1, site-2.
+    """Names of sites, from their names or their number: "2" -> site-1, site-2.
 
     Raises:
-        ConfigError: no site, or one twice.
+        ConfigError: no site, or a name twice.
     """
-    names = [f"site-{place + 1}" for place in range(int(text))] if text.isdecimal() else names_in(text)
+    names = [f"site-{index + 1}" for index in range(int(text))] if text.isdecimal() else names_in(text)
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--sites {text!r}: give a number of sites, 1 or more, or different names separated by commas")
     return names
 
 
-def refuse_strangers(sites: Iterable[str], task: "TaskConfig") -> None:
-    """Raise DataError where a site finds no data for a task; to be called while `data_root` is entered."""
+def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
+    """Raise DataError if a site has no data for a task; call it inside `environment(data_root=...)`."""
     from medflare.data.loading import resolve_data_root
 
     for site in sites:
         resolve_data_root(site, task)
 
 
-def data_root(folder: Path | None) -> AbstractContextManager[None]:
-    """While it is entered, sites look for their data in `folder`; None: as before."""
-    from medflare.data.loading import ENVIRONMENT
-
-    return _environment(ENVIRONMENT, folder)
-
-
-def weights_place(place: Path | None) -> AbstractContextManager[None]:
-    """While it is entered, the server looks for weights to start from in `place`, a file or a folder; None: as before."""
-    from medflare.networks.weights import ENVIRONMENT
-
-    return _environment(ENVIRONMENT, place)
-
-
 @contextmanager
-def _environment(variable: str, path: Path | None) -> Iterator[None]:
-    """While it is entered, a variable holds a path, in this process and in those that it starts; None: as before.
+def environment(data_root: Path | None = None, weights: Path | None = None) -> Iterator[None]:
+    """Set MEDFLARE_DATA_ROOT and MEDFLARE_WEIGHTS for the block; None leaves a variable as it is.
 
-    The environment is the one way that reaches the parties of every engine: FLARE's simulator gives each a process of its own.
+    Environment variables reach the parties of every engine: FLARE's simulator starts a process for each.
     """
-    before = os.environ.get(variable)
-    if path is not None:
-        os.environ[variable] = str(path.expanduser().resolve())
+    paths = {"MEDFLARE_DATA_ROOT": data_root, "MEDFLARE_WEIGHTS": weights}
+    before = {name: os.environ.get(name) for name, path in paths.items() if path is not None}
+    os.environ.update({name: str(path.expanduser().resolve()) for name, path in paths.items() if path is not None})
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -14,13 +14,13 @@ from medflare.cli.options import (
     DataRoot,
     DefaultGroup,
     add_command,
+    check_sites,
+    environment,
     names_in,
-    refuse_strangers,
     set_values,
     site_names,
     task_with,
 )
-from medflare.cli.options import data_root as entered
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def run_study(
         rows = _candidates(candidates or [], reference, changed, selection)
         setting = Setting(changed, tuple(site_names(sites)), DEFAULT_ROUNDS if rounds is None else rounds)
         turns, left_out = _seeds(seeds or _SEEDS), _left_out(setting, leave_one_out, names_in(leave_out))
-    with entered(data_root):
-        refuse_strangers(setting.sites, setting.task)
+    with environment(data_root=data_root):
+        check_sites(setting.sites, setting.task)
         if figures is not None:
             make_folder(figures, public=True)  # where it cannot be, nothing need be trained
         groups = run_study(rows, setting, turns, out, left_out=left_out, processes=processes, say=print)

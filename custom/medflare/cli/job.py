@@ -1,0 +1,130 @@
+"""`medflare job`: write a FLARE job folder; watch, fetch and list the jobs of a federation."""
+
+import os
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medflare.cli.options import AUTO_HELP, DefaultGroup, add_command, takes
+from medflare.cli.run import Federation, chosen
+from medflare.federation.settings import RunSettings
+
+Kit = Annotated[Path, typer.Option(help="Startup kit of the lead, or of the project admin")]
+Job = Annotated[str, typer.Argument(help="Name (the newest of several), id, or the beginning of an id", metavar="JOB")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add `job` with its actions."""
+    jobs = typer.Typer(cls=DefaultGroup, help="Write a FLARE job folder (job METHOD), or watch, fetch and list jobs.", **AUTO_HELP)
+    add_command(
+        jobs,
+        "write",
+        write_job,
+        "medflare job fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
+        "medflare job fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that accept no code",
+        "medflare job evaluate --model MODEL --no-byoc --out jobs/test   # every site evaluates it, no site trains",
+        "medflare job fingerprint --task draft.json --no-byoc --out jobs/look   # dataset fingerprints, for medflare task plan",
+        "medflare job fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
+    )
+    add_command(
+        jobs,
+        "watch",
+        watch_job,
+        "medflare job watch fedsm-brain_lgg --kit lead@coordination.org",
+        "medflare job watch 0b9e31c5 --kit lead@coordination.org --timeout 3600",
+    )
+    add_command(jobs, "fetch", fetch_job, "medflare job fetch fedsm-brain_lgg --kit lead@coordination.org --out results")
+    add_command(jobs, "list", list_jobs, "medflare job list --kit lead@coordination.org")
+    app.add_typer(jobs, name="job")
+
+
+@takes("federation", Federation)
+@takes("settings", RunSettings, skip=("resume",))
+def write_job(
+    federation: Federation,
+    settings: dict[str, Any],
+    out: Annotated[Path, typer.Option(help="Job folder to write")],
+    track: Annotated[
+        str | None, typer.Option(help="The server's metrics go to MLflow too (medflare[mlflow])", metavar="mlflow[=URI]")
+    ] = None,
+    no_byoc: Annotated[bool, typer.Option("--no-byoc", help="Without app/custom/: for hospitals that reject jobs with code")] = False,
+    embed_code: Annotated[
+        bool, typer.Option("--embed-code", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
+    ] = False,
+) -> int:
+    """Write a FLARE job folder for the simulator, POC or production.
+
+    `medflare job watch`, `fetch` and `list` look at the jobs of a federation.
+    """
+    from medflare.evaluation.presentation import format_bytes
+    from medflare.flare.jobs.building import build_job, size_of
+
+    _, task, hyper, arguments = chosen(federation, settings)
+    tracking = {} if track is None else {"track": track}
+    folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, **tracking, **arguments)
+    if federation.model is not None:
+        weights = task.network["weights"]
+        file = f"{weights['file']} of {federation.model} (sha256 {weights['sha256'][:16]}...)"
+        print(f"the server reads {file}: name it in the server's local/medflare.json")
+    place = shlex.quote(str(folder))
+    command = f"nvflare simulator {place} -n 4 -t 4 -w workspace"
+    if not task.embedded:
+        command = f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {place} -c SITE,SITE -t 2 -w workspace    (DATA has a folder per site)"
+    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: {command}")
+    return 0
+
+
+def watch_job(
+    job: Job,
+    kit: Kit,
+    timeout: Annotated[float, typer.Option(help="Seconds to watch (0: until the job ends)")] = 0.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a server that disappears")] = 600.0,
+) -> int:
+    """Follow a job of a federation to its end; exits non-zero, with the reason, unless it completes.
+
+    Prints every step with its sites' metrics, rejected, late and missing replies, and sites without a heartbeat.
+    """
+    from medflare.flare.jobs.watching import watch_job
+
+    _check_certificate(kit)
+    return 0 if watch_job(kit, job, partial(print, flush=True), timeout=timeout, patience=patience) else 1
+
+
+def fetch_job(
+    job: Job, kit: Kit, out: Annotated[Path | None, typer.Option(help="Folder for the results (default: a folder named by the id)")] = None
+) -> int:
+    """Download a job's results, readable by this account alone, and show them; exits non-zero if the federation failed."""
+    from medflare.evaluation.console import show_results
+    from medflare.flare.jobs.sessions import fetch_job, found_job, id_of, jobs_of, session
+
+    _check_certificate(kit)
+    mask = os.umask(0o077)
+    try:
+        with session(kit) as connection:
+            identity = id_of(found_job(jobs_of(connection), job))
+            folder = fetch_job(connection, identity, out or Path(identity))
+    finally:
+        os.umask(mask)
+    return 0 if show_results(folder) else 1
+
+
+def list_jobs(kit: Kit) -> int:
+    """List the jobs of a federation, the newest last."""
+    from medflare.flare.jobs.sessions import jobs_of, listing, session
+
+    _check_certificate(kit)
+    with session(kit) as connection:
+        print(listing(jobs_of(connection)))
+    return 0
+
+
+def _check_certificate(folder: Path) -> None:
+    """Raise ConfigError if a person's certificate is not valid by this machine's clock: FLARE then reports that the server is down."""
+    from medflare.cli.startup_kit import Kit, certificate_end
+
+    certificate, key, root = (folder / "startup" / name for name in ("client.crt", "client.key", "rootCA.pem"))
+    if certificate.is_file() and root.is_file():  # otherwise the session reports what is missing
+        certificate_end(Kit(folder, "site", folder.resolve().name, "", 0, certificate, key, root))

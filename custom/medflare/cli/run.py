@@ -1,0 +1,380 @@
+"""`medflare run`, `resume` and `results`: a federation on this machine."""
+
+import fcntl
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+
+import typer
+
+from medflare.cli.options import (
+    DEFAULT_ROUNDS,
+    PHANTOM,
+    SET_HELP,
+    TASK,
+    DataRoot,
+    add_command,
+    check_sites,
+    environment,
+    set_values,
+    site_names,
+    takes,
+    task_with,
+)
+from medflare.core.errors import ConfigError, FederationFailed, StateError
+from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings
+
+if TYPE_CHECKING:
+    from medflare.methods.method import Method
+    from medflare.tasks.config import TaskConfig
+
+EVALUATE: Final = "evaluate"  # instead of a method: no rounds; the given model is evaluated
+_OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        help="Sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); the models do "
+        "not depend on it (default: one site after the other, on all cores)"
+    ),
+]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the three commands."""
+    add_command(
+        app,
+        "run",
+        run,
+        "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
+        "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
+        "medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a setting of the task",
+        "medflare run moon --server-algorithm grace --rounds 20                 # GRACE's aggregation of MOON's sites",
+        "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
+        "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # continue from a final model",
+        "medflare run evaluate --model runs/fedsm-phantom-seed0/models/global  # every site evaluates it, no site trains",
+        "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for medflare task plan",
+    )
+    add_command(
+        app,
+        "resume",
+        resume,
+        "medflare resume runs/fedsm-phantom-seed0",
+        "medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 --out jobs/fedsm-resumed",
+    )
+    add_command(
+        app,
+        "results",
+        results,
+        "medflare results workspace                  # of nvflare simulator ... -w workspace",
+        "medflare results runs/fedsm-phantom-seed0",
+    )
+
+
+# -- options of a federation -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The method with its algorithms and hyper-parameters, and the task."""
+
+    method: Annotated[
+        str,
+        typer.Argument(help="fedavg, fedsm, ... (see `medflare methods`), or without training: evaluate (with --model), fingerprint"),
+    ]
+    site_algorithm: Annotated[str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")] = None
+    server_algorithm: Annotated[str | None, typer.Option(help="Use the server algorithm of another method", metavar="METHOD")] = None
+    task: Annotated[
+        str | None, typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: that of MODEL, else {PHANTOM}, synthetic)")
+    ] = None
+    set: Annotated[
+        list[str],
+        typer.Option(
+            help=f"A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms have it) or {SET_HELP}",
+            metavar="NAME=VALUE",
+        ),
+    ] = ()  # type: ignore[assignment]
+    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/task.md)")] = None
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Start from pretrained weights of an installed package (efficientnet_lite0)")
+    ] = False
+    model: Annotated[
+        Path | None, typer.Option("--from", "--model", help="Start from a final model (its folder), with its task if --task is missing")
+    ] = None
+    resplit: Annotated[int | None, typer.Option(help="Draw a new training / validation / test split by patient", metavar="SEED")] = None
+
+
+class Chosen(NamedTuple):
+    """What the options of a federation mean; `arguments` are those of `run_local`, `MedflareRecipe` and `build_job`."""
+
+    method: "Method"
+    task: "TaskConfig"
+    hyper: dict[str, Any]
+    arguments: dict[str, Any]
+
+
+def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
+    """The method, the task, the hyper-parameters of each algorithm and the run settings.
+
+    Raises:
+        ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
+    """
+    from medflare.methods.catalogue import SURVEYS, get_method
+
+    name, rounds = federation.method, settings.get("rounds", DEFAULT_ROUNDS)
+    if name in SURVEYS:
+        rounds = 0
+    if name == EVALUATE:
+        if federation.model is None:
+            raise ConfigError("evaluate: name the model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
+        name, rounds = "fedavg", 0
+    algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
+    method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
+    hyper, task = hyper_and_task(federation, method)
+    return Chosen(method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms})
+
+
+def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
+    """The hyper-parameters of each algorithm and the task, from --set, --task, --network, --pretrained, --resplit and --from.
+
+    Raises:
+        ConfigError: see `chosen`.
+    """
+    from medflare.core.hyper import described, halved
+    from medflare.inference.deployed import WEIGHTS_FILE, load_model
+    from medflare.networks.weights import pretrained_settings, starting_state
+
+    values = set_values(federation.set)
+    changes = {name: value for name, value in values.items() if name.startswith(TASK)}
+    hyper = {name: value for name, value in values.items() if not name.startswith(TASK)}
+    owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
+    for name in hyper:
+        if name not in owned and name in (*RUN_SETTINGS, *_OTHER_OPTIONS):
+            raise ConfigError(f"{name} is not a hyper-parameter of {method.name} but an option: --{name.replace('_', '-')}")
+    if federation.network is not None:
+        changes = {f"{TASK}network": {"name": federation.network}} | changes
+    if federation.resplit is not None:
+        changes[f"{TASK}resplit"] = federation.resplit
+    source: str | Mapping[str, Any] = federation.task or PHANTOM
+    if federation.model is not None:
+        if federation.pretrained:
+            raise ConfigError("--pretrained and --from name two initial models; leave one of them out")
+        model = load_model(federation.model)
+        changes[f"{TASK}network.weights"] = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"], "format": "medflare"}
+        source = federation.task or model.task.to_dict()
+    task = task_with(source, changes)
+    if federation.pretrained:
+        task = task_with(task.to_dict() | pretrained_settings(task), {})
+    if federation.model is not None:
+        starting_state(task, 0, federation.model)  # raises if the model does not fit
+    return halved(hyper, method.hyper_classes, method.name), task
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------------
+
+
+@takes("federation", Federation)
+@takes("settings", RunSettings, skip=("resume",))
+def run(
+    federation: Federation,
+    settings: dict[str, Any],
+    sites: Annotated[str, typer.Option(help="Number of sites (site-1, ...) or comma-separated names")] = "4",
+    engine: Annotated[Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")] = "flare",
+    data_root: DataRoot = None,
+    weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,
+    threads: Annotated[int | None, typer.Option(help="Sites that train at the same time under FLARE (default: all)")] = None,
+    workers: Workers = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
+) -> int:
+    """Run a federation on this machine and print its results.
+
+    The folder METHOD-TASK-seedSEED below --out receives results.json, report.html, the models and each site's files; an earlier run of
+    that name is kept beside it. After Ctrl-C in the plain loop, medflare resume continues the run.
+    """
+    from medflare.evaluation.console import show_results
+
+    method, task, hyper, arguments = chosen(federation, settings)
+    outside = arguments.get("outside", [])
+    names = list(dict.fromkeys([*site_names(sites), *outside]))
+    inside, minimum = len(names) - len(outside), settings.get("min_sites")
+    if not inside:
+        raise ConfigError("--outside: no site is left to train; name one more with --sites")
+    if minimum is not None and minimum > inside:
+        raise ConfigError(f"--min-sites {minimum}: {inside} of the sites train; name more with --sites, or lower it")
+    if weights is not None and not task.network.get("weights"):
+        raise ConfigError(f"--weights: task {task.name} has no network.weights; see docs/task.md, or --from")
+    other = {"workers": workers} if engine == "flare" else {"threads": threads, **{name: settings.get(name) for name in WAITS}}
+    for option in (name for name, value in other.items() if value is not None):
+        raise ConfigError(f"--{option.replace('_', '-')} has no effect with --engine {engine}; leave it out")
+    label = method.name if arguments["rounds"] or not method.trains else EVALUATE
+    folder = out / f"{label}-{task.name}-seed{arguments['seed']}"
+    with environment(data_root=data_root):
+        check_sites(names, task)
+        with _new_folder(folder, weights or federation.model) as start, environment(weights=start):
+            if engine == "local":
+                from medflare.federation.local.loop import run_local
+
+                with _resume_hint(folder, data_root):
+                    run_local(task=task, sites=names, out=folder, say=print, workers=workers, **arguments, **hyper)
+            else:
+                from medflare.flare.recipes import MedflareRecipe
+
+                _simulate(MedflareRecipe(task=task, **arguments, **hyper), names, folder, threads)
+    return 0 if show_results(folder) else 1
+
+
+def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) -> None:
+    """Run FLARE's simulator in a folder and link results, report and models from its workspace to where the plain loop writes them."""
+    from medflare.evaluation.results import find_results
+    from medflare.federation.checkpoint import CHECKPOINT
+
+    failure = None
+    try:
+        recipe.simulate(names, folder, threads=threads)
+    except FederationFailed as error:
+        failure = error
+    try:
+        place = find_results(folder).parent
+    except StateError:
+        if failure is not None:
+            raise failure from None
+        return
+    for path in sorted(place.iterdir()):
+        if not path.name.startswith(CHECKPOINT):  # the plain loop cannot resume it
+            (folder / path.name).symlink_to(os.path.relpath(path, folder))
+
+
+@contextmanager
+def _new_folder(folder: Path, start: Path | None) -> Iterator[Path | None]:
+    """Make an empty folder for a run; an earlier run in it is renamed, and renamed back if the block writes nothing.
+
+    Args:
+        start: the initial weights, which may be those of the earlier run.
+
+    Yields:
+        Their new place.
+    """
+    earlier = None
+    if folder.is_dir() and any(folder.iterdir()):
+        earlier = next(path for number in count(1) if not (path := folder.with_name(f"{folder.name}.{number}")).exists())
+        with _locked(folder):
+            folder.rename(earlier)
+        if start is not None and start.absolute().is_relative_to(folder.absolute()):
+            start = earlier / start.absolute().relative_to(folder.absolute())
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder):
+            yield start
+    finally:
+        if any(folder.iterdir()):
+            print(f"the earlier run of this name is kept: {earlier}\n" if earlier else "", end="")
+        else:
+            folder.rmdir()
+            if earlier:
+                earlier.rename(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder of a run; raises ConfigError if another process runs in it."""
+    if not folder.is_dir():  # reading from it reports that
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{folder}: another run writes there; wait for its end, or choose another --out") from None
+        yield
+    finally:
+        os.close(descriptor)  # unlocks
+
+
+@contextmanager
+def _resume_hint(folder: Path, root: Path | None) -> Iterator[None]:
+    """After Ctrl-C in the block, print the command that continues the run."""
+    from medflare.core.store import StateStore
+    from medflare.federation.checkpoint import CHECKPOINT
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not StateStore(folder).path(CHECKPOINT).exists():
+            raise
+        words = ["medflare", "resume", str(folder), *(["--data-root", str(root)] if root else [])]
+        raise KeyboardInterrupt(f"continue with: {shlex.join(words)}") from None
+
+
+# -- resume and results --------------------------------------------------------------------------------------------------------
+
+
+def resume(
+    path: Annotated[Path, typer.Argument(help="Folder of the interrupted run, or the job folder that was submitted")],
+    job: Annotated[str | None, typer.Option(help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")] = None,
+    workers: Workers = None,
+    data_root: DataRoot = None,
+) -> int:
+    """Continue an interrupted run after its last complete step.
+
+    On this machine (a folder of `medflare run --engine local`), or as a job for the federation whose server was interrupted (a job folder
+    and --job).
+    """
+    if job is not None:
+        for name, value in (("--workers", workers), ("--data-root", data_root)):
+            if value is not None:
+                raise ConfigError(f"{name} is for a run on this machine; leave it out with --job")
+        from medflare.flare.jobs.building import resumed_job
+
+        folder = resumed_job(path, job, out or path.with_name(f"{path.name}-resumed"))
+        print(f"job folder: {folder}\nsubmit it to the federation of job {job}: nvflare job submit -j {folder}")
+        return 0
+    if out is not None:
+        raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop continues in its own folder")
+    from medflare.evaluation.console import show_results
+    from medflare.federation.local.loop import resume_local
+
+    with _locked(path), environment(data_root=data_root):
+        _check_resumable(path)
+        with _resume_hint(path, data_root):
+            resume_local(path, workers=workers, say=print)
+    return 0 if show_results(path) else 1
+
+
+def _check_resumable(path: Path) -> None:
+    """Check before anything is written: an attempt that fails would replace the results.
+
+    Raises:
+        ConfigError: the run is complete.
+        DataError: a site without data.
+        StateError: no interrupted run of the plain loop.
+    """
+    from medflare.core.store import StateStore
+    from medflare.evaluation.names import COMPLETED, FOLDER, RESULTS_FILE
+    from medflare.evaluation.results import load_results
+    from medflare.federation.checkpoint import CHECKPOINT, stored_plan
+    from medflare.tasks.config import load_task
+
+    if (path / RESULTS_FILE).is_file() and load_results(path / RESULTS_FILE)["status"] == COMPLETED:
+        raise ConfigError(f"{path}: this run is complete; see medflare results {shlex.quote(str(path))}")
+    if not path.is_dir():
+        raise StateError(f"{path}: no such folder; give the folder of a run")
+    if not StateStore(path).path(CHECKPOINT).exists() and any(path.glob(f"*/server/**/{FOLDER}")):
+        raise StateError(f"{path}: a run in FLARE's simulator cannot be resumed; run it again, or use --engine local")
+    plan = stored_plan(path)
+    check_sites([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
+
+
+def results(
+    path: Annotated[Path, typer.Argument(help="results.json, or a folder above it (a simulator workspace, a downloaded job)")],
+) -> int:
+    """Show the results of a finished run; exits non-zero if it failed."""
+    from medflare.evaluation.console import show_results
+
+    return 0 if show_results(path) else 1
