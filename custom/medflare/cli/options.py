@@ -29,7 +29,7 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
 ]
-_Command = Callable[..., int]
+_Command = Callable[..., Any]
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
         added.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
 
     def decorate(function: _Command) -> _Command:
-        def command(**values: Any) -> int:
+        def command(**values: Any) -> Any:
             options = {field.name: values.pop(field.name) for field in fields}
             if annotated:
                 return function(**values, **{name: settings(**options)})
