@@ -197,7 +197,7 @@ def _torch(path: Path) -> StateDict:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error below says more
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # of many kinds, and what it would say names functions of the file's own choice
         raise ConfigError(
             f"weights {path}: not a file of tensors alone; a pickle of anything else is never loaded, since loading it would run its code; "
