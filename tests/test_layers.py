@@ -2,13 +2,9 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from importlinter.api import read_configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,8 +15,8 @@ def test_rooms_import_downwards_and_without_circles() -> None:
 
 
 def test_the_architecture_page_draws_these_layers() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-    layers = [re.findall(r"\w+", layer) for layer in contracts[0]["layers"]]
+    contract = read_configuration(config_filename=str(ROOT / "pyproject.toml"))["contracts_options"][0]
+    layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     block = page[page.index("## Rooms") :].split("\n## ")[0]
     drawn = [re.findall(r"\w+", head) for head in re.findall(r"^    (\w+/(?: \| \w+/)*)", block, flags=re.MULTILINE)]
