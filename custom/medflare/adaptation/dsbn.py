@@ -1,6 +1,6 @@
 """DSBN: BatchNorm statistics re-estimated from a site's unlabelled images (after Chang et al., CVPR 2019; GRACE paper, Table 3).
 
-Works on any trained model with BatchNorm, whatever its structure; the weights stay as they are.
+Works on any trained model with BatchNorm; the weights do not change.
 """
 
 import copy
@@ -16,15 +16,15 @@ from medflare.core.states import StateDict, copy_state, misfit
 
 
 class TestTimeNorm(nn.Module):
-    """A BatchNorm layer that normalises by the test images at hand instead of its running statistics.
+    """A BatchNorm layer that normalises by the current test batch instead of its running statistics.
 
-    A channel with one value only (one image, 1x1 features) has no variance: there the running statistics are used.
+    A channel with a single value (one image, 1x1 features) has no variance: it uses the running statistics.
 
     Args:
-        layer: the BatchNorm layer; scale and shift stay its own.
+        layer: the BatchNorm layer, whose scale and shift are used.
     """
 
-    __test__ = False  # not a test, whatever its name begins with
+    __test__ = False  # not a test, in spite of its name
 
     def __init__(self, layer: _BatchNorm):
         super().__init__()
@@ -52,7 +52,7 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
-    """A copy of the model that normalises by the images at hand, and its replaced BatchNorm layers by name.
+    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers by name.
 
     Raises:
         ConfigError: the model has no BatchNorm.
@@ -68,7 +68,7 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
 
 
 class _Moments:
-    """Mean and variance per channel over everything that a layer was fed, in float64."""
+    """Mean and unbiased variance per channel over all inputs of a layer, in float64."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -76,7 +76,7 @@ class _Moments:
         self.squares: Tensor | float = 0.0
 
     def add(self, inputs: Tensor) -> None:
-        values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, everything else)
+        values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, N * pixels)
         self.count += values.shape[1]
         self.total = self.total + values.sum(dim=1)
         self.squares = self.squares + values.square().sum(dim=1)
@@ -87,17 +87,15 @@ class _Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Unbiased, as BatchNorm keeps it; needs two values."""
         return ((self.squares - self.total * self.mean) / (self.count - 1)).clamp(min=0)
 
 
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Replace, in place, the running statistics of every BatchNorm layer by those of these images (N, C, H, W).
+    """Replace, in place, the running statistics of every BatchNorm layer by those of all these images together.
 
-    While they are collected every layer normalises by the batch at hand, so deep layers are fed nearly what they will be fed
-    afterwards. Mean and variance are those over all images together; a layer that saw a single value per channel (one image,
-    1x1 features) keeps its own.
+    Meanwhile every layer normalises by the current batch, so that deep layers get nearly the inputs that they will get afterwards. A layer
+    with a single value per channel (one image, 1x1 features) keeps its statistics.
 
     Args:
         model: changed in place.
@@ -116,7 +114,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
         working(batch)
         images += len(batch)
     if not images:
-        raise DataError("DSBN needs images of the site to estimate statistics from, and there are none; give it at least one")
+        raise DataError("DSBN estimates statistics from images of the site, and there are none")
     for name, layer in batch_norm_layers(model).items():
         if moments[name].count > 1 and layer.running_mean is not None and layer.running_var is not None:
             layer.running_mean.copy_(moments[name].mean)
@@ -124,9 +122,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
 
 
 class TargetStatistics(nn.Module):
-    """A model, images to probabilities, that takes over a site's BatchNorm statistics when `adapt` shows it images.
-
-    Until then it predicts with the statistics it was trained with.
+    """A model, images to probabilities, that `adapt` gives the BatchNorm statistics of a site; before, it has the trained ones.
 
     Raises:
         ConfigError: the model has no BatchNorm.
@@ -142,21 +138,17 @@ class TargetStatistics(nn.Module):
         estimate_statistics(self.model, batches)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities with the statistics as they are."""
+        """Images (N, C, H, W) to probabilities with the current statistics."""
         return self.model(images)
 
     def statistics(self) -> StateDict:
-        """Mean and variance of every layer that keeps them, by name: what `adapt` estimated."""
+        """Mean and variance of every layer with running statistics, by name."""
         layers = [name for name, layer in batch_norm_layers(self.model).items() if layer.track_running_stats]
         names = {f"{layer}.{statistic}" for layer in layers for statistic in ("running_mean", "running_var")}
         return copy_state({name: tensor for name, tensor in self.model.state_dict().items() if name in names})
 
     def load_statistics(self, state: StateDict) -> None:
-        """Take up what `statistics` of such a model gave.
-
-        Raises:
-            StateError: it came from another network.
-        """
+        """Restore what `statistics` returned; raises StateError if it came from another network."""
         if reason := misfit(state, self.statistics()):
             raise StateError(f"these BatchNorm statistics belong to another network: {reason}; adapt the model anew")
         self.model.load_state_dict(state, strict=False)

@@ -1,4 +1,4 @@
-"""Test-time adaptation of any delivered model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the messages that carry them.
+"""Test-time adaptation of any final model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the messages that carry them.
 
 A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its item "base".
 """
@@ -31,47 +31,40 @@ def _tent(model: nn.Module, task: TaskConfig, message: Message) -> Tent:
     return Tent(model, task.target, **message.meta.get("tent", {"batch_size": task.batch_size}))
 
 
-# kind -> what wraps a built model: (model, task, message) -> module, images to probabilities
+# kind -> (built model, task, message) -> module, images to probabilities
 ADAPTATIONS: Final[dict[str, Callable[[nn.Module, TaskConfig, Message], nn.Module]]] = {"dsbn": _dsbn, "tent": _tent}
 
 
 def check_adaptable(task: TaskConfig) -> None:
-    """Before anything is trained, refuse a task whose network has no BatchNorm, which test-time adaptation needs.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Raises ConfigError if the task's network has no BatchNorm, which test-time adaptation needs."""
     batch_norm_layers(meta_network(task))
 
 
 def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False) -> Message:
-    """The delivered model with Tent around it; the settings are those of `Tent`."""
+    """The final model with Tent around it; the settings are those of `Tent`."""
     settings = {"rate": rate, "steps": steps, "episodic": episodic, "batch_size": task.batch_size}
     return Message(dict(message.states), {**message.meta, "kind": "tent", "base": message.meta["kind"], "tent": settings})
 
 
 def with_dsbn(message: Message) -> Message:
-    """The delivered model with BatchNorm statistics of its own for the images that it meets, not estimated yet."""
+    """The final model with DSBN around it, whose statistics are not estimated yet."""
     return Message(dict(message.states), {**message.meta, "kind": "dsbn", "base": message.meta["kind"]})
 
 
 def dsbn_for(site: Site, message: Message, build: Build) -> Message:
-    """`with_dsbn`, with the statistics of the site's test images, whose labels nobody looks at."""
+    """`with_dsbn`, with the statistics of the site's test images; their labels are not used."""
     message = with_dsbn(message)
     if site.n["test"]:
-        module = TargetStatistics(build(Message(message.states, {**message.meta, "kind": message.meta["base"]}))).to(site.device)
+        module = TargetStatistics(build(_base(message))).to(site.device)
         module.adapt(batch.images for batch in site.ordered("test", site.scoring_batch))
         message.states[STATISTICS] = module.statistics()
     return message
 
 
 def adapted_model(task: TaskConfig, message: Message, build: Build) -> nn.Module:
-    """The module of a delivered model of one of the kinds of `ADAPTATIONS`.
+    """The module of a final model of one of the kinds of `ADAPTATIONS`; `build` makes the module of the model that is adapted."""
+    return ADAPTATIONS[message.meta["kind"]](build(_base(message)), task, message)
 
-    Args:
-        task: what the model was trained for.
-        message: the delivered model, with its item "base".
-        build: message -> module, of the model that is adapted.
-    """
-    base = build(Message(message.states, {**message.meta, "kind": message.meta["base"]}))
-    return ADAPTATIONS[message.meta["kind"]](base, task, message)
+
+def _base(message: Message) -> Message:
+    return Message(message.states, {**message.meta, "kind": message.meta["base"]})

@@ -1,6 +1,6 @@
-"""Tent (Wang et al., ICLR 2021): a trained model that goes on learning from unlabelled test images, batch by batch.
+"""Tent (Wang et al., ICLR 2021): a trained model that is adapted to unlabelled test images, batch by batch.
 
-Every BatchNorm layer normalises by the batch at hand, and one Adam step per batch on the scales and shifts of these layers
+Every BatchNorm layer normalises by the current batch, and one Adam step per batch on the scales and shifts of these layers
 lowers the entropy of the predictions. Nothing else of the model changes.
 """
 
@@ -32,16 +32,15 @@ def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:
 
 
 class Tent(nn.Module):
-    """A model, images to probabilities, adapted while it predicts.
+    """A model, images to probabilities, that is adapted while it predicts.
 
-    Online, a batch is answered by the model that the batches before it have shaped, and its own step serves those to come, as
-    in the paper (Sec. 3.3); so answers depend on the order of the batches. Episodic, every batch starts from the trained model and is
-    answered after its own steps.
+    Online, a batch is predicted before its own step, by the model that the batches before it have adapted (Sec. 3.3), so predictions
+    depend on the order of the batches. Episodic, every batch starts from the trained model and is predicted after its own steps.
 
     Args:
         model: images (N, C, H, W) to probabilities; it is copied and not changed.
         target: the task's target, see `prediction_entropy`.
-        batch_size: images that come together are cut into even batches of at most this many; None: taken together.
+        batch_size: maximum size of the even batches into which images are cut; None: one batch.
 
     Raises:
         ConfigError: the model has no BatchNorm, or none with scale and shift.
@@ -61,14 +60,14 @@ class Tent(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Back to the trained model, with a fresh optimizer."""
+        """Restore the trained model, with a fresh optimizer."""
         with torch.no_grad():
             for parameter, trained in zip(self._affine, self._trained, strict=True):
                 parameter.copy_(trained)
         self.optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in self._affine], lr=self.rate)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too."""
+        """Images (N, C, H, W) to probabilities, also inside `torch.no_grad` and `torch.inference_mode`."""
         batches = images.tensor_split(math.ceil(len(images) / self.batch_size)) if self.batch_size else [images]
         with torch.inference_mode(False), torch.enable_grad():
             return torch.cat([self._adapted(batch.clone() if batch.is_inference() else batch) for batch in batches])

@@ -15,15 +15,15 @@ Change = Callable[[Split], Split]
 
 
 def opposite(split: Split) -> Split:
-    """Of a binary classification: what is bright elsewhere is dark here."""
+    """A binary classification with inverted labels."""
     return replace(split, targets=1 - split.targets)
 
 
 @pytest.fixture
 def torn(squares: ModuleType) -> Callable[..., dict[str, float]]:
-    """(site, server, task, rounds, change, hyper-parameters) -> site -> test metric of the model that it uses in the end.
+    """(site, server, task, rounds, change, hyper-parameters) -> site -> test metric of its deployed model.
 
-    Sites A and B have the same images and targets, but for `change`, which is done to all that B has; by default opposite labels.
+    Sites A and B have the same images and targets, except that `change` is applied to B's; by default its labels are inverted.
     """
 
     def federation(

@@ -1,4 +1,4 @@
-"""FedProx by its formula, between FedAvg (μ = 0) and a model that does not move."""
+"""FedProx by its formula; μ = 0 is FedAvg, a large μ keeps the model near the global one."""
 
 from types import ModuleType
 
@@ -36,7 +36,7 @@ def test_step_is_the_reference(golden: Golden, step: str) -> None:
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_pull_by_hand() -> None:
+def test_proximal_gradient_by_hand() -> None:
     linear, norm = nn.Linear(1, 1), nn.BatchNorm1d(1)
     network = nn.Sequential(linear, norm)
     linear.bias.requires_grad_(False)
@@ -54,13 +54,13 @@ def test_without_mu_it_is_fedavg(squares: ModuleType) -> None:
     assert squares.equal(prox.model, squares.federation(FedAvgSite, FedAvgServer, rounds=3).model)
 
 
-def test_the_first_step_feels_no_pull(squares: ModuleType) -> None:
-    """w = w_g: a site with one batch a round trains as FedAvg does, however strong the pull."""
+def test_the_first_step_has_no_proximal_gradient(squares: ModuleType) -> None:
+    """w = w_g: with one batch a round, training is FedAvg's for any μ."""
     task = squares.task(batch_size=16)
     assert squares.equal(squares.trained(FedProxSite, task, mu=50.0)[0], squares.trained(FedAvgSite, task)[0])
 
 
-def test_the_stronger_the_pull_the_nearer_the_site_stays(squares: ModuleType) -> None:
+def test_a_larger_mu_keeps_the_site_nearer(squares: ModuleType) -> None:
     task = squares.task(optimizer={"name": "sgd", "lr": 0.1}, batch_size=2)
     start = squares.start(task)
     weights = [name for name, _ in squares.site("A", task).network().named_parameters()]

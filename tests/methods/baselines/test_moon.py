@@ -1,4 +1,4 @@
-"""MOON's loss by hand, and its place between FedAvg and GRACE."""
+"""MOON's loss by hand, and its effect on local training."""
 
 import math
 
@@ -32,19 +32,18 @@ def test_agreeing_models_give_log_two_without_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-def test_contrast_sets_in_with_the_second_round(kind: str) -> None:
+def test_the_contrastive_loss_starts_in_the_second_round(kind: str) -> None:
     task = squares.task(kind)
     assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(FedAvgSite, task)[0])
     second = squares.trained(MoonSite, task, rounds=2)[0]
     assert not squares.equal(second, squares.trained(FedAvgSite, task, rounds=2)[0])
     assert not squares.equal(second, squares.trained(MoonSite, task, rounds=2, temperature=2.0)[0])
-    # without weight only rounding is left of the contrast
     plain, weightless = squares.trained(FedAvgSite, task, rounds=2)[0], squares.trained(MoonSite, task, rounds=2, mu=0.0)[0]
     assert squares.equal(plain, weightless)
 
 
-def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
-    """Five rounds of contrast alone, from the same global model: nearer to it than without."""
+def test_features_come_nearer_to_the_global_models() -> None:
+    """After five rounds from the same global model, compared with FedAvg."""
     algorithm, start = squares.algorithm(MoonSite, mu=5.0), squares.start()
     free = squares.algorithm(FedAvgSite)
     images = stacked(squares.site().data.train).images
@@ -61,23 +60,23 @@ def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
     assert similarity(drawn) > similarity(own)
 
 
-def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all three hold the same weights they see the same features, whatever their running statistics are; these do not move."""
+def test_all_three_models_normalise_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal weights they give equal features for any running statistics, which do not change."""
     algorithm = squares.algorithm(MoonSite)
     state = {name: tensor + 3.0 if "running" in name else tensor for name, tensor in squares.start().items()}
     model = algorithm.network("model", state).train()
     images = stacked(squares.site().data.train).images[:6]
-    seen: list[tuple[torch.Tensor, ...]] = []
+    calls: list[tuple[torch.Tensor, ...]] = []
 
-    def noted(*features: torch.Tensor) -> torch.Tensor:
-        seen.append(features[:3])
+    def recorded(*features: torch.Tensor) -> torch.Tensor:
+        calls.append(features[:3])
         return features[0].sum()
 
-    monkeypatch.setattr(moon, "contrastive_loss", noted)
+    monkeypatch.setattr(moon, "contrastive_loss", recorded)
     penalty = algorithm._contrast(model, state)
     with torch.enable_grad():
         penalty(images, model.features_and_output(images)[0])
-    ((local, shared, previous),) = seen
+    ((local, shared, previous),) = calls
     torch.testing.assert_close(shared, local)
     torch.testing.assert_close(previous, local)
     assert local.requires_grad and not shared.requires_grad and not previous.requires_grad

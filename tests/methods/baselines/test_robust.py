@@ -1,4 +1,4 @@
-"""Robust means: values by hand, degenerate cases, a liar among honest sites, and the server algorithms that can use them."""
+"""Robust rules: values by hand, degenerate cases, one harmful site, and the server algorithms that can use them."""
 
 import math
 from types import ModuleType
@@ -40,10 +40,7 @@ def test_trimmed_mean_by_hand() -> None:
 
 
 def test_counters_and_dtypes() -> None:
-    given = {
-        site: {"n": torch.tensor(count), "w": torch.tensor([0.5], dtype=torch.float16)} for site, count in (("a", 3), ("b", 8), ("c", 4))
-    }
-    mean = robust_mean(given, "median")
+    mean = robust_mean({s: {"n": torch.tensor(n), "w": torch.tensor([0.5]).half()} for s, n in (("a", 3), ("b", 8), ("c", 4))}, "median")
     assert mean["n"].item() == 4 and mean["n"].dtype == torch.int64 and mean["w"].dtype == torch.float16
 
 
@@ -54,25 +51,12 @@ def test_unknown_rules_and_shares_beyond_half_are_refused() -> None:
         with pytest.raises(ValueError, match="trim"):
             robust_mean(states([1.0], [2.0]), "trimmed", trim)
     with pytest.raises(ValueError, match="mode"):
-        robust_mean(states([1.0], [2.0]), "mode")
-    with pytest.raises(ValueError, match="mode"):
         combined(states([1.0], [2.0]), {}, "mode", RobustLimits())
-    with pytest.raises(ConfigError, match="trim"):
-        medflare.run_local("robust", TINY, 3, rounds=1, seed=0, rule="trimmed", trim=0.5)
     with pytest.raises(ConfigError, match="trim"):
         medflare.run_local("robust", TINY, 3, rounds=1, seed=0, trim=0.7)
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed"])
-def test_a_plausible_liar_does_not_move_the_model_far(rule: str) -> None:
-    """Four honest sites around 1, a fifth at 50: the mean follows the liar, the robust means stay among the honest."""
-    honest = torch.linspace(0.9, 1.1, 4).tolist()
-    given = states(*([value] for value in honest), [50.0])
-    assert 0.9 <= robust_mean(given, rule, 0.2)["w"].item() <= 1.1
-    assert torch.stack([state["w"] for state in given.values()]).mean() > 10
-
-
-def test_a_federation_trains_and_serves_other_site_halves() -> None:
+def test_a_federation_trains_alone_and_paired() -> None:
     assert medflare.run_local("robust", TINY, 3, rounds=1, seed=0)["status"] == "COMPLETED"
     assert medflare.run_local("moon", TINY, 3, rounds=1, seed=0, server_algorithm="robust")["status"] == "COMPLETED"
     events = medflare.run_local("robust", TINY, 2, rounds=1, seed=0)["events"]
@@ -95,17 +79,17 @@ class TestKrum:
         assert krum_weights(squared_distances(given)) == [0.0, 1.0, 0.0, 0.0, 0.0]
         assert by("krum", given) == [1.0]
 
-    def test_more_faulty_sites_than_it_bears_are_not_reckoned_with(self) -> None:
+    def test_the_number_of_faulty_sites_is_limited(self) -> None:
         given = squared_distances(states([0.0], [1.0], [2.0], [4.0], [100.0]))
         assert krum_weights(given, 9) == krum_weights(given, 1) == krum_weights(given)
 
     @pytest.mark.parametrize("number", [math.nan, math.inf])
-    def test_a_model_that_is_no_number_is_never_chosen(self, number: float) -> None:
-        """Under FLARE's own workflows nobody screens updates before the rule. Two nearest of 1, 2, 4: 1 + 9, 1 + 4 and 4 + 9."""
+    def test_a_model_with_nan_or_infinity_is_never_chosen(self, number: float) -> None:
+        """FLARE's own workflows do not validate updates. Two nearest of 1, 2, 4: 1 + 9, 1 + 4 and 4 + 9."""
         assert by("krum", states([number], [1.0], [2.0], [4.0])) == [2.0]
 
     @pytest.mark.parametrize("rule", ["geometric", "clipped"])
-    def test_rules_by_lengths_name_it(self, rule: str) -> None:
+    def test_rules_by_lengths_name_its_site(self, rule: str) -> None:
         with pytest.raises(ValueError, match="site-1"):
             by(rule, states([1.0], [math.nan], [2.0], [4.0]))
 
@@ -145,15 +129,15 @@ class TestClipped:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_liar_among_five(rule: str) -> None:
-    """Honest sites move from 0 to about 1, the liar to -1000; clipped, it weighs as much as one honest site."""
+def test_one_harmful_site_of_five(rule: str) -> None:
+    """Honest updates are about 1, the harmful one -1000; clipped, it weighs as much as one honest site."""
     found = by(rule, states([0.9], [1.0], [1.1], [1.2], [-1000.0]))[0]
     assert 0.6 <= found <= 1.2
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_liar_cannot_hide_in_running_statistics(rule: str) -> None:
-    """Its weights are the most central of all: distances of weights alone would hand it the statistics of everybody."""
+def test_running_statistics_count_in_distances(rule: str) -> None:
+    """The harmful site E has the most central weights, and wrong running statistics."""
     rows = zip("ABCDE", (0.9, 1.2, 0.8, 1.1, 1.0), (0.9, 1.0, 1.1, 1.2, -1000.0), strict=True)
     given = {site: {"w": torch.tensor([weight]), "running_mean": torch.tensor([mean])} for site, weight, mean in rows}
     found, _ = combined(given, dict.fromkeys(given, 1.0), rule, NONE, {name: torch.zeros(1) for name in ("w", "running_mean")})
@@ -168,8 +152,7 @@ def test_one_site_alone_and_two(rule: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "fedsm", "iop_fl", "grace", "sha", "robust"])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_server_half_that_averages_can_use_them(squares: ModuleType, name: str, rule: str) -> None:
-    """A liar a thousand steps away moves the mean; no rule follows it."""
+def test_every_averaging_server_algorithm_has_them(squares: ModuleType, name: str, rule: str) -> None:
     method = get_method(name)
     server = squares.server(method.server_class, rule=rule, outside=(), **({"rho": 0.0} if name == "sha" else {}))
     sent = server.model

@@ -1,4 +1,4 @@
-"""SCAFFOLD by its formulas; c stays the mean of the sites' c_k whoever misses what; local training no longer drifts."""
+"""SCAFFOLD by its formulas; c remains the mean of the sites' c_k if sites or updates are missing; client drift is corrected."""
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from helpers.fixture_types import Golden
-from helpers.small_tasks import INSTANCE_UNET
 from medflare.core.errors import ConfigError
-from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
 from medflare.data.splits import SiteData, Split
-from medflare.methods.aggregation import SiteModel
-from medflare.methods.baselines.scaffold import METHOD, Correction, ScaffoldServer, ScaffoldSite, SteppedMean, corrected_gradients
+from medflare.methods.baselines.scaffold import METHOD, Correction, ScaffoldServer, ScaffoldSite, corrected_gradients
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
@@ -59,15 +56,9 @@ def test_correction_by_hand() -> None:
     assert {name: tensor.item() for name, tensor in correction.mean().items()} == {"weight": 4, "bias": 0}
 
 
-def test_without_a_step_there_is_no_gradient() -> None:
-    network = nn.Linear(1, 1)
-    state = {name: torch.zeros_like(weight) for name, weight in copy_state(network.state_dict()).items()}
-    assert all(not tensor.any() for tensor in Correction(network, state, state).mean().values())
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_no_optimizer_moves_where_the_gradients_of_all_sites_cancel(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-    """At the common minimum every site still has a gradient g_k = c_k, and c = 0."""
+    """At the common minimum g_k = c_k at every site, and c = 0."""
     network = nn.Linear(2, 1)
     before, own = copy_state(network.state_dict()), {"weight": torch.tensor([[3.0, -1.0]]), "bias": torch.ones(1)}
     options = {"weight_decay": 0.0} if optimizer is torch.optim.AdamW else {}
@@ -95,82 +86,48 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squar
             close(update, printed)
 
 
-def test_gradient_at_the_global_model(squares: ModuleType) -> None:
-    """∇F_k(w_g) of one full batch is autograd's, whatever the optimizer; training goes on from the same model."""
-    task = squares.task("classification", batch_size=16, local_epochs=3)
-    algorithm = squares.algorithm(ScaffoldSite, task=task, control="gradient")
-    start = squares.start(task)
-    network = squares.site("A", task).network()
-    images, targets = algorithm.site.data.train.images, algorithm.site.data.train.targets
-    algorithm.site.loss(network.train()(images), targets).backward()
-    zeros = {name: torch.zeros_like(weight) for name, weight in copy_state(dict(network.named_parameters())).items()}
-    reply = algorithm.perform("train", 0, Message({"model": start, "control": zeros}, {"counted": None}))
-    close(reply.states["control_update"], {name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None})
-    assert squares.equal(reply.states["model"], squares.trained(FedAvgSite, task)[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "images"),
-    [({"image_mode": "patch", "patches_per_image": 3}, 5), ({}, 1), ({"batch_size": 1}, 1)],
-    ids=["patches", "one", "alone"],
-)
-def test_gradient_is_a_mean_however_many_samples_an_image_gives(squares: ModuleType, changes: dict[str, Any], images: int) -> None:
-    """An image gives several patches; the only image of a site fills its batch twice."""
-    task = squares.task(network=INSTANCE_UNET, **changes)
-    algorithm = squares.algorithm(ScaffoldSite, task=task, counts=(images, 4, 5), control="gradient")
-    network, seen = algorithm.site.network().train(), 0
-    zeros = {name: torch.zeros_like(weight) for name, weight in copy_state(dict(network.named_parameters())).items()}
-    for batch in algorithm.site.batches("train", 0, "control", 0):
-        (algorithm.site.loss(network(batch.images), batch.targets) * len(batch.images)).backward()
-        seen += len(batch.images)
-    reply = algorithm.perform("train", 0, Message({"model": squares.start(task), "control": zeros}, {"counted": None}))
-    expected = {name: weight.grad / seen for name, weight in network.named_parameters() if weight.grad is not None}
-    close(reply.states["control_update"], expected)
-
-
 def test_the_first_round_is_fedavg(squares: ModuleType) -> None:
     scaffold = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1)
     assert squares.equal(scaffold.model, squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform").model)
 
 
-def settled(played: Any) -> dict[str, StateDict]:
-    """site -> c_k, as both sides hold it after the last step."""
+def control_variates(played: Any) -> dict[str, StateDict]:
+    """site -> c_k, with its last update if the server has counted it."""
     zeros = {name: torch.zeros_like(tensor) for name, tensor in played.server.control.items()}
-    found = {}
+    controls = {}
     for name, algorithm in played.algorithms.items():
         counted = algorithm.update is not None and played.server.memory.meta["counted"].get(name) == algorithm.memory.meta["updated"]
-        found[name] = moved(algorithm.control or zeros, algorithm.update) if counted else algorithm.control or zeros
-    return found
+        controls[name] = moved(algorithm.control or zeros, algorithm.update) if counted else algorithm.control or zeros
+    return controls
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-@pytest.mark.parametrize("control", ["path", "gradient"])
-def test_c_is_the_mean_of_all_c_k_whoever_takes_part(squares: ModuleType, weighting: str, control: str) -> None:
-    plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting=weighting, control=control)
+def test_c_is_the_mean_of_all_c_k_for_any_participation(squares: ModuleType, weighting: str) -> None:
+    plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting=weighting)
     counts = {"A": 12, "B": 6, "C": 9}
     algorithms = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in counts.items()}
     server = squares.server(ScaffoldServer, rounds=4, outside=(), algorithms=algorithms)
     missing = {0: "C", 1: "C", 2: "A"}
     played = squares.play(server, algorithms, lambda step, name: missing.get(step.round) == name)
     weights = dict.fromkeys(counts, 1.0) if weighting == "uniform" else counts
-    close(played.server.control, weighted_mean(settled(played), weights))
+    close(played.server.control, weighted_mean(control_variates(played), weights))
     assert any(tensor.any() for tensor in played.server.control.values())
 
 
 def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> None:
-    """`max_client_weight` makes less of A's images; that C comes later, whereupon A may count for more, leaves c the mean of the c_k."""
+    """`max_client_weight` reduces A's weight; after C has enrolled late, which changes the limit, c is still the mean of the c_k."""
     plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting="samples")
     algorithms = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in {"A": 12, "B": 6, "C": 6}.items()}
     server = squares.server(ScaffoldServer, rounds=2, outside=(), algorithms=algorithms)
     late = server.context.site_counts.pop("C")
     server.context.counted = {"A": 0.5, "B": 1.0}
     for step in server.steps()[:2]:
-        there = [name for name in algorithms if name in server.context.site_counts]
-        replies = {name: algorithms[name].perform(step.phase, step.round, server.configure(step, name)) for name in there}
+        enrolled = [name for name in algorithms if name in server.context.site_counts]
+        replies = {name: algorithms[name].perform(step.phase, step.round, server.configure(step, name)) for name in enrolled}
         server.aggregate(step, replies)
         server.context.site_counts["C"], server.context.counted = late, {"A": 1.0, "B": 1.0, "C": 1.0}
     assert server.weights == {"A": 6.0, "B": 6.0, "C": 6.0}
-    close(server.control, weighted_mean(settled(squares.Played([], server, algorithms)), server.weights))
+    close(server.control, weighted_mean(control_variates(squares.Played([], server, algorithms)), server.weights))
 
 
 def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
@@ -187,31 +144,11 @@ def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) 
         replies = {name: algorithm.perform(step.phase, step.round, server.configure(step, name)) for name, algorithm in algorithms.items()}
         server.aggregate(step, {name: reply for name, reply in replies.items() if (name, step.round) not in {("B", 1), ("C", 2)}})
     played = squares.Played([], server, algorithms)
-    close(server.control, weighted_mean(settled(played), dict.fromkeys("ABC", 1.0)))
+    close(server.control, weighted_mean(control_variates(played), dict.fromkeys("ABC", 1.0)))
     assert algorithms["B"].control is not None, "the update of round 0 was counted, that of round 1 was not"
 
 
-# ---- the server's step ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0, 2.0])
-def test_server_rate(squares: ModuleType, rate: float) -> None:
-    """w_g <- w_g + η_g (mean - w_g) for what is learnt; running statistics are averaged, or a variance could become negative."""
-    played = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1, server_rate=rate)
-    start, mean = squares.start(), squares.federation(ScaffoldSite, ScaffoldServer, rounds=1).model
-    learnt = dict(squares.site().network().named_parameters())
-    expected = {name: start[name] + rate * (mean[name] - start[name]) if name in learnt else mean[name] for name in mean}
-    squares.assert_close(played.model, expected)
-
-
-def test_without_a_model_to_start_from_the_formula_is_the_mean(squares: ModuleType) -> None:
-    hyper = METHOD.plan(squares.SEGMENTATION, squares.SITES, {"server_rate": 0.5}).server_hyper
-    models = {name: SiteModel({"w": torch.tensor([value])}) for name, value in (("A", 1.0), ("B", 3.0))}
-    assert SteppedMean(hyper).shared(models, 0)["w"].item() == 2
-    assert SteppedMean(hyper).shared(models, 0, {"w": torch.tensor([0.0])})["w"].item() == 1, "no task says what is learnt: all of it"
-
-
-# ---- what it is for ------------------------------------------------------------------------------------------------------
+# ---- client drift ------------------------------------------------------------------------------------------------------
 
 
 def linear(in_channels: int, out_channels: int) -> FeatureNetwork:
@@ -222,14 +159,8 @@ def linear(in_channels: int, out_channels: int) -> FeatureNetwork:
 @pytest.mark.parametrize(
     ("optimizer", "share"), [({"name": "sgd", "lr": 0.1}, 0.1), ({"name": "adam", "lr": 0.01}, 0.5)], ids=["sgd", "adam"]
 )
-@pytest.mark.parametrize("control", ["path", "gradient"])
-def test_sites_that_disagree_no_longer_pull_the_model_off_its_minimum(
-    squares: ModuleType, monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], share: float, control: str
-) -> None:
-    """Ten local steps on two sites' different losses: FedAvg ends beside the minimum of the mean loss, SCAFFOLD in it.
-
-    Under Adam, fresh every round, it comes as near as steps allow that are about as long as the rate, however small the gradient.
-    """
+def test_client_drift_is_corrected(squares: ModuleType, monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], share: float) -> None:
+    """Ten local steps on two sites' different losses: SCAFFOLD ends nearer to the minimum of the mean loss than FedAvg."""
     monkeypatch.setitem(NETWORKS, "linear", linear)
     changes = {"network": {"name": "linear"}, "size": [2, 2], "optimizer": optimizer, "local_epochs": 10, "batch_size": 64}
     task = squares.task("classification", target="binary", labels=["bright"], loss={"name": "ce"}, **changes)
@@ -255,20 +186,10 @@ def test_sites_that_disagree_no_longer_pull_the_model_off_its_minimum(
         gradients = torch.autograd.grad(torch.stack(losses).mean(), list(network.parameters()))
         return sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
 
-    assert slope(ScaffoldSite, ScaffoldServer, control=control) < share * slope(FedAvgSite, FedAvgServer)
+    assert slope(ScaffoldSite, ScaffoldServer) < share * slope(FedAvgSite, FedAvgServer)
 
 
-# ---- its place -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_process_for_every_task(squares: ModuleType, tmp_path: object) -> None:
-    absent = lambda step, name: name == "B" and step.round == 1  # noqa: E731
-    kept, renewed = (squares.federation(ScaffoldSite, ScaffoldServer, rounds=4, store=store, absent=absent) for store in (None, tmp_path))
-    assert squares.equal(kept.model, renewed.model)
-    assert squares.equal(kept.server.control, renewed.server.control)
-
-
-def test_its_halves_go_together_only() -> None:
+def test_its_algorithms_pair_only_with_each_other() -> None:
     with pytest.raises(ConfigError, match="scaffold"):
         get_method("scaffold", server="fedavg").check({})
     with pytest.raises(ConfigError, match="scaffold"):

@@ -1,4 +1,4 @@
-"""FedAvg's algorithms on small generated images: the mean of what the sites trained, the best round, what is delivered."""
+"""FedAvg's algorithms on small generated images: the mean of the sites' models, the selection and the final models."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from methods import squares
 
 
-def test_the_global_model_is_the_mean_of_what_the_sites_trained() -> None:
+def test_the_global_model_is_the_mean_of_the_sites_models() -> None:
     members = {name: squares.algorithm(FedAvgSite, name, counts=(count, 4, 5)) for name, count in zip("ABC", (6, 12, 18), strict=True)}
     log, server, _ = squares.play(squares.server(FedAvgServer, rounds=2, outside=(), algorithms=members), members)
     assert [(turn.step.phase, turn.step.round, turn.step.everyone) for turn in log] == [
@@ -20,6 +20,7 @@ def test_the_global_model_is_the_mean_of_what_the_sites_trained() -> None:
         ("train", 1, False),
         ("validate", 2, True),
     ]
+    assert all(squares.equal(message.states["model"], squares.start()) for message in log[0].outgoing.values())
     for before, after in pairwise(log):
         states = {name: reply.states["model"] for name, reply in before.replies.items()}
         mean = weighted_mean(states, {"A": 6, "B": 12, "C": 18})
@@ -30,19 +31,14 @@ def test_the_global_model_is_the_mean_of_what_the_sites_trained() -> None:
     assert squares.equal(uniform.model, weighted_mean(states, dict.fromkeys(states, 1.0)))
 
 
-def test_everybody_starts_from_the_same_weights() -> None:
-    log = squares.federation(FedAvgSite, FedAvgServer).log
-    assert all(squares.equal(message.states["model"], squares.start()) for message in log[0].outgoing.values())
-
-
-def test_facts_of_a_round() -> None:
+def test_metadata_of_a_round() -> None:
     algorithm = squares.algorithm(FedAvgSite)
     start = squares.start()
     meta = algorithm.perform("train", 0, Message({"model": copy_state(start)})).meta
     assert meta.keys() == {"n_samples", "loss", "validation"} and meta["n_samples"] == 12 and 0 < meta["loss"] < 2
     network = algorithm.site.network()
     network.load_state_dict(start)
-    assert meta["validation"] == {"global": algorithm.validation(network)}, "of the model that came, before training"
+    assert meta["validation"] == {"global": algorithm.validation(network)}, "of the incoming model"
     assert squares.algorithm(FedAvgSite, counts=(12, 0, 5)).perform("validate", 0, Message({"model": start})).meta["validation"] == {
         "global": None
     }
@@ -69,7 +65,7 @@ class TestSelection:
             ([None, None, None, None], 3),  # without a metric the last one
         ],
     )
-    def test_the_best_round_is_delivered_or_the_last_on_request(self, values: list[float | None], round: int) -> None:
+    def test_the_best_or_the_last_round_is_selected(self, values: list[float | None], round: int) -> None:
         best, last = (squares.server(FedAvgServer, selection=selection) for selection in ("median", "last"))
         for server, expected in ((best, round), (last, 3)):
             self.offered(server, values)
@@ -94,12 +90,6 @@ def test_inside_and_outside_use_the_global_model() -> None:
         models = algorithm.finalize(server.configure_final(algorithm.site.name))
         assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
         assert squares.equal(models["global"].states["model"], server.selected[0])
-
-
-def test_an_absent_site_is_left_out_of_the_mean() -> None:
-    played = squares.federation(FedAvgSite, FedAvgServer, rounds=1, absent=lambda step, name: name == "B")
-    states = {name: reply.states["model"] for name, reply in played.log[0].replies.items()}
-    assert states.keys() == {"A", "C"} and squares.equal(played.model, weighted_mean(states, {"A": 12, "C": 12}))
 
 
 def test_a_federation_learns() -> None:

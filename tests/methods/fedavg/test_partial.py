@@ -1,4 +1,4 @@
-"""FedAvg of a part of the model: what stays never leaves while training goes on, and what outside sites get instead."""
+"""FedAvg of a part of the model: the local part does not travel during training; outside sites get its mean."""
 
 from typing import Any, ClassVar
 
@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Phase
 from medflare.core.states import weighted_mean
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
-from medflare.methods.fedavg.partial import PartialSite, phases_of
+from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.feddag.sha import SHAServer
 from medflare.methods.parts.partial import LocalPart
@@ -21,7 +20,7 @@ HEAD = {"head.weight", "head.bias"}
 
 
 class OwnHead(PartialSite[FedAvgSiteHyper]):
-    """Keeps the head of the network to itself."""
+    """Keeps the network's head."""
 
     Hyper: ClassVar[type] = FedAvgSiteHyper
 
@@ -42,10 +41,6 @@ class AllOwn(OwnHead):
         return LocalPart(frozenset(network.state_dict()))
 
 
-for site_class in (OwnHead, NothingOwn, AllOwn):
-    site_class.phases: tuple[Phase, ...] = phases_of(site_class)  # type: ignore[misc]
-
-
 def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> squares.Played:
     return squares.federation(site_class, FedAvgServer, **options)
 
@@ -54,23 +49,14 @@ def whole(algorithm: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {**shared, **algorithm.own}
 
 
-def test_the_part_that_stays_never_travels() -> None:
+def test_the_local_part_never_travels() -> None:
     log, server, algorithms = federation()
     assert [turn.step.phase for turn in log] == ["train", "train", "validate"]
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
             assert all(state.keys() == squares.start().keys() - HEAD for state in message.states.values())
     assert algorithms["A"].own.keys() == HEAD and not equal(algorithms["A"].own, algorithms["B"].own)
-    assert server.partial and server.models() == {}, "no whole model is known to the server"
-
-
-def test_the_shared_part_is_the_mean() -> None:
-    log, server, _ = federation()
-    trained = {name: reply.states["model"] for name, reply in log[1].replies.items()}
-    mean = weighted_mean(trained, dict.fromkeys(SITES, 12.0))
-    assert equal({name: server.model[name] for name in mean}, mean)
-    assert equal(log[2].outgoing["A"].states["model"], mean)
-    assert all(torch.equal(server.model[name], squares.start()[name]) for name in HEAD), "of the rest the server knows the beginning"
+    assert server.partial and server.models() == {}, "the server has no whole model"
 
 
 def test_the_first_round_starts_from_the_common_initial_model() -> None:
@@ -79,18 +65,18 @@ def test_the_first_round_starts_from_the_common_initial_model() -> None:
     assert equal({**log[0].replies["A"].states["model"], **algorithms["A"].own}, alone)
 
 
-def test_with_nothing_to_keep_it_is_fedavg() -> None:
+def test_without_a_local_part_it_is_fedavg() -> None:
     played = federation(NothingOwn, outside=("O",))
     assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
     assert equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 
-def test_with_nothing_to_share_it_is_refused_before_anything_starts() -> None:
+def test_without_a_shared_part_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="unet"):
         federation(AllOwn)
 
 
-def test_inside_a_site_uses_its_own_best_round_both_parts_together() -> None:
+def test_an_inside_site_uses_its_best_round() -> None:
     log, server, algorithms = federation(rounds=4)
     for name, algorithm in algorithms.items():
         values = [turn.replies[name].meta["validation"]["global"] for turn in log]
@@ -103,14 +89,7 @@ def test_inside_a_site_uses_its_own_best_round_both_parts_together() -> None:
         assert all(torch.equal(state[entry], tensor) for entry, tensor in sent.items())
 
 
-def test_the_last_round_on_request() -> None:
-    _, server, algorithms = federation(rounds=3, selection="last")
-    state = algorithms["A"].finalize(server.configure_final("A"))["personal"].states["model"]
-    shared = {name: tensor for name, tensor in server.model.items() if name not in HEAD}
-    assert equal(state, whole(algorithms["A"], shared))
-
-
-def test_outside_sites_get_the_mean_of_what_stayed_too() -> None:
+def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
     log, server, algorithms = federation(outside=("O",))
     assert [turn.step.phase for turn in log] == ["train", "train", "validate", "share"]
     assert not log[-1].outgoing["A"].states and log[-1].replies["A"].states.keys() == {"own"}
@@ -127,11 +106,11 @@ def test_outside_sites_get_the_mean_of_what_stayed_too() -> None:
     )
 
 
-def test_a_site_that_never_trained_has_the_common_beginning_of_its_part() -> None:
+def test_a_site_that_never_trained_has_the_initial_local_part() -> None:
     played = federation(outside=("O",), absent=lambda step, name: name == "C" and step.phase == "train")
     assert equal(played.log[-1].replies["C"].states["own"], {name: squares.start()[name] for name in HEAD})
 
 
 def test_a_server_that_needs_whole_models_says_so() -> None:
-    with pytest.raises(ConfigError, match="at home"):
+    with pytest.raises(ConfigError, match="part"):
         squares.server(SHAServer, algorithms=squares.algorithms(OwnHead))

@@ -1,9 +1,9 @@
-"""Ditto (Li et al., ICML 2021, Alg. 1): beside the global model every site trains one of its own that is drawn to it.
+"""Ditto (Li et al., ICML 2021, Alg. 1): besides the global model every site trains a personal one with a proximal term.
 
     min_v h_k(v; w_g) = F_k(v) + λ/2 ||v - w_g||²        (Eq. 2)
 
-The global model is FedAvg's. The personal model v_k starts as the first global model that its site is sent, trains after it in every
-round with gradients ∇F_k(v_k) + λ (v_k - w_g), and never leaves the site. λ = 0 is training alone.
+The global model is FedAvg's. The personal model v_k starts as the first global model that the site receives, is trained after it in
+every round with gradients ∇F_k(v_k) + λ (v_k - w_g), and never leaves the site. λ = 0 is training alone.
 """
 
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import copy_state
 from medflare.methods.base import Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
@@ -24,7 +24,7 @@ from medflare.training.site import Site
 
 METHOD = Method(
     name="ditto",
-    title="A personal model drawn to the global one",
+    title="Personal models with a proximal term to the global one",
     paper="Li et al., Ditto, ICML 2021",
     site="medflare.methods.baselines.ditto:DittoSite",
     server="medflare.methods.fedavg.server:FedAvgServer",
@@ -33,19 +33,13 @@ METHOD = Method(
 
 @dataclass(frozen=True, config=STRICT)
 class DittoHyper(FedAvgSiteHyper):
-    """The pull on the personal model."""
+    """The proximal term of the personal model."""
 
-    lam: float = param(
-        1.0,
-        "how strongly the personal model is drawn to the global one; 0: not at all",
-        symbol="λ",
-        source="Eq. 2; 1 is the paper's for sites with few validation images",
-        low=0,
-    )
+    lam: float = param(1.0, "weight of the personal model's proximal term; 0: none", symbol="λ", source="Eq. 2", low=0)
 
 
 class DittoSite(FedAvgSite[DittoHyper]):
-    """FedAvg's site algorithm and a personal model, of the best round by the site's own validation."""
+    """FedAvg's site algorithm with a personal model, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = DittoHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
@@ -57,41 +51,38 @@ class DittoSite(FedAvgSite[DittoHyper]):
         self.best = Best(self.memory, "personal")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, and after it that of the personal model towards the incoming global one."""
-        before = self._measured(round)
+        """FedAvg's training, then that of the personal model with a proximal term to the incoming global one."""
+        shared, personal = incoming.states[GLOBAL], self._validate_personal(round)
         reply = super().train(round, incoming)
-        measured = reply.meta["validation"]
-        measured["personal"] = measured["global"] if self.personal is None else before  # v_k begins as w_g
-        self._train_personal(round, incoming.states[GLOBAL])
+        validation = reply.meta["validation"]
+        validation["personal"] = validation["global"] if self.personal is None else personal  # v_k starts as w_g
+        model = self.network("personal", self.personal or shared)
+        hook = proximal_term(model, shared, self.hyper.lam)
+        self.optimized(
+            model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal", gradient_hook=hook)
+        )
+        self.personal = copy_state(model.state_dict())
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global and of the personal model."""
         reply = super().validate(round, incoming)
-        reply.meta["validation"]["personal"] = self._measured(round)
+        reply.meta["validation"]["personal"] = self._validate_personal(round)
         return reply
 
-    def _measured(self, round: int) -> float | None:
-        """The validation metric of v_k as the round begins, which is offered for delivery; None where there is none."""
+    def _validate_personal(self, round: int) -> float | None:
+        """The validation metric of v_k at the start of the round, which also enters the selection; None if there is no v_k."""
         if self.personal is None:
             return None
         value = finite_or_none(self.validation(self.network("personal", self.personal)))
         self.best.offer(value, round, self.personal)
         return value
 
-    def _train_personal(self, round: int, shared: StateDict) -> None:
-        model = self.network("personal", self.personal or shared)
-        gradient_hook = proximal_term(model, shared, self.hyper.lam)
-        self.optimized(
-            model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal", gradient_hook=gradient_hook)
-        )
-        self.personal = copy_state(model.state_dict())
-
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside, a site uses its personal model. One that never trained uses the global one."""
+        """A site that has trained uses its personal model, any other the global one."""
         shared = received(incoming)
         if self.personal is None:
             return {"global": shared, "deployed": shared}
-        chosen = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.meta.get(SELECTED_ROUND))
-        own = trained_model(*chosen)
-        return {"global": shared, "personal": own, "deployed": own}
+        selected = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.meta.get(SELECTED_ROUND))
+        personal = trained_model(*selected)
+        return {"global": shared, "personal": personal, "deployed": personal}

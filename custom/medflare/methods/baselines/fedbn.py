@@ -1,7 +1,6 @@
 """FedBN (Li et al., ICLR 2021): batch normalisation stays at the site, everything else is averaged.
 
-Scanners, stains and cameras shift what a layer sees; a site's own statistics, scales and shifts take that out before the shared
-layers. Layers are known by their type, whatever they are called.
+A site's own statistics, scales and shifts compensate what its scanner, stain or camera does to the images. Layers are found by type.
 """
 
 from typing import Any, ClassVar
@@ -32,19 +31,15 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        """Every layer of batch normalisation."""
+        """Every batch-normalisation layer."""
         return LocalPart.of_batch_norm(network)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
-        """Refused without batch normalisation: a table with FedAvg's numbers under FedBN's name would mislead.
-
-        Raises:
-            ConfigError: the network has no batch normalisation.
-        """
+        """Also raises ConfigError if the network has no batch normalisation, since the results would be FedAvg's."""
         super().check(task, hyper, server_hyper)
         if not cls.local_part(meta_network(task)).names:
             raise ConfigError(
-                f"task {task.name}: network {task.network['name']} has no batch normalisation to keep at home, so fedbn would be fedavg; "
+                f"task {task.name}: network {task.network['name']} has no batch normalisation, so fedbn would be fedavg; "
                 "set task.network.norm=batch (unet) or task.network.batch_norm=true (small_cnn), or run fedavg"
             )

@@ -1,11 +1,11 @@
-"""FedRep (Collins et al., ICML 2021, Alg. 1): sites share the body of the network, and each has a head of its own.
+"""FedRep (Collins et al., ICML 2021, Alg. 1): sites share the network's body, and each keeps its own head.
 
-    h_k <- τ epochs of descent on F_k(h, φ) in h,   from the site's last head, φ as the server sent it
+    h_k <- τ epochs of descent on F_k(h, φ) in h, from the site's last head, with φ from the server
     φ_k <- epochs of descent on F_k(h_k, φ) in φ
     φ   <- Σ_k p_k φ_k
 
-The part that rests is in evaluation mode, so that it does not move at all: its running statistics stay as they are, and the new
-head learns from the very features that it will be used on.
+The frozen part is in evaluation mode: its running statistics do not change, and the head is trained on the features that it will be
+used with.
 """
 
 from collections.abc import Iterator
@@ -36,15 +36,15 @@ METHOD = Method(
 
 @dataclass(frozen=True, config=STRICT)
 class FedRepHyper(FedAvgSiteHyper):
-    """How long head and body train in a round."""
+    """Epochs of head and body in a round."""
 
-    head_epochs: int = param(10, "epochs of the head, the body at rest", symbol="τ", source="Alg. 1; 10 in Sec. 5", low=0)
-    body_epochs: int | None = param(None, "epochs of the body, the head at rest; none: the task's local epochs", source="Alg. 1", low=0)
+    head_epochs: int = param(10, "epochs of the head, with a frozen body", symbol="τ", source="Alg. 1; 10 in Sec. 5", low=0)
+    body_epochs: int | None = param(None, "epochs of the body, with a frozen head; none: the task's local epochs", source="Alg. 1", low=0)
 
 
 @contextmanager
-def resting(part: nn.Module) -> Iterator[None]:
-    """Inside, nothing of a part of a network moves: no gradient, no running statistics, no dropout."""
+def frozen(part: nn.Module) -> Iterator[None]:
+    """Inside, a part of a network has no gradients, fixed running statistics and no dropout."""
     trained = [weight for weight in part.parameters() if weight.requires_grad]
     part.eval().requires_grad_(False)
     try:
@@ -56,7 +56,7 @@ def resting(part: nn.Module) -> Iterator[None]:
 
 
 class FedRepSite(PartialSite[FedRepHyper]):
-    """Keeps the network's head; trains the head first and the body after it."""
+    """Keeps the network's head; trains the head, then the body."""
 
     Hyper: ClassVar[type] = FedRepHyper
 
@@ -67,17 +67,17 @@ class FedRepSite(PartialSite[FedRepHyper]):
 
     @classmethod
     def needs_features(cls, hyper: FedRepHyper) -> bool:
-        """The head is what lies behind the features."""
+        """The head follows the features."""
         return True
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """The loss of the body's epochs; of the head's, where the body has none."""
+        """Returns the loss of the body's epochs; if it has none, of the head's."""
 
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
             return self.site.loss(model(images), targets)
 
-        with resting(model.body):
-            of_head = train_epochs(model.head, optimizer, self.site, round, "head", loss=loss, count=self.hyper.head_epochs)
-        with resting(model.head):
-            of_body = train_epochs(model.body, optimizer, self.site, round, "model", loss=loss, count=self.hyper.body_epochs)
-        return of_head if self.hyper.body_epochs == 0 else of_body
+        with frozen(model.body):
+            head_loss = train_epochs(model.head, optimizer, self.site, round, "head", loss=loss, count=self.hyper.head_epochs)
+        with frozen(model.head):
+            body_loss = train_epochs(model.body, optimizer, self.site, round, "model", loss=loss, count=self.hyper.body_epochs)
+        return head_loss if self.hyper.body_epochs == 0 else body_loss

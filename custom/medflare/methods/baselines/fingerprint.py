@@ -1,161 +1,116 @@
-"""What the sites have, before anything is planned: every site says its dataset's fingerprint, and nobody trains.
+"""A method that trains nothing: each site sends the fingerprint of its training images, for `medflare task plan`.
 
-It stands on the shelf of methods since it is one to every engine, with a schedule of a single step. What a fingerprint holds, and what a
-site with `minimum_patients` keeps back of it, stands in `data.checking.fingerprint`.
+What a fingerprint holds, and what a site with `minimum_patients` holds back, is in `data.checking.fingerprint`.
 """
 
-import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
-
-from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import DataError
 from medflare.core.manifest import MetaSpec, Phase
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, from_json, learnt_of, to_json
 from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
 from medflare.methods.method import Method
-from medflare.tasks.config import TaskConfig
 
 METHOD = Method(
     name="fingerprint",
-    title="What the sites have, in numbers; nobody trains",
-    paper="what is planned from them: Isensee et al., nnU-Net, Nature Methods 18, 2021",
+    title="Fingerprints of the sites' training images, without training",
+    paper="for planning by Isensee et al., nnU-Net, Nature Methods 18, 2021",
     site="medflare.methods.baselines.fingerprint:FingerprintSite",
     server="medflare.methods.baselines.fingerprint:FingerprintServer",
     trains=False,
 )
 FILE: Final = "fingerprints.json"
-_KNOWN: Final = ("site", "learnt")  # of a fingerprint, what the server knows without asking
 
 
-def _whole(value: Mapping[str, Any], site: str, learnt: dict[str, Any]) -> DatasetFingerprint:
-    return from_json({**value, "site": site, "learnt": learnt})
-
-
-def _numbers(value: object) -> str | None:
-    """Takes the numbers of a fingerprint, or none at all from a site that keeps them back."""
-    if not isinstance(value, Mapping) or set(_KNOWN) & value.keys():
-        return "is no table of a fingerprint's numbers"
+def _validate(value: object) -> str | None:
+    """Why a value is no fingerprint; an empty one, of a site with too few patients, is valid."""
     try:
-        _ = _whole(value, "", {}) if value else None
+        _ = value and from_json(value)
     except DataError as error:
         return str(error)
     return None
 
 
-FINGERPRINT = MetaSpec("fingerprint", "sizes, spacings, intensities and classes of the training images", _numbers, "train")
+FINGERPRINT = MetaSpec("fingerprint", "sizes, spacings, intensities and classes of the training images", _validate, "train")
 
 
 class FingerprintSite(SiteAlgorithm[SiteHyper]):
-    """Reads the site's training images as they are stored and says their numbers."""
+    """Reads the site's training images as they are stored and sends their fingerprint."""
 
     server_hyper: ClassVar[type] = object
     phases: ClassVar[tuple[Phase, ...]] = (Phase("describe", reply_meta=(FINGERPRINT,)),)
-    dp_unsupported_reason: ClassVar[str] = "its numbers carry no noise"
+    dp_unsupported_reason: ClassVar[str] = "a fingerprint carries no noise"
 
     def describe(self, round: int, incoming: Message) -> Message:
-        """The fingerprint without what the server knows; nothing where the training images are of too few patients.
+        """The fingerprint; an empty one if the training images are of fewer than `minimum_patients` patients.
 
         Raises:
-            DataError: an image cannot be used, or the site has its images in memory alone.
+            DataError: an image cannot be used, or the site has its images in memory only.
         """
         site = self.site
         if site.source is None:
-            raise DataError(f"site {site.name}: its images were made in memory; a fingerprint is of stored ones, see open_site")
-        found = fingerprint_of(site.name, site.task, site.source, self.minimum_patients, site.abort)
-        numbers = {} if found is None else json.loads(json.dumps(dataclasses.asdict(found)))
-        return Message({}, {FINGERPRINT: {name: value for name, value in numbers.items() if name not in _KNOWN}})
+            raise DataError(f"site {site.name}: a fingerprint needs stored images, these were made in memory; see open_site")
+        fingerprint = fingerprint_of(site.name, site.task, site.source, self.minimum_patients, site.abort)
+        return Message({}, {FINGERPRINT: {} if fingerprint is None else to_json([fingerprint])["sites"][0]})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """No model."""
         return {}
 
 
-@dataclass(frozen=True, config=STRICT)
-class FingerprintServerHyper:
-    """None."""
-
-
 class FingerprintServer(ServerAlgorithm[Any]):
-    """Collects the fingerprints into a file that `medflare task plan` reads, and into a table."""
+    """Collects the fingerprints in a file that `medflare task plan` reads."""
 
-    Hyper: ClassVar[type] = FingerprintServerHyper
+    Hyper: ClassVar[type] = SiteHyper  # none
 
     def steps(self) -> list[Step]:
-        """One question to all."""
+        """One request to all sites."""
         return [Step("describe", self.context.rounds, everyone=True)]
 
     def configure(self, step: Step, site: str) -> Message:
-        """Nothing: the task says what there is to look at."""
+        """An empty request."""
         return Message()
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Keep what can be planned with; an event names every other site."""
-        task, events, kept = self.context.task, self.context.events, {}
+        """Keep the fingerprints that fit the task; an event names every other site."""
+        events, kept = self.context.events, {}
         for site, reply in replies.items():
-            numbers = reply.meta.get(FINGERPRINT)
-            if not numbers:
-                text = "tells no numbers of its training images, which are of fewer patients than it lets be told of (minimum_patients)"
-                events.add("warning", text, site=site, round=step.round)
+            if not (value := reply.meta.get(FINGERPRINT)):
+                events.add("warning", "sends no fingerprint: fewer patients than its minimum_patients", site=site, round=step.round)
                 continue
-            found = _whole(numbers, site, learnt_of(task))
-            if problem := _unlike(found, task, self.context.site_counts[site]["n"]["train"]):
+            value = {**value, "site": site, "learnt": learnt_of(self.context.task)}
+            if problem := self._mismatch(from_json(value)):
                 events.add("rejected", f"fingerprint not used: {problem}", site=site, round=step.round)
-                continue
-            kept[site] = to_json([found])["sites"][0]
+            else:
+                kept[site] = value
         self.memory.meta["fingerprints"] = kept
 
-    def configure_final(self, site: str) -> Message:
-        """Nothing."""
-        return Message()
+    def _mismatch(self, fingerprint: DatasetFingerprint) -> str:
+        """What differs from the task, or from the number of images that the site enrolled with; "" if nothing does."""
+        task = self.context.task
+        spreads = (fingerprint.sizes, fingerprint.spacings, fingerprint.extents)
+        pairs = {
+            "images": (fingerprint.images, self.context.site_counts[fingerprint.site]["n"]["train"]),
+            "channels": (len(fingerprint.channels), task.image_channels),
+            "axes": ({len(spread.median) for spread in spreads if spread is not None}, {task.spatial_dims}),
+            "classes": (set(fingerprint.classes), set(task.labels if task.kind == "segmentation" else task.classes)),
+        }
+        return next((f"{name} are {value}, expected {expected}" for name, (value, expected) in pairs.items() if value != expected), "")
 
-    @property
-    def _found(self) -> list[DatasetFingerprint]:
-        return [from_json(item) for _, item in sorted(self.memory.meta["fingerprints"].items())]
+    def configure_final(self, site: str) -> Message:
+        """An empty message."""
+        return Message()
 
     def documents(self) -> dict[str, Any]:
         """The file of fingerprints."""
-        return {FILE: to_json(self._found)}
+        return {FILE: to_json([from_json(item) for _, item in sorted(self.memory.meta["fingerprints"].items())])}
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """One row a site, also where it told no numbers."""
-        rows = {site: {"images": counts["n"]["train"], "patients": "not told"} for site, counts in self.context.site_counts.items()}
-        return {"Training images": {**rows, **{found.site: row_of(found) for found in self._found}}}
-
-
-def _unlike(found: DatasetFingerprint, task: TaskConfig, images: int) -> str:
-    """In what a fingerprint is not one of this task and this site, "" where it is."""
-    names = task.labels if task.kind == "segmentation" else task.classes
-    axes = {len(spread.median) for spread in (found.sizes, found.spacings, found.extents) if spread is not None}
-    if found.images != images:
-        return f"of {found.images} images, the site enrolled with {images}"
-    if (len(found.channels), axes) != (task.image_channels, {task.spatial_dims}):
-        return "its channels or axes are not the task's"
-    return "" if found.classes.keys() == set(names) else "its classes are not the task's"
-
-
-def row_of(found: DatasetFingerprint) -> dict[str, Any]:
-    """A fingerprint as a row of a table: column -> number or text.
-
-    Returns:
-        Counts; medians of size and spacing by axis; median intensity of every channel with its percentiles 0.5 and 99.5; images that show
-        a class, with its share of all voxels.
-    """
-
-    def by(sides: Sequence[float]) -> str:
-        return " x ".join(f"{side:.4g}" for side in sides)
-
-    row: dict[str, Any] = {"images": found.images, "patients": found.patients, "size": by(found.sizes.median)}
-    row["spacing, mm"] = "unknown" if found.spacings is None else by(found.spacings.median)
-    names = found.learnt.get("channels")
-    labels = names if isinstance(names, list | tuple) else [str(number) for number in range(len(found.channels))]
-    for label, seen in zip(labels, (channel.overall for channel in found.channels), strict=True):
-        row[f"channel {label}"] = f"{seen.median:.4g} ({seen.p0_5:.4g} to {seen.p99_5:.4g})"
-    for name, presence in found.classes.items():
-        share = "" if presence.share is None else f" ({presence.share:.1%})"
-        row[f"class {name}"] = "not told" if presence.images is None else f"{presence.images}{share}"
-    return row
+        """One row a site: images, and patients and median size if the site sent a fingerprint."""
+        rows: dict[str, dict[str, Any]] = {site: {"images": counts["n"]["train"]} for site, counts in self.context.site_counts.items()}
+        for site, item in self.memory.meta["fingerprints"].items():
+            size = " x ".join(f"{side:.4g}" for side in item["sizes"]["median"])
+            rows[site] |= {"patients": item["patients"], "median size": size}
+        return {"Training images": rows}

@@ -1,7 +1,7 @@
 """MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021).
 
-A site's features are drawn to those of the global model and pushed away from those of its own model of the round before. As GRACE's Tables
-2 and 4 compare it, a site uses the local model that it trained itself; `--server-algorithm grace` is their "+ GRACE".
+A contrastive loss pulls a site's features to those of the global model and away from those of its own model of the previous round.
+As in GRACE's Tables 2 and 4, a site uses its own local model; `--server-algorithm grace` is their "+ GRACE".
 """
 
 from collections.abc import Callable
@@ -41,23 +41,18 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
     log 2, without a gradient, where the global and the previous model agree.
 
     Args:
-        z: features (N, ...) under the local model; feature maps count as one long vector.
+        z: features (N, ...) under the local model, flattened per image.
         z_global: features of the same images under the global model.
-        z_previous: features of the same images under the site's model of the round before.
+        z_previous: features of the same images under the site's model of the previous round.
         temperature: tau.
-
-    Returns:
-        The scalar mean over the images.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0]])
-        >>> contrastive_loss(z, z, z)
-        tensor(0.6931)
-        >>> contrastive_loss(z, z, -z, temperature=0.01)
-        tensor(0.)
+        >>> contrastive_loss(z, z, z), contrastive_loss(z, z, -z, temperature=0.01)
+        (tensor(0.6931), tensor(0.))
     """
-    own = z.flatten(1)
-    cosines = [F.cosine_similarity(own, other.flatten(1), dim=1) for other in (z_global, z_previous)]
+    local = z.flatten(1)
+    cosines = [F.cosine_similarity(local, other.flatten(1), dim=1) for other in (z_global, z_previous)]
     logits = torch.stack(cosines, dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
@@ -71,7 +66,7 @@ class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
 
 
 class MoonSite(FedAvgSite[MoonHyper]):
-    """Adds the contrastive loss from the second round on, when there is a previous model; keeps the local model of the best round."""
+    """Adds the contrastive loss from the second round on; uses its local model of the best round."""
 
     Hyper: ClassVar[type] = MoonHyper
     phases = (TRAIN, VALIDATE)
@@ -85,11 +80,11 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
     @classmethod
     def needs_features(cls, hyper: MoonHyper) -> bool:
-        """Features are what is contrasted."""
+        """The loss compares features."""
         return True
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; the local model is measured, a candidate for delivery, and the next round's previous one."""
+        """FedAvg's training; the trained model is validated and becomes the next round's previous one."""
         reply = super().train(round, incoming)
         self.previous = reply.states[MODEL]
         value = finite_or_none(self.validation(self.network("model", self.previous)))
@@ -99,10 +94,9 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the mean loss."""
-        penalty = None if self.previous is None else self._contrast(model, self.previous)
-        if penalty is None:
+        if self.previous is None:
             return super().fit(model, optimizer, round)
-        contrast = penalty
+        contrast = self._contrast(model, self.previous)
 
         def loss(network: Any, images: Tensor, targets: Tensor) -> Tensor:
             features, logits = network.features_and_output(images)
@@ -111,7 +105,7 @@ class MoonSite(FedAvgSite[MoonHyper]):
         return self.descend(model, optimizer, round, loss)
 
     def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Callable[[Tensor, Tensor], Tensor]:
-        """μ L_con. All three models normalise by the same batch, or their features would differ by the mode of batch normalisation."""
+        """(images, local features) -> μ L_con. All three models normalise by the same batch, so that equal models give equal features."""
         others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
@@ -122,9 +116,9 @@ class MoonSite(FedAvgSite[MoonHyper]):
         return penalty
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the local model (the global one where the site never trained). Outside: the global one."""
+        """Inside: the best local model (the global one if the site never trained). Outside: the global model."""
         shared = received(incoming)
         if not self.inside:
             return {"global": shared, "deployed": shared}
-        own = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
-        return {"global": shared, "personal": own, "deployed": own}
+        personal = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
+        return {"global": shared, "personal": personal, "deployed": personal}

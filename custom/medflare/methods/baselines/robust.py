@@ -1,7 +1,7 @@
-"""Robust means for FedAvg-like federations: a few bad sites cannot move the model far.
+"""FedAvg with a robust rule in place of the mean: a few faulty or harmful sites cannot move the model far.
 
 The coordinate-wise median and the trimmed mean (Yin, Chen, Ramchandran and Bartlett, ICML 2018), Krum, the geometric median and clipped
-updates, see `parts.robust`. Every site counts alike: a bad site could lie about its own number of images.
+updates, see `parts.robust`. Sites have equal weights, since a harmful site can report a false number of images.
 """
 
 from collections.abc import Mapping
@@ -28,21 +28,21 @@ METHOD = Method(
 
 @dataclass(frozen=True, config=STRICT)
 class RobustHyper(RobustLimits, ServerHyper):
-    """Which mean, and how much it cuts off."""
+    """The rule and its limits."""
 
     rule: RobustRule = param("median", "median or trimmed by coordinate, krum, geometric median, or clipped updates")
 
 
 class RobustAggregation(WeightedMean):
-    """The chosen robust mean, for everybody."""
+    """The robust rule with equal weights."""
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
-        """Site -> 1: samples are not considered."""
+        """site -> 1."""
         return dict.fromkeys(models, 1.0)
 
 
 class RobustServer(FedAvgServer[RobustHyper]):
-    """FedAvg with a robust mean in place of the weighted one; a server algorithm for any site algorithm that FedAvg's server serves."""
+    """FedAvg's server algorithm with a robust rule."""
 
     Hyper: ClassVar[type] = RobustHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation

@@ -1,20 +1,19 @@
-"""SCAFFOLD (Karimireddy et al., ICML 2020, Alg. 1): control variates take out of local training what only its own site wants.
+"""SCAFFOLD (Karimireddy et al., ICML 2020, Alg. 1): control variates correct the drift of local training.
 
     y <- y - η_l (g_k(y) - c_k + c)                       every local step
-    c_k <- (i) ∇F_k(w_g)  or  (ii) c_k - c + (w_g - y) / (K η_l)
+    c_k <- c_k - c + (w_g - y) / (K η_l)                  option (ii)
     w_g <- w_g + η_g Σ_k p_k (y_k - w_g),   c <- c + (1/N) Σ_{k in S} (c_k⁺ - c_k)
 
-With plain gradient steps w_g - y is η_l times the sum of all corrected gradients, so (ii) is the mean of the K mini-batch gradients
-along the site's path. That is how it is computed here: it needs no learning rate and keeps its meaning under Adam, momentum and
-weight decay, where the printed difference of weights is no gradient. The optimizer takes the corrected gradient for its own: where
-all sites' gradients add up to zero, every corrected gradient is zero and no optimizer moves, which FedAvg cannot promise.
+With plain gradient steps, w_g - y is η_l times the sum of all corrected gradients, so option (ii) is the mean of the K mini-batch
+gradients along the site's path. It is computed as this mean: it needs no learning rate and remains a gradient under Adam, momentum and
+weight decay. η_g is 1, as in the paper's experiments.
 
-c_k stays at its site. An update of it counts once the server has taken it in: a reply that is late, lost or rejected changes
-neither side, so that c remains the mean of the c_k.
+c_k stays at its site. Its update counts once the server has used it: a reply that is late, lost or rejected changes neither side, so
+that c remains the mean of the c_k.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -23,17 +22,13 @@ from torch import Tensor, nn
 from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
-from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
-from medflare.core.states import StateDict, blend, copy_state, moved
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
+from medflare.core.states import StateDict, copy_state, moved
 from medflare.methods.base import MEASURED, Capability, PersistentState, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
-from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import samples_of_pass, train_epochs
+from medflare.training.epochs import train_epochs
 
 METHOD = Method(
     name="scaffold",
@@ -44,40 +39,31 @@ METHOD = Method(
 )
 
 
-def _learnt(network: nn.Module) -> StateDict:
-    """The entries that have a gradient, and so a control variate."""
+def _trainable_state(network: nn.Module) -> StateDict:
     return {name: weight.detach() for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-CONTROL = TensorSpec("control", template=lambda plan: _learnt(plan.network()), exact=True)  # c, which must stay the mean of the c_k
+CONTROL = TensorSpec("control", template=lambda plan: _trainable_state(plan.network()), exact=True)  # c
 UPDATE = TensorSpec(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",
-    lambda plan: _learnt(plan.network()),
+    lambda plan: _trainable_state(plan.network()),
 )
-COUNTED = MetaSpec("counted", "the round of the site's last control update that the server has taken in", count(optional=True))
+COUNTED = MetaSpec("counted", "round of the site's last control update that the server has used", count(optional=True))
 
 
 @dataclass(frozen=True, config=STRICT)
 class ScaffoldSiteHyper(FedAvgSiteHyper):
-    """How a site renews its control variate."""
-
-    control: Literal["path", "gradient"] = param(
-        "path", "mean gradient along the site's path, or the gradient at w_g (one more pass)", symbol="c_k", source="Alg. 1, (ii) or (i)"
-    )
+    """A class of its own: the two algorithms work only with each other."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ScaffoldServerHyper(FedAvgServerHyper):
-    """The server's step. The weights hold for control variates as for models."""
+    """The weights hold for control variates as for models."""
 
     weighting: Literal["samples", "uniform"] = param(
         "uniform", "aggregation weights: n_k/n or 1/K", symbol="p_k", source="Alg. 1, lines 16-17"
     )
-    server_rate: float = param(1.0, "step of the server", symbol="η_g", source="Alg. 1, line 17", low=0)
-
-
-# -- formulas ------------------------------------------------------------------------------------------------------------------
 
 
 def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
@@ -88,9 +74,6 @@ def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shar
         own: c_k.
         shared: c.
 
-    Returns:
-        The corrected gradients, in the same order; the plain ones where c_k = c.
-
     Examples:
         >>> corrected_gradients([torch.tensor([1.0])], [torch.tensor([0.5])], [torch.tensor([0.25])])
         [tensor([0.7500])]
@@ -99,10 +82,10 @@ def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shar
 
 
 class Correction:
-    """What `train_epochs` calls between gradient and step: corrects the gradients, and averages them as they were before.
+    """A gradient hook for `train_epochs`: corrects the gradients, and averages them as they were before.
 
     Args:
-        network: the network that trains.
+        network: is trained.
         own: c_k, by parameter name.
         shared: c, by parameter name.
     """
@@ -126,15 +109,12 @@ class Correction:
         return copy_state({name: total / max(self.steps, 1) for name, total in self._total.items()})
 
 
-# -- site algorithm -----------------------------------------------------------------------------------------------------------------
-
-
 class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
-    """Follows corrected gradients, and sends how its control variate changes beside its model.
+    """Follows corrected gradients; sends the change of its control variate with its model.
 
     Attributes:
-        control: c_k as the server has counted it; None for zeros.
-        update: c_k⁺ - c_k of the round in the item "updated", not yet known to be counted.
+        control: c_k, as far as the server has counted its updates; None for zeros.
+        update: c_k⁺ - c_k of the last trained round, not yet known to be counted.
     """
 
     Hyper: ClassVar[type] = ScaffoldSiteHyper
@@ -149,96 +129,55 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
 
     def train(self, round: int, incoming: Message) -> Message:
         """Training along corrected gradients (Alg. 1, lines 9-13); the reply holds the model and c_k⁺ - c_k."""
-        own, shared = self._settled(incoming), incoming.states[CONTROL]
+        shared = incoming.states[CONTROL]
+        control = self.control or {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
+        if self.update is not None and incoming.meta[COUNTED] == self.memory.meta["updated"]:
+            control = moved(control, self.update)
         model = self.network("model", incoming.states[GLOBAL])
         validation = self.validation(model)
-        at_start = self._gradient(round, incoming.states[GLOBAL]) if self.hyper.control == "gradient" else None
-        correction = Correction(model, own, shared)
-
-        def follow(optimizer: torch.optim.Optimizer) -> float:
-            return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=correction)
-
-        loss = self.optimized(model, "model", follow)
-        self.update = moved(correction.mean() if at_start is None else at_start, own, -1.0)
+        correction = Correction(model, control, shared)
+        loss = self.optimized(
+            model,
+            "model",
+            lambda optimizer: train_epochs(model, optimizer, self.site, round, "model", gradient_hook=correction),
+        )
+        self.control, self.update = control, moved(correction.mean(), control, -1.0)
         self.memory.meta["updated"] = round
         states: dict[str, StateDict] = {MODEL: copy_state(model.state_dict()), UPDATE: self.update}
         return Message(states, self.meta(loss=loss, validation={"global": validation}))
 
-    def _settled(self, incoming: Message) -> StateDict:
-        """c_k, with the last round's update where the server says that it has counted it."""
-        own = self.control or {name: torch.zeros_like(tensor) for name, tensor in incoming.states[CONTROL].items()}
-        if self.update is not None and incoming.meta[COUNTED] == self.memory.meta["updated"]:
-            own = moved(own, self.update)
-        self.control, self.update = own, None
-        return own
-
-    def _gradient(self, round: int, state: StateDict) -> StateDict:
-        """∇F_k(w_g): the mean gradient over one pass of training images as training takes them; nothing moves."""
-        model = self.network("control", state)  # a network of its own: BatchNorm's running statistics move, and are thrown away
-        model.train().zero_grad(set_to_none=True)
-        seen = samples_of_pass(self.site)
-        with seeded(self.site.seed, self.site.name, round, "control", "dropout"):
-            for images, targets, _ in self.site.batches("train", round, "control", 0):
-                (self.site.loss(model(images), targets) * (len(images) / seen)).backward()
-        named = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-        return copy_state({name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in named})
-
-
-# -- server algorithm ---------------------------------------------------------------------------------------------------------------
-
-
-class SteppedMean(WeightedMean):
-    """w_g <- w_g + η_g (Σ p_k y_k - w_g) for what is learnt; running statistics are averaged. Without a w_g at hand, the mean."""
-
-    def __init__(self, hyper: ScaffoldServerHyper):
-        super().__init__(hyper)
-        self._learnt: frozenset[str] | None = None  # all floating entries, where no task says which
-
-    def prepare(self, task: TaskConfig, rounds: int) -> None:
-        """Learn which entries have a gradient."""
-        super().prepare(task, rounds)
-        self._learnt = frozenset(_learnt(meta_network(task)))
-
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The mean, and from `previous` only η_g of the way to it for what is learnt."""
-        mean = super().shared(models, round, previous)
-        if previous is None:
-            return mean
-        chosen = mean if self._learnt is None else self._learnt
-        return {**mean, **blend({name: previous[name] for name in mean if name in chosen}, mean, self.hyper.server_rate)}
-
 
 class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
-    """FedAvg's server algorithm with a step of its own and a control variate.
+    """FedAvg's server algorithm with a control variate.
 
     Attributes:
-        controls: Σ_k n_k c_k over all sites, whose mean is c; n_k = 1 where weights are uniform.
+        controls: Σ_k n_k c_k over all sites, whose weighted mean is c; n_k = 1 for uniform weights.
     """
 
     Hyper: ClassVar[type] = ScaffoldServerHyper
     site_hyper: ClassVar[type] = ScaffoldSiteHyper
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = SteppedMean
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     controls = PersistentState("controls")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _learnt(context.plan.network()).items()}
+        trained = _trainable_state(context.plan.network())
+        self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in trained.items()}
         self.memory.meta |= {"samples": {}, "counted": {}}
 
     @property
     def weights(self) -> dict[str, float]:
-        """site -> n_k of every inside site, those that are not there included; by samples, of those that ever enrolled.
+        """site -> n_k of every inside site, absent ones included; by samples, of those that have enrolled.
 
-        Samples count as far as the lead lets them (`ServerContext.counted`). A site that comes later may change how far; what has gone
-        into c keeps its weight, so that c stays the mean of the c_k.
+        Samples count as far as the lead permits (`ServerContext.counted`). A late site can change this for the others; what is already
+        in c keeps its weight, so that c remains the mean of the c_k.
         """
         context = self.context
         if self.hyper.weighting == "uniform":
             return dict.fromkeys(context.sites, 1.0)
-        enrolled = {site: known["n"]["train"] for site, known in sorted(context.site_counts.items()) if site in context.sites}
-        now = {site: count * context.counted.get(site, 1.0) for site, count in enrolled.items()}
-        return {**now, **self.memory.meta["samples"]}
+        enrolled = {site: counts["n"]["train"] for site, counts in sorted(context.site_counts.items()) if site in context.sites}
+        current = {site: samples * context.counted.get(site, 1.0) for site, samples in enrolled.items()}
+        return {**current, **self.memory.meta["samples"]}
 
     @property
     def control(self) -> StateDict:

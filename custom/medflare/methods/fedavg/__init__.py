@@ -1,8 +1,8 @@
-"""FedAvg (McMahan et al., AISTATS 2017): every site trains the global model, the server averages.
+"""FedAvg (McMahan et al., AISTATS 2017): every site trains the global model, the server averages the results.
 
     w <- sum_k p_k w_k,   p_k = n_k / n      (FedSM paper, Sec. 2; its printed 1/K in front is a double normalisation)
 
-Also the base of the other methods: their algorithms change one thing each.
+The algorithms of most other methods derive from these.
 """
 
 from typing import Any

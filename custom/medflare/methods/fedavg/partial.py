@@ -1,8 +1,7 @@
-"""FedAvg of a part of the model: what a `LocalPart` names never leaves its site, as FedBN and FedRep need it.
+"""FedAvg of a part of the model: the entries of a `LocalPart` never leave their site, as in FedBN and FedRep.
 
-Inside, a site's model is the shared part with the site's own. An outside site has no part of its own: where there is one, every
-inside site sends its part once, after the last round, and the outside site gets their mean. `FedAvgServer` does the server's side for
-every site algorithm that declares a smaller model.
+An inside site uses the shared part with its own. For outside sites every inside site sends its part once, after the last round, and they
+get the mean. `FedAvgServer` does the server's side for every site algorithm that declares a smaller model.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -24,19 +23,33 @@ F = TypeVar("F", bound=FedAvgSiteHyper)
 
 
 class PartialSite(FedAvgSite[F]):
-    """Trains the shared part together with the site's own; a subclass says which part that is, and its phases follow from it.
+    """Trains the shared part together with the site's own; a subclass defines `local_part`, from which its phases follow.
 
     The site keeps its model of the best round by its own validation, both parts together.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    dp_unsupported_reason = "the part that stays at home is trained on the same images and is not counted"
-    own = PersistentState("own")  # the part that stays
+    dp_unsupported_reason = "the local part is trained on the same images without being counted"
+    own = PersistentState("own")  # the local part
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "phases" not in vars(cls):
-            cls.phases = phases_of(cls)
+        if "phases" in vars(cls):
+            return
+
+        def shared(plan: Plan[Any, Any]) -> StateDict:
+            return cls.local_part(plan.network()).shared(plan.template())
+
+        def local(plan: Plan[Any, Any]) -> StateDict:
+            return cls.local_part(plan.network()).kept(plan.template())
+
+        model = TensorSpec(MODEL, "the shared part of the site's model, for the weighted mean", shared)
+        own = TensorSpec(OWN, "the local part, for the mean that outside sites get", local)
+        cls.phases = (
+            Phase("train", request=(model,), reply=(model,), reply_meta=MEASURED),
+            Phase("validate", request=(model,), reply_meta=MEASURED),
+            Phase("share", reply=(own,), reply_meta=MEASURED),
+        )
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
@@ -45,34 +58,19 @@ class PartialSite(FedAvgSite[F]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        """The entries of a network that stay at home.
-
-        Raises:
-            NotImplementedError: a subclass does not say.
-        """
+        """The entries of a network that stay at the site."""
         raise NotImplementedError
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """Refuse a network of which nothing would be shared.
-
-        Raises:
-            ConfigError: every entry would stay at home.
-        """
+        """Also raises ConfigError if nothing of the network would be shared."""
         super().check(task, hyper, server_hyper)
         network = Plan(task, (), hyper, server_hyper).network()
         if not cls.local_part(network).shared(network.state_dict()):
-            raise ConfigError(f"task {task.name}: all of network {task.network['name']} would stay at home, nothing is left to share")
+            raise ConfigError(f"task {task.name}: all of network {task.network['name']} would stay at the site, nothing is left to share")
 
     def joined(self, shared: StateDict) -> StateDict:
-        """The site's model: the shared part with its own, which is that of the common initial model before the first training.
-
-        Args:
-            shared: the entries that came from the server.
-
-        Returns:
-            All entries of the network.
-        """
+        """The site's model: the shared entries with its own, which are those of the common initial model before the first training."""
         if self.own is None:
             self.own = self.part.kept(copy_state(self.site.network().state_dict()))
         return {**shared, **self.own}
@@ -87,37 +85,20 @@ class PartialSite(FedAvgSite[F]):
         return Message({MODEL: self.part.shared(trained)}, reply.meta)
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metric of the site's whole model, a candidate for delivery."""
+        """The validation metric of the site's whole model, which also enters the selection."""
         model = self.joined(incoming.states[GLOBAL])
         reply = super().validate(round, Message({GLOBAL: model}, incoming.meta))
         self.best.offer(reply.meta["validation"]["global"], round, model)
         return reply
 
     def share(self, round: int, incoming: Message) -> Message:
-        """The part that stays at home, asked for once, after the last round, where there are outside sites."""
+        """The local part, requested once, after the last round, if there are outside sites."""
         return Message({OWN: self.part.kept(self.joined({}))}, self.meta(validation={}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside, all a site has is its own model. Outside, it is what the server made of everybody's parts."""
+        """Inside, the site's own model in all roles. Outside, the global model with the mean of the local parts."""
         if not self.inside:
             return dict.fromkeys(("global", "deployed"), received(incoming))
         last = self.joined(self.part.shared(incoming.states[GLOBAL]))
-        chosen = self.best.chosen(self.plan.server_hyper.selection, last, incoming.meta.get(SELECTED_ROUND))
-        return dict.fromkeys(("global", "personal", "deployed"), trained_model(*chosen))
-
-
-def phases_of(site_class: type[PartialSite[Any]]) -> tuple[Phase, ...]:
-    """The phases of an algorithm that shares all but its `local_part`."""
-
-    def part(plan: Plan[Any, Any]) -> LocalPart:
-        return site_class.local_part(plan.network())
-
-    shared = TensorSpec(
-        MODEL, "the shared part of the site's model, for the weighted mean", lambda plan: part(plan).shared(plan.template())
-    )
-    own = TensorSpec(OWN, "the part that stays at home, for the mean that outside sites get", lambda plan: part(plan).kept(plan.template()))
-    return (
-        Phase("train", request=(shared,), reply=(shared,), reply_meta=MEASURED),
-        Phase("validate", request=(shared,), reply_meta=MEASURED),
-        Phase("share", reply=(own,), reply_meta=MEASURED),
-    )
+        selected = self.best.chosen(self.plan.server_hyper.selection, last, incoming.meta.get(SELECTED_ROUND))
+        return dict.fromkeys(("global", "personal", "deployed"), trained_model(*selected))

@@ -1,4 +1,4 @@
-"""FedAvg's server algorithm: a global model, the formula that makes the next one, and the best round so far."""
+"""FedAvg's server algorithm: the global model, its aggregation and the selection of the best round."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,16 +12,16 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
 from medflare.methods.base import Capability, ServerAlgorithm, ServerContext, ServerHyper, Step
-from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving, trained_model
+from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, trainable_part, trained_model
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import ModelSelector
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgServerHyper(ServerHyper):
-    """What every algorithm that averages has."""
+    """Hyper-parameters of every server algorithm that averages."""
 
-    rule: Literal["mean"] | RobustRule = param("mean", "how sites' models become one: their mean, or a robust one, see robust")
+    rule: Literal["mean"] | RobustRule = param("mean", "the mean of the sites' models, or a robust rule, see robust")
     weighting: Literal["samples", "uniform"] = param("samples", "aggregation weights: n_k/n or 1/K", symbol="p_k")
 
 
@@ -29,16 +29,16 @@ G = TypeVar("G", bound=ServerHyper)
 
 
 def warn_of_few(context: ServerContext, rule: str) -> None:
-    """An event where a robust rule has too few sites to be more than a mean."""
+    """Adds a warning if a robust rule has fewer than three sites."""
     if rule != "mean" and len(context.sites) < 3:
         context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
 
 
 class FedAvgServer(ServerAlgorithm[G]):
-    """Aggregates the sites' models into the next global one; remembers the best round.
+    """Aggregates the sites' models into the next global one and selects the best round.
 
-    Works with every site algorithm that answers with the entry "model". One that declares a part of the network alone is sent that part
-    alone, and is asked for the rest, once, where an outside site needs a whole model (`partial.PartialSite`).
+    Works with every site algorithm that replies with the entry "model". If the site algorithm declares only a part of the network, sites
+    receive that part, and send the rest once if an outside site needs a whole model (`partial.PartialSite`).
     """
 
     Hyper: ClassVar[type] = FedAvgServerHyper
@@ -51,7 +51,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         self.model = context.initial_state()
         self.best = ModelSelector(self.memory, "global", self.hyper.selection)
         declared = context.answer("train", MODEL)
-        self._sent = list(self.model if declared is None else declared.tensors)
+        self._sent = list(self.model if declared is None else declared.tensors)  # entries that travel
 
     @property
     def model(self) -> StateDict:
@@ -64,25 +64,25 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     @property
     def partial(self) -> bool:
-        """Whether a part of the model stays at the sites."""
+        """Whether the sites keep a part of the model."""
         return len(self._sent) < len(self.model)
 
     def steps(self) -> list[Step]:
-        """The usual schedule, at first without what rests; after it the parts that stayed at home, where outside sites need them."""
+        """The usual schedule, its first rounds with frozen parts (`task.freeze`); then "share", if outside sites need the local parts."""
         share = [Step("share", self.context.rounds, everyone=True)] if self.partial and self.context.outside else []
         frozen = self.context.task.freeze["rounds"]
         usual = super().steps()
         return [*(replace(step, phase="train_part") if step.phase == "train" and step.round < frozen else step for step in usual), *share]
 
     def configure(self, step: Step, site: str) -> Message:
-        """The global model, or what of it the sites share or train; nothing for the phase "share"."""
+        """The entries of the global model that the sites share or train; none for the phase "share"."""
         if step.phase == "share":
             return Message()
-        sent = moving(self.context.plan) if step.phase == "train_part" else self._sent
+        sent = trainable_part(self.context.plan) if step.phase == "train_part" else self._sent
         return Message({GLOBAL: {name: self.model[name] for name in sent}})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Offer the model that the round began with for delivery, then make the next one; "share" brings what sites kept at home."""
+        """Enter the round's initial model in the selection, then aggregate; in "share" add the mean of the local parts."""
         if step.phase == "share":
             self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
             self.memory.meta["whole"] = True
@@ -92,19 +92,19 @@ class FedAvgServer(ServerAlgorithm[G]):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        """The entries that the sites sent, aggregated by this algorithm's formula, whose weights are left in the record."""
+        """The aggregated entries; their weights go into the record."""
         model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
         self.context.note(weight=self.aggregation.weights)
         return model
 
     @property
     def selected(self) -> tuple[StateDict, int]:
-        """The model to deliver, of the best round or of the last one, and the rounds of training behind it."""
+        """The final model, of the best or of the last round, and its rounds of training."""
         best = self.best.state if "global" in self.model_selectors() else None
         return (self.model, self.context.rounds) if best is None else (best, self.best.round or self.context.rounds)
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """The global model, where all of it is shared."""
+        """The global model's, if all of it is shared."""
         return {} if self.hyper.selection == "last" or self.partial else {"global": self.best}
 
     def configure_final(self, site: str) -> Message:
@@ -113,7 +113,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         return Message({GLOBAL: model}, {SELECTED_ROUND: round})
 
     def models(self) -> dict[str, Message]:
-        """The selected global model as "global", where the server has all of it."""
+        """The selected global model as "global", if the server has all of it."""
         whole = not self.partial or "whole" in self.memory.meta
         model, round = self.selected
         return {"global": trained_model(model, round)} if whole else {}

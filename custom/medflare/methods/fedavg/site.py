@@ -1,4 +1,4 @@
-"""FedAvg's site algorithm: trains the incoming global model and sends it back. Most other site algorithms change one thing of it."""
+"""FedAvg's site algorithm: trains the incoming global model and sends it back. Most other site algorithms derive from it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,18 +25,29 @@ from medflare.training.site import Site
 
 T = TypeVar("T")
 
-# What the messages of FedAvg and of most other methods hold.
+
+def frozen_part(plan: Plan[Any, Any]) -> LocalPart:
+    """The entries that are frozen in the first rounds, see `TaskConfig.freeze`."""
+    return LocalPart.of_paths(plan.network(), plan.task.freeze["parts"])
+
+
+def trainable_part(plan: Plan[Any, Any]) -> StateDict:
+    """Shapes and dtypes of all other entries."""
+    return frozen_part(plan).shared(plan.template())
+
+
+# Messages of FedAvg and of most other methods.
 GLOBAL = TensorSpec("model")
 MODEL = TensorSpec("model", "the site's locally trained model, for the weighted mean")
-OWN = TensorSpec("own")  # what stays at home of a model that is shared in part
-PRIVACY = MetaSpec("privacy", "what the run has cost the site's patients, with DP-SGD", cost)
+OWN = TensorSpec("own")  # the local part of a model that is shared in part
+PRIVACY = MetaSpec("privacy", "privacy cost of the run so far, with DP-SGD", cost)
 SELECTED_ROUND = MetaSpec("selected_round", "rounds of training behind a model", count(optional=True))
 
 TRAIN = Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY))
 TRAIN_PART = Phase(
     "train_part",
-    request=(TensorSpec("model", template=lambda plan: moving(plan)),),
-    reply=(TensorSpec("model", "what of the locally trained model is not at rest, for the weighted mean", lambda plan: moving(plan)),),
+    request=(TensorSpec("model", template=trainable_part),),
+    reply=(TensorSpec("model", "the trainable part of the locally trained model, for the weighted mean", trainable_part),),
     reply_meta=MEASURED,
 )
 VALIDATE = Phase("validate", request=(GLOBAL,), reply_meta=MEASURED)
@@ -45,41 +56,26 @@ DELIVERY = Phase("finalize", request=(GLOBAL,), request_meta=(SELECTED_ROUND.as_
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgSiteHyper(SiteHyper):
-    """What every algorithm that trains with the task's optimizer has."""
+    """Hyper-parameters of every site algorithm that trains with the task's optimizer."""
 
     reset_optimizer: bool = param(False, "start every round with a fresh optimizer; false keeps its moments at the site")
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
-    """FedAvg's own site algorithm; others inherit `PrivacyHyper` where DP-SGD protects all that they send."""
+    """FedAvg's own; other methods inherit `PrivacyHyper` too if DP-SGD protects all that they send."""
 
 
 F = TypeVar("F", bound=FedAvgSiteHyper)
 
 
-def resting(plan: Plan[Any, Any]) -> LocalPart:
-    """What rests in the first rounds, see `TaskConfig.freeze`."""
-    return LocalPart.of_paths(plan.network(), plan.task.freeze["parts"])
-
-
-def moving(plan: Plan[Any, Any]) -> StateDict:
-    """Shapes and dtypes of all that does not."""
-    return resting(plan).shared(plan.template())
-
-
 def trained_model(state: StateDict, round: int | None) -> Message:
-    """A network as a delivered model.
-
-    Args:
-        state: its weights.
-        round: rounds of training behind them; None where nobody can say.
-    """
+    """A final model: a network's weights and its rounds of training, None if unknown."""
     return plain_message(state, **{SELECTED_ROUND: round})
 
 
 def received(incoming: Message) -> Message:
-    """The global model as a delivered one, with the rounds of training behind it where the server says them."""
+    """The incoming global model as a final model."""
     return trained_model(incoming.states[GLOBAL], incoming.meta.get(SELECTED_ROUND))
 
 
@@ -99,18 +95,14 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """With differential privacy, refuse networks and losses that mix the images of a batch, and parts at rest; see `check_private`.
-
-        Raises:
-            ConfigError: one of them.
-        """
+        """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`; frozen rounds are refused with it."""
         if is_private(hyper):
             check_private(task)
             if task.freeze["parts"]:
-                raise ConfigError("dp_noise: rounds in which parts of the network rest are not counted; leave out task.freeze")
+                raise ConfigError("dp_noise: rounds with frozen parts of the network are not counted; leave out task.freeze")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """Measure the incoming global model, train it (`fit`) and send it back."""
+        """Validate the incoming global model, train it (`fit`) and send it back."""
         model = self.network("model", incoming.states[GLOBAL])
         validation = self.validation(model)
         loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
@@ -119,34 +111,28 @@ class FedAvgSite(SiteAlgorithm[F]):
         return Message({MODEL: copy_state(model.state_dict())}, self.meta(loss=loss, validation={"global": validation}, **more))
 
     def train_part(self, round: int, incoming: Message) -> Message:
-        """A round in which parts of the network rest: they are those of the common initial model, and do not travel."""
-        part, own = resting(self.plan), self.site.network().state_dict()
-        state = {**part.kept(copy_state(own)), **incoming.states[GLOBAL]}
+        """A round with frozen parts: they are those of the common initial model, and do not travel."""
+        part, initial = frozen_part(self.plan), self.site.network().state_dict()
+        state = {**part.kept(copy_state(initial)), **incoming.states[GLOBAL]}
         with self.network("model", state).at_rest(self.site.task.freeze["parts"]):
             reply = self.train(round, Message({GLOBAL: state}))
         return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
-        """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss.
+        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters, see `continued`.
 
         Args:
-            model: whose trainable parameters are optimized.
             purpose: names the optimizer's moments in the algorithm's memory.
-            train: called with the optimizer.
         """
         weights = trainable(model)
-        moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network rest
+        moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network are frozen
         optimizer = self.site.optimizer(weights)
         with self.continued({moments: optimizer}):
             return train(optimizer)
 
     @contextmanager
     def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
-        """Training with optimizers, by purpose, that go on with the last round's moments; afresh where `reset_optimizer` says so.
-
-        Args:
-            optimizers: purpose -> optimizer; their moments are taken up on entry and kept on leaving.
-        """
+        """Inside, optimizers (by purpose) continue with the last round's moments, unless `reset_optimizer`; on exit these are kept."""
         kept = {} if self.hyper.reset_optimizer else optimizers
         for purpose, optimizer in kept.items():
             self.optimizers.recall(purpose, optimizer)
@@ -155,26 +141,26 @@ class FedAvgSite(SiteAlgorithm[F]):
             self.optimizers.keep(purpose, optimizer)
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """One round of local training; the one thing that most local variants change.
+        """One round of local training in place; most local variants override this.
 
         Args:
-            model: holds the incoming weights; trained in place.
+            model: holds the incoming weights.
             optimizer: of its trainable parameters.
             round: 0-based, a key of batches and dropout.
 
         Returns:
-            The mean training loss over all images; None where it stays untold.
+            The mean training loss over all images; None if it is not reported.
         """
         return self.descend(model, optimizer, round)
 
     def descend(self, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, loss: Loss | None = None) -> float | None:
-        """Epochs of the task's loss or of another that is a mean over images; with DP-SGD where asked for, whose loss stays untold.
+        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if it is set.
 
         Args:
             model: trained in place.
             optimizer: of its trainable parameters.
             round: 0-based, a key of batches and dropout.
-            loss: (model, images, targets) -> the mean of the images' losses; None: the task's loss of the model's output.
+            loss: (model, images, targets) -> mean loss of the images; None: the task's loss of the model's output.
 
         Returns:
             The mean loss over all images; None with DP-SGD.
@@ -185,7 +171,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def privacy(self) -> dict[str, Any] | None:
-        """What DP-SGD has cost so far in this run; None without it."""
+        """The privacy cost of this run so far; None without DP-SGD."""
         return privacy_cost(self.site, self.account, self.hyper) if is_private(self.hyper) else None
 
     def validate(self, round: int, incoming: Message) -> Message:
@@ -193,5 +179,5 @@ class FedAvgSite(SiteAlgorithm[F]):
         return Message({}, self.meta(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Global and deployed are the selected global model; it is also all that a site has of its own."""
+        """The selected global model in all roles."""
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))
