@@ -84,7 +84,7 @@ def json_type(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     limits = [f"{sign} {schema[key]}" for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤")) if key in schema]
     items = f" of {json_type(schema['items'])}" if isinstance(schema.get("items"), dict) else ""
-    return " ".join([str(schema.get("type", "any")) + items, *limits])
+    return " ".join([str(schema.get("type", "object")) + items, *limits])
 
 
 def hyper_parameters() -> str:

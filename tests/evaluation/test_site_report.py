@@ -9,7 +9,7 @@ from evaluation.pages import faults
 from helpers.small_tasks import small_task
 from medflare.evaluation import site_report
 from medflare.evaluation.site_report import SiteReport, deployed_heading, mean_interval, patient_values, render_site_report, worst
-from medflare.tasks.cases import Cases
+from medflare.tasks.classes import Cases
 
 NAMES = ("Meier", "<b>Roe</b>", "Xu")
 

@@ -19,7 +19,7 @@ from medflare.federation.update_validation.suppression import rare_classes, tell
 from medflare.inference.deployed import plain_message
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
-from medflare.tasks.cases import Cases
+from medflare.tasks.classes import Cases
 from medflare.training.site import Site
 from methods import squares
 

@@ -11,7 +11,7 @@ from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods.catalogue import get_method
-from medflare.tasks.cases import Cases
+from medflare.tasks.classes import Cases
 from medflare.training.site import Site
 from methods import squares
 

@@ -35,7 +35,7 @@ def drawn(outputs: int = 4) -> torch.Tensor:
     return torch.randn(2, outputs, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_probabilities_of_what_was_not_annotated_are_the_backgrounds() -> None:
+def test_classes_that_are_not_annotated_join_the_background() -> None:
     p = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
     torch.testing.assert_close(marginal_logits(p.log(), [0, 2]).softmax(dim=1), torch.tensor([[0.8, 0.2]], dtype=torch.float64))
     torch.testing.assert_close(marginal_logits(p.log() + 7, [0, 1, 3]).softmax(dim=1), torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64))
@@ -81,8 +81,8 @@ def test_all_annotated_is_the_task_loss_bit_by_bit(loss: dict[str, Any]) -> None
         assert torch.equal(Annotation(task, names).loss()(logits, targets), build_loss(task)(logits, targets))
 
 
-def test_a_pixel_of_what_was_not_annotated_pulls_neither_way() -> None:
-    """Where the truth is background, all that the model says of the spleen counts as right."""
+def test_a_prediction_of_a_structure_that_is_not_annotated_has_no_loss() -> None:
+    """The truth says background, because the spleen is not annotated."""
     loss = Annotation(organs(loss={"name": "ce"}), ["liver"]).loss()
     sure_of_spleen = torch.zeros(1, 4, 1)
     sure_of_spleen[:, 2] = 30
@@ -94,7 +94,7 @@ def test_a_pixel_of_what_was_not_annotated_pulls_neither_way() -> None:
     "loss", [{"name": "ce", "weights": [1, 2, 3]}, {"name": "dice"}, {"name": "dice_ce"}, {"name": "focal", "weights": [1, 2, 3]}], ids=str
 )
 @pytest.mark.parametrize("names", [["cup"], ["disc", "vessel"]])
-def test_outputs_of_sigmoids_that_were_not_annotated_are_left_out(loss: dict[str, Any], names: list[str]) -> None:
+def test_sigmoid_outputs_that_are_not_annotated_have_no_gradient(loss: dict[str, Any], names: list[str]) -> None:
     labels = ["disc", "vessel", "cup"]
     annotation = Annotation(small_task(target="multilabel", labels=labels, loss=loss), names)
     logits, targets = drawn(3).float().requires_grad_(), (drawn(3) > 0.5).float()
@@ -112,18 +112,23 @@ def test_a_focal_loss_of_one_sigmoid_keeps_its_weight() -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["background"], ["heart"], ["liver", "heart"]])
-def test_nothing_annotated_or_a_strange_name_is_refused(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match=names[-1] if "heart" in names else "none"):
+def test_no_structure_or_an_unknown_name_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=names[-1] if "heart" in names else "annotated"):
         Annotation(organs(), names)
 
 
-def test_a_classification_takes_no_word_of_what_was_annotated() -> None:
-    with pytest.raises(ConfigError, match="classifies"):
+def test_a_classification_task_has_no_annotated_structures() -> None:
+    with pytest.raises(ConfigError, match="annotated"):
         Annotation(small_task("classification"), ["dark"])
 
 
-def test_metrics_are_of_what_was_annotated() -> None:
-    """Liver right everywhere; a spleen that nobody annotated and the model finds is no mistake, and no zero in the mean."""
+def test_label_values_may_name_structures_that_are_not_annotated() -> None:
+    values = {label: [number] for number, label in enumerate(ORGANS)}
+    assert Annotation(organs(label_values=values), ["liver"]).reduced.labels == ("background", "liver")
+
+
+def test_metrics_are_of_the_annotated_structures() -> None:
+    """The model finds a spleen, which is an error only where the spleen is annotated."""
     task = organs()
     truth = torch.zeros(1, 16, 16, dtype=torch.long)
     truth[:, :4] = 1

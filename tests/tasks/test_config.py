@@ -1,6 +1,6 @@
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
-from medflare.tasks.config import TaskConfig, load_task, presets
+from medflare.tasks import transforms
+from medflare.tasks.config import load_task, presets
 from medflare.training.check import check_task
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
@@ -25,29 +26,23 @@ FINGERPRINTS = {
 }
 
 
-def test_presets_are_those_of_the_repository_and_each_can_train() -> None:
+def test_presets_are_the_files_of_app_configs() -> None:
     folder = Path(__file__).parents[2] / "app_configs"
     files = [*folder.glob("*.json"), *folder.glob("papers/*.json")]
     assert set(presets()) == {path.relative_to(folder).with_suffix("").as_posix() for path in files}
     assert {"phantom", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"} <= set(presets())
 
 
-@pytest.mark.parametrize("name", FINGERPRINTS)
-def test_preset(name: str) -> None:
-    task = load_task(name)
-    check_task(task)
-    assert task.name == name
-    assert task.fingerprint() == FINGERPRINTS[name]
-    assert task.source
-    assert ("ynthetic" in task.source) == (task.embedded == "phantom")
-
-
-@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("papers/")])
-def test_task_of_a_paper(name: str) -> None:
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_can_train(name: str) -> None:
     task = load_task(name)
     check_task(task)
     assert task.name == name.removeprefix("papers/")
-    assert task.source.startswith(("FedSM", "PRR", "GRACE", "IOP-FL", "FedDAG"))
+    assert name not in FINGERPRINTS or task.fingerprint() == FINGERPRINTS[name]
+    if name.startswith("papers/"):
+        assert task.source.startswith(("FedSM", "PRR", "GRACE", "IOP-FL", "FedDAG"))
+    else:
+        assert ("ynthetic" in task.source) == (task.embedded == "phantom")
 
 
 def test_round_trip_and_fingerprint(tmp_path: Path) -> None:
@@ -74,50 +69,38 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
     [
         ({"chanels": 1}, "chanels"),
         ({"kind": "detection"}, "kind"),
-        ({"target": "single"}, "target"),
         ({"channels": 0}, "channels"),
         ({"channels": True}, "channels"),
         ({"channels": ["t1", "t1"]}, "channels"),
         ({"orientation": "RAX"}, "orientation"),
-        ({"orientation": "LPS"}, "orientation"),
         ({**VOLUME, "spacing": [1, 0, 1]}, "spacing"),
         ({"spatial_dims": 3}, "spatial_dims"),
         ({**VOLUME, "slices": {"axis": 0, "keep": "foreground"}}, "slices"),
         ({"surface_tolerance": 9.0}, "surface_tolerance"),
-        ({"image_mode": "patches"}, "image_mode"),
         ({"patches_per_image": 2}, "patches_per_image"),
         ({"missing_channels": "zeros"}, "missing_channels"),
         ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share"),
         ({"size": [64]}, "size"),
-        ({"size": [0, 64]}, "size"),
         ({"size": 64}, "size"),
         ({"labels": ["a", "a"]}, "labels"),
         ({"labels": []}, "labels"),
-        ({"labels": "ab"}, "labels"),
-        ({"labels": [1]}, "labels"),
         ({"labels": ["a", "b"]}, "binary"),
         ({"target": "multiclass"}, "multiclass"),
         ({"metric": "auc_macro"}, "auc_macro"),
         ({"metric": "hd95"}, "hd95"),
-        ({"metric": 3}, "metric"),
         ({"network": "unet"}, "network"),
         ({"loss": {"ce_weight": 1}}, "loss"),
         ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.lr"),
         ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "optimizer.lr"),
-        ({"optimizer": {"name": "adam", "lr": float("inf")}}, "optimizer.lr"),
         ({"optimizer": {"name": "lion", "lr": 1}}, "lion"),
         ({"optimizer": {"name": "adam"}}, "optimizer.lr"),
         ({"optimizer": "adam"}, "optimizer"),
-        ({"clip": {"norm": 1.0, "value": 1.0}}, "clip"),
+        ({"clip": {"norm": 0}}, "clip.norm"),
         ({"freeze": {"parts": ["body"]}}, "freeze"),
         ({"sampling": {"name": "weighted"}}, "sampling"),
         ({"batch_size": 0}, "batch_size"),
-        ({"batch_size": 2.5}, "batch_size"),
-        ({"local_epochs": True}, "local_epochs"),
         ({"augment": [{"prob": 1}]}, "augment"),
-        ({"augment": {"name": "RandFlip"}}, "augment"),
         ({"slices": {"axes": 2}}, "axes"),
-        ({"slices": {"axis": 3}}, "slices.axis"),
         ({"slices": 2}, "slices"),
         ({"label_values": {"square": ["1"]}}, "label_values.square"),
         ({"label_values": {"square": []}}, "label_values.square"),
@@ -126,12 +109,11 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"target": "multilabel", "labels": ["disc", "cup"], "label_values": {"disc": [1]}}, "cup"),
         ({"target": "multiclass", "labels": ["bg", "a", "b"], "label_values": {"bg": [0], "a": [1], "b": [1]}}, "'b'"),
         ({"kind": "classification", "metric": "f1_macro", "slices": {"keep": "foreground"}}, "foreground"),
-        ({"unlisted_labels": "ignore"}, "unlisted_labels"),
-        ({"resplit": "x"}, "resplit"),
-        ({"embedded": "other"}, "embedded"),
-        ({"source": 3}, "source"),
-        ({"name": " "}, "name"),
         ({"name": "../brain"}, "name"),
+        ({"intensity": {"name": "NormaliseIntensity"}}, "NormaliseIntensity"),
+        ({"intensity": {"name": "RandFlip"}}, "RandFlip"),
+        ({"augment": [{"name": "RandFlpd"}]}, "RandFlpd"),
+        ({"augment": [{"name": "RandFlip", "keys": ["image"]}]}, "RandFlip"),
     ],
 )
 def test_a_wrong_setting_is_named(changes: dict[str, Any], named: str) -> None:
@@ -144,11 +126,16 @@ def test_a_missing_setting_is_named() -> None:
         load_task({key: value for key, value in SEGMENTATION.items() if key != "loss"})
 
 
+def test_the_transforms_of_the_presets_are_monais() -> None:
+    assert transforms._USUAL["intensity"] <= set(transforms.intensity_transforms())
+    assert transforms._USUAL["augment"] <= {*transforms.spatial_augmentations(), *transforms.photometric_augmentations()}
+
+
 @pytest.mark.parametrize(
     ("target", "values"),
     [
         ("multilabel", {"disc": [1, 2], "cup": [2]}),
-        ("multiclass", {"disc": [9, 9], "cup": [0]}),  # any value may be the background's, and one that is said twice is clear
+        ("multiclass", {"disc": [9, 9], "cup": [0]}),  # the background may have any value; repeated values are allowed
     ],
 )
 def test_values_that_several_labels_may_share_are_allowed(target: str, values: dict[str, list[int]]) -> None:
@@ -174,16 +161,10 @@ def test_probabilities_and_outputs() -> None:
     torch.testing.assert_close(several.probabilities(torch.randn(2, 3, 4, 4)).sum(dim=1), torch.ones(2, 4, 4))
 
 
-def test_a_task_is_immutable() -> None:
-    with pytest.raises(AttributeError):
-        load_task(SEGMENTATION).name = "other"  # type: ignore[misc]
-    assert isinstance(load_task(SEGMENTATION), TaskConfig)
-
-
-def test_a_task_made_directly_is_checked_too() -> None:
+def test_a_changed_task_is_validated_too() -> None:
     task = load_task(SEGMENTATION)
-    values = {item.name: getattr(task, item.name) for item in fields(TaskConfig)}
-    assert TaskConfig(**values) == task == replace(task)
-    assert replace(task, batch_size=7).batch_size == 7
+    assert replace(task) == task and replace(task, batch_size=7).batch_size == 7
+    with pytest.raises(AttributeError):
+        task.name = "other"  # type: ignore[misc]
     with pytest.raises(ValidationError):
         replace(task, batch_size=0)

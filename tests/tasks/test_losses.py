@@ -1,14 +1,17 @@
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from monai import losses
 from torch.nn import functional
 
+from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.losses import LOSSES, build_loss, pools_images
+from medflare.tasks.losses import LOSSES, build_loss, example, pools_images
 
 TaskOf = Callable[..., TaskConfig]
 Golden = Callable[[str], dict[str, np.ndarray]]
@@ -84,17 +87,6 @@ def test_focal_loss_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     assert value.item() == pytest.approx(float(reference["focal/gamma2"]), rel=1e-5)
 
 
-def test_focal_weights_of_one_output_are_refused(make_task: TaskOf) -> None:
-    with pytest.raises(ConfigError, match="focal"):
-        build_loss(make_task(target="binary", labels=["disc"], loss={"name": "focal", "weights": [2.0]}))
-
-
-@pytest.mark.parametrize(("kind", "gamma"), [("classification", -1.0), ("classification", 0.5), ("segmentation", -0.5)])
-def test_a_gamma_without_a_gradient_is_refused(make_task: TaskOf, kind: str, gamma: float) -> None:
-    with pytest.raises(ConfigError, match="gamma"):
-        build_loss(make_task(kind, loss={"name": "focal", "gamma": gamma}))
-
-
 @pytest.mark.parametrize(("kind", "gamma"), [("classification", 0.0), ("classification", 1.0), ("segmentation", 0.5)])
 def test_focal_has_a_gradient_where_the_network_is_certain(make_task: TaskOf, kind: str, gamma: float) -> None:
     shape = (2, 3) if kind == "classification" else (2, 1, 4, 4)
@@ -122,9 +114,20 @@ def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
         ("classification", {"name": "ce", "weights": [1, 2]}, "weights"),
         ("classification", {"name": "ce", "weights": [1, 2, 0]}, "weights"),
         ("classification", {"name": "ce", "weights": 2}, "ce"),
+        ("classification", {"name": "focal", "gamma": -1.0}, "gamma"),
+        ("classification", {"name": "focal", "gamma": 0.5}, "gamma"),
+        ("segmentation", {"name": "focal", "gamma": -0.5}, "gamma"),
+        ("segmentation", {"name": "focal", "weights": [2.0]}, "focal"),
+        ("segmentation", {"name": "DiceLos"}, "DiceLos"),
+        ("segmentation", {"name": "DiceLoss", "batched": True}, "batched"),
+        ("segmentation", {"name": "DiceLoss", "to_onehot_y": True}, "to_onehot_y"),
+        ("segmentation", {"name": "DiceLoss", "reduction": "none"}, "DiceLoss"),
+        ("segmentation", {"name": "TverskyLoss", "reduction": "most"}, "TverskyLoss"),
+        ("segmentation", {"name": "PerceptualLoss"}, "PerceptualLoss"),
+        ("segmentation", {"name": "BoxGIoULoss"}, "BoxGIoULoss"),
     ],
 )
-def test_a_loss_that_does_not_fit_the_task_is_refused(make_task: TaskOf, kind: str, loss: dict[str, object], named: str) -> None:
+def test_a_wrong_loss_is_refused(make_task: TaskOf, kind: str, loss: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build_loss(make_task(kind, loss=loss))
 
@@ -141,7 +144,7 @@ LOSS_SETTINGS = [
 @pytest.mark.parametrize("kind", ["binary", "multiclass", "multilabel"])
 @pytest.mark.parametrize("settings", LOSS_SETTINGS, ids=str)
 def test_a_loss_says_whether_it_is_the_mean_over_images(make_task: TaskOf, kind: str, settings: dict[str, object]) -> None:
-    """Whatever does not say that it pools the images of a batch is the mean of its values for one image at a time."""
+    """`pools_images` is None exactly if the loss of a batch is the mean of its images' losses."""
     if kind == "binary":
         settings = {key: value for key, value in settings.items() if key != "weights"}
     task = make_task(target=kind, labels=["a"] if kind == "binary" else ["a", "b", "c"], loss=settings)
@@ -153,3 +156,41 @@ def test_a_loss_says_whether_it_is_the_mean_over_images(make_task: TaskOf, kind:
     one_by_one = torch.stack([loss(logits[i : i + 1], targets[i : i + 1]) for i in range(4)]).mean()
     same = torch.isclose(loss(logits, targets), one_by_one, rtol=1e-5)
     assert bool(same) == (pools_images(task) is None), pools_images(task)
+
+
+# -- MONAI's losses by name ------------------------------------------------------------------------------------------------
+
+THREE: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
+TARGETS: dict[str, dict[str, Any]] = {"binary": {}, "multiclass": THREE, "multilabel": {"target": "multilabel", "labels": ["a", "b"]}}
+USUAL = ("DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss", "GeneralizedDiceLoss", "TverskyLoss", "SSIMLoss", "HausdorffDTLoss")
+
+
+def test_activation_and_one_hot_follow_from_the_target() -> None:
+    binary, multiclass = small_task(), small_task(**THREE)
+    logits, targets = example(binary)
+    expected = losses.TverskyLoss(sigmoid=True)(logits, targets.float())
+    torch.testing.assert_close(build_loss(binary, {"name": "TverskyLoss"})(logits, targets), expected)
+    logits, targets = example(multiclass)
+    expected = losses.DiceFocalLoss(softmax=True, to_onehot_y=True)(logits, targets[:, None])
+    torch.testing.assert_close(build_loss(multiclass, {"name": "DiceFocalLoss"})(logits, targets), expected)
+    chosen = build_loss(multiclass, {"name": "DiceLoss", "sigmoid": True, "include_background": False})
+    expected = losses.DiceLoss(sigmoid=True, include_background=False, to_onehot_y=True)(logits, targets[:, None])
+    torch.testing.assert_close(chosen(logits, targets), expected)
+    weighted = build_loss(multiclass, {"name": "DiceCELoss", "weight": [1.0, 2.0, 0.5]})
+    assert weighted(logits, targets) != build_loss(multiclass, {"name": "DiceCELoss"})(logits, targets)
+
+
+@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("target", TARGETS)
+def test_usual_losses_accept_every_target_in_two_and_three_dimensions(name: str, target: str) -> None:
+    for changes in ({}, {"spatial_dims": 3, "size": [16, 16, 16]}):
+        task = small_task(**{**TARGETS[target], **changes})
+        assert build_loss(task, {"name": name})(*example(task)).ndim == 0
+        if "Dice" in name and name != "HausdorffDTLoss":
+            task = small_task("classification", **{"target": "binary", "labels": ["a"], **TARGETS[target], **changes})
+            assert build_loss(task, {"name": name})(*example(task)).ndim == 0
+
+
+def test_a_monai_loss_that_pools_images_is_not_for_private_training() -> None:
+    assert pools_images(small_task(loss={"name": "DiceFocalLoss"})) is None
+    assert pools_images(small_task(loss={"name": "DiceFocalLoss", "batch": True})) is not None

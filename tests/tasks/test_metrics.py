@@ -10,17 +10,11 @@ from torch.nn import functional as F
 
 from helpers.small_tasks import score
 from helpers.volume_sites import cube_task
+from medflare.core.errors import ConfigError
 from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import (
-    boundary_distance,
-    by_patient,
-    foreground,
-    measure,
-    overlap_counts,
-    pooled_overlap,
-    structures,
-)
+from medflare.tasks.metrics import foreground, mean_by_patient, measure, overlap_counts, structures, sum_by_patient
+from medflare.tasks.metrics_table import METRICS, boundary_distance, dice, iou, metrics_of, selection_metrics
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -32,23 +26,34 @@ def _masks(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows).bool()[:, None, None]
 
 
+def test_every_metric_belongs_to_one_kind_of_task() -> None:
+    assert metrics_of("segmentation") == ALL and metrics_of("classification") == CLASSIFICATION
+    assert metrics_of("segmentation", spatial_dims=3) == ("dice", "iou", "hd95_mm", "surface_dice")
+    assert {*ALL, *metrics_of("segmentation", 3), *CLASSIFICATION} == set(METRICS)
+    assert selection_metrics("segmentation") == ("dice", "iou") and selection_metrics("classification") == CLASSIFICATION
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_an_unknown_metric_is_refused(make_task: TaskOf, kind: str) -> None:
+    with pytest.raises(ConfigError, match="dise"):
+        measure([], make_task(kind), ["dise"])
+
+
 def test_overlap_is_pooled_over_a_patients_images() -> None:
     predicted = _masks([1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1])
     truth = _masks([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1])
-    dice, iou = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 0, 1]), 2)
+    counts = sum_by_patient(overlap_counts(predicted, truth), torch.tensor([0, 0, 1]), 2)
     # patient 0: 4 hits of 6 predicted and 4 true; patient 1: 1 hit of 1 and 2
-    torch.testing.assert_close(dice, torch.tensor([[2 * 4 / 10], [2 / 3]], dtype=torch.float64))
-    torch.testing.assert_close(iou, torch.tensor([[4 / 6], [1 / 2]], dtype=torch.float64))
+    torch.testing.assert_close(dice(counts), torch.tensor([[2 * 4 / 10], [2 / 3]], dtype=torch.float64))
+    torch.testing.assert_close(iou(counts), torch.tensor([[4 / 6], [1 / 2]], dtype=torch.float64))
 
 
-def test_empty_slices_of_a_patient_cost_nothing_and_false_alarms_do() -> None:
-    predicted, truth = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 1, 0, 0], [0, 0, 0, 0])
-    together, _ = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 0]), 1)
-    assert together.item() == 1
-    apart, _ = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 1]), 2)
+def test_empty_slices_of_a_patient_count_only_with_false_positives() -> None:
+    empty, half = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 0, 0, 0])
+    assert dice(sum_by_patient(overlap_counts(empty, empty), torch.tensor([0, 0]), 1)).item() == 1
+    apart = dice(sum_by_patient(overlap_counts(empty, empty), torch.tensor([0, 1]), 2))
     assert apart[0].item() == 1 and apart[1].isnan()
-    alarm, _ = pooled_overlap(overlap_counts(_masks([1, 0, 0, 0]), _masks([0, 0, 0, 0])), torch.tensor([0]), 1)
-    assert alarm.item() == 0
+    assert dice(overlap_counts(half, half & False)).item() == 0
 
 
 def test_boundary_distance_against_definition() -> None:
@@ -86,7 +91,7 @@ def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -
 
 
 def test_several_labels_against_scikit_learn(make_task: TaskOf) -> None:
-    """The third label occurs nowhere, and in some draws is not predicted either: 0/0, which is no number."""
+    """The third label never occurs; where it is not predicted either, its F1 is 0/0, NaN."""
     task = make_task("classification", target="multilabel", labels=["a", "b", "c"])
     undefined = 0
     for number in range(12):
@@ -108,7 +113,7 @@ def test_boundary_distance_per_patient() -> None:
     empty = torch.zeros_like(square)
     truth = torch.stack([square, square, square, square, empty])[:, None]
     predicted = torch.stack([square.roll(2, 0), square.roll(4, 0), empty, square, square])[:, None]
-    distances = by_patient(boundary_distance(predicted, truth), torch.tensor([0, 0, 1, 0, 2]), 3)
+    distances = mean_by_patient(boundary_distance(predicted, truth), torch.tensor([0, 0, 1, 0, 2]), 3)
     assert distances[0].item() == pytest.approx((2 + 4 + 0) / 3)
     assert distances[1:].isnan().all()  # an empty mask has no boundary to measure from
 
@@ -158,7 +163,7 @@ def test_binary_and_multilabel_classification(make_task: TaskOf) -> None:
     assert both.values["accuracy"] == 0.5
 
 
-def test_nothing_to_score_and_broken_models(make_task: TaskOf) -> None:
+def test_metrics_are_undefined_without_images_and_with_nan(make_task: TaskOf) -> None:
     empty = score(torch.zeros(0, 1, 8, 8), torch.zeros(0, 8, 8), [], make_task(), ALL)
     assert empty.values == dict.fromkeys(ALL)
     for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
@@ -182,7 +187,7 @@ def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> No
     assert unknown.values["hd95_mm"] is None and "surface_dice" in unknown.undefined
 
 
-def test_images_of_sizes_of_their_own_are_scored_one_by_one() -> None:
+def test_images_of_different_sizes_are_scored_one_by_one() -> None:
     task = cube_task(target="multiclass", labels=["background", "cube", "core"])
     truths = [torch.zeros(side, 6, 6, dtype=torch.long) for side in (5, 7)]
     for truth in truths:
@@ -217,9 +222,13 @@ def test_no_pixel_of_a_structure_in_all_images(make_task: TaskOf) -> None:
     task = make_task(target="multiclass", labels=["background", "disc", "cup"])
     truth = torch.tensor([[[0, 1, 2]], [[0, 0, 1]]])
 
-    def said(predicted: torch.Tensor, truth: torch.Tensor = truth) -> tuple[str, ...]:
+    def constant(predicted: torch.Tensor, truth: torch.Tensor = truth) -> tuple[str, ...]:
         return measure([(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, None)], task, ["dice"]).constant_outputs()
 
-    assert said(truth) == () and said(torch.zeros_like(truth)) == ("no pixel of disc", "no pixel of cup")
-    assert said(truth.clamp(max=1)) == ("no pixel of cup",) and said(torch.ones_like(truth)) == ("no pixel of cup", "all pixels as disc")
-    assert said(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"
+    assert constant(truth) == () and constant(torch.zeros_like(truth)) == ("no pixel of disc", "no pixel of cup")
+    assert constant(truth.clamp(max=1)) == ("no pixel of cup",)
+    assert constant(torch.ones_like(truth)) == (
+        "no pixel of cup",
+        "all pixels as disc",
+    )
+    assert constant(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"

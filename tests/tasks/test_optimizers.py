@@ -1,18 +1,20 @@
-"""The optimisers that a task may name."""
+"""Optimizers and learning-rate schedules by name."""
 
 import pytest
 import torch
 from torch import nn
 
+from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
-from medflare.tasks.optimizers import build_optimizer, check_optimizer, clip_gradients
+from medflare.tasks.config import load_task
+from medflare.tasks.optimizers import SCHEDULES, build_optimizer, build_schedule, check_optimizer
 from medflare.training.epochs import pack_optimizer, unpack_optimizer
 
 BY_NAME = ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD", "SGD", "Adafactor"]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
-def test_each_is_torchs(name: str, expected: type) -> None:
+def test_short_names_build_torchs_optimizers(name: str, expected: type) -> None:
     weights = [nn.Parameter(torch.ones(2))]
     optimizer = build_optimizer({"name": name, "lr": 0.25, "weight_decay": 0.5}, weights, "task x")
     assert type(optimizer) is expected
@@ -21,9 +23,8 @@ def test_each_is_torchs(name: str, expected: type) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_moments_go_on_in_another_process(name: str) -> None:
+def test_moments_continue_in_another_process(name: str) -> None:
     settings = {"name": name, "lr": 0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})}
-    check_optimizer(settings, "task x")
 
     def steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *gradients: float) -> None:
         for gradient in gradients:
@@ -41,43 +42,74 @@ def test_moments_go_on_in_another_process(name: str) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_name_or_argument_that_torch_lacks_is_refused() -> None:
-    weights = [nn.Parameter(torch.ones(1))]
-    with pytest.raises(ConfigError, match="weight_deca"):
-        build_optimizer({"name": "adam", "lr": 0.1, "weight_deca": 0.9}, weights, "task x")
-    with pytest.raises(ConfigError, match="sgd"):
-        build_optimizer({"name": "sgd", "lr": 0.1, "momentum": -1.0}, weights, "task x")
-    with pytest.raises(ConfigError, match="adan"):
-        build_optimizer({"name": "adan", "lr": 0.1}, weights, "task x")
-    with pytest.raises(ConfigError, match="Adam"):
-        check_optimizer({"name": "Adam", "lr": 0.1, "betas": [0.9, 0.99], "capturable": True, "foreach": True}, "task x")
-
-
 @pytest.mark.parametrize("name", BY_NAME)
-def test_usual_numbers_are_checked_without_an_optimiser(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where another torch takes parameters before it looks at values, and where the check makes it import what trains."""
-    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", lambda *_: pytest.fail("an optimiser was made"))
+def test_values_are_validated_without_building_an_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if another torch reads the parameters before it validates the values."""
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", lambda *_: pytest.fail("an optimizer was built"))
     check_optimizer({"name": name, "lr": 0.1}, "task x")
-    for wrong in ({"lr": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, {"lr": "fast"}):
+    for wrong in ({"lr": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, {"lr": "fast"}, {"lr": 0.1, "momentumm": 0.9}):
         with pytest.raises(ConfigError, match=name):
             check_optimizer({"name": name, **wrong}, "task x")
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Muon"])
-def test_an_optimizer_that_cannot_train_here_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Muon", "adan"])
+def test_an_unknown_or_unsupported_optimizer_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         build_optimizer({"name": name, "lr": 0.1}, [nn.Parameter(torch.ones(1))], "task x")
 
 
-def test_every_step_clips_what_it_is_given() -> None:
+@pytest.mark.parametrize(
+    ("clip", "gradient", "expected"), [({"norm": 1.0}, [3.0, 4.0], [-0.6, -0.8]), ({"value": 0.5}, [3.0, -0.1], [-0.5, 0.1])]
+)
+def test_every_step_clips_the_gradients(clip: dict[str, float], gradient: list[float], expected: list[float]) -> None:
     weight = nn.Parameter(torch.zeros(2))
-    optimizer = build_optimizer({"name": "sgd", "lr": 1.0}, [weight], "task x")
-    clip_gradients(optimizer, norm=1.0)
-    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer = build_optimizer({"name": "sgd", "lr": 1.0}, [weight], "task x", **clip)
+    weight.grad = torch.tensor(gradient)
     optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
-    optimizer = build_optimizer({"name": "sgd", "lr": 1.0}, [weight], "task x")
-    clip_gradients(optimizer, value=0.5)
-    weight.grad = torch.tensor([3.0, -0.1])
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([-1.1, -0.7]))
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected))
+
+
+def factors(rounds: int, **settings: object) -> list[float]:
+    return [build_schedule(settings).rate_factor(round, rounds) for round in range(rounds)]
+
+
+def test_formulas_of_the_schedules() -> None:
+    assert factors(4, name="constant") == [1.0] * 4
+    assert factors(5, name="step", every=2, factor=0.5) == [1.0, 1.0, 0.5, 0.5, 0.25]
+    assert factors(4, name="cosine") == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+    assert factors(4, name="cosine", minimum=0.5)[2] == pytest.approx(0.75)
+    assert factors(4, name="polynomial", power=2.0) == pytest.approx([1.0, 0.5625, 0.25, 0.0625])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_warm_up_comes_before_every_schedule(name: str) -> None:
+    warmed = factors(6, name=name, warmup_rounds=2)
+    assert warmed[:2] == pytest.approx([1 / 3, 2 / 3])
+    assert warmed[2:] == factors(4, name=name)
+
+
+def test_after_the_last_round_the_factor_stays_and_a_warm_up_may_take_all_rounds() -> None:
+    cosine = build_schedule({"name": "cosine"})
+    assert cosine.rate_factor(9, 4) == cosine.rate_factor(3, 4) and cosine.rate_factor(0, 0) == 1
+    assert factors(2, name="cosine", warmup_rounds=3) == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        ({"name": "cosin"}, "cosin"),
+        ({"name": "cosine", "every": 2}, "every"),
+        ({"name": "step", "every": 0}, "every"),
+        ({"every": 2}, "schedule"),
+        ("step", "schedule"),
+    ],
+)
+def test_a_wrong_schedule_is_refused(schedule: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_task({**SEGMENTATION, "schedule": schedule})
+
+
+def test_defaults_of_a_schedule_count_in_the_fingerprint() -> None:
+    task = load_task({**SEGMENTATION, "schedule": {"name": "step"}})
+    assert task.to_dict()["schedule"] == {"name": "step", "warmup_rounds": 0, "every": 10, "factor": 0.1}
+    assert load_task({**SEGMENTATION, "schedule": {"name": "step", "every": 10}}).fingerprint() == task.fingerprint()

@@ -42,7 +42,7 @@ def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
     for n in range(30):
         picture(tmp_path / ("rare" if n < 5 else "common") / f"{n}.png", channels=3)
     task, _ = proposed(tmp_path)
-    assert task.sampling["name"] == "balanced" and task.channels == 3
+    assert task.sampling.name == "balanced" and task.channels == 3
 
 
 def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
         here = image.stored.turned(task.orientation)
         sides, spacing = here.shape, here.spacing
     elif task.spatial_dims == 2:
-        sides = tuple(sorted(side for axis, side in enumerate(sides) if array.ndim == 3 or axis != task.slices["axis"]))
+        sides = tuple(sorted(side for axis, side in enumerate(sides) if array.ndim == 3 or axis != task.slices.axis))
     flat = array.reshape(len(array), -1)
     drawn = flat[:, np.linspace(0, flat.shape[1] - 1, min(flat.shape[1], _DRAWN)).astype(int)].astype(np.float64)
     low, median, high = np.percentile(drawn, (5, 50, 95), axis=1) if len(array) <= _MOST_CHANNELS else np.zeros((3, 0))

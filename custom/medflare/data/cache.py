@@ -82,7 +82,7 @@ def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
     keys = []
     for entry in entries:
-        chosen = [entry.split] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone
+        chosen = [entry.split] if task.slices.keep == "foreground" else []  # slices are chosen for training alone
         own = common.copy()
         own.update(json.dumps([source.state([entry]), str(entry.label), entry.name, *chosen]).encode())
         keys.append(own.hexdigest())

@@ -176,8 +176,8 @@ def pictures_of(
     if image.ndim == task.spatial_dims + 1:
         yield entry.name, image, target
         return
-    axis = task.slices["axis"] + 1
-    segmentation, every = task.kind == "segmentation", task.slices["keep"] == "all" or entry.split != "training"
+    axis = task.slices.axis + 1
+    segmentation, every = task.kind == "segmentation", task.slices.keep == "all" or entry.split != "training"
     for position in range(image.shape[axis]):
         label = np.take(target, position, axis=axis) if segmentation else target
         if every or label.any():

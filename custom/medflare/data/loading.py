@@ -307,7 +307,7 @@ def refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, si
     Raises:
         DataError: there are more, with the first reason.
     """
-    share, count = task.unreadable_limit["share"], task.unreadable_limit["count"]
+    share, count = task.unreadable_limit.share, task.unreadable_limit.count
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))
         raise DataError(

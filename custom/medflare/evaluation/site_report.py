@@ -15,8 +15,7 @@ from medflare.evaluation.figures import patients_plot, roc_curves, with_own_ids
 from medflare.evaluation.presentation import format_metric, metric_label, metric_names, model_columns
 from medflare.evaluation.record import json_ready
 from medflare.evaluation.report import template
-from medflare.tasks.cases import Cases
-from medflare.tasks.classes import class_report
+from medflare.tasks.classes import Cases, class_report
 from medflare.tasks.config import TaskConfig
 
 Values: TypeAlias = Mapping[str, float]  # patient -> value

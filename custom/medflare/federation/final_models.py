@@ -24,8 +24,7 @@ from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.tasks.cases import Cases
-from medflare.tasks.classes import class_report
+from medflare.tasks.classes import Cases, class_report
 from medflare.tasks.config import TaskConfig
 from medflare.training.constant import constant_value, is_at_chance
 from medflare.training.epochs import finite_or_none

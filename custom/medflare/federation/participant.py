@@ -25,7 +25,6 @@ from medflare.methods.base import SiteAlgorithm
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
-from medflare.tasks.schedules import rate_factor
 from medflare.training.site import Site
 
 # Of what a site says of its data; the server's gate takes a hundred events in all, and meta of a size (`update_validation.messages`).
@@ -144,7 +143,7 @@ class Participant:
             with self._algorithm.ready(step, kept=phase != FINALIZE) as algorithm:
                 rounding = Rounding(algorithm.plan) if rounded else None
                 incoming = incoming if rounding is None else rounding.widened(incoming)
-                algorithm.site.rate_factor = rate_factor(algorithm.site.task.schedule, round, rounds)
+                algorithm.site.rate_factor = algorithm.site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
                     return self._deliver(algorithm, incoming, trained_on)
                 reply = algorithm.perform(phase, round, incoming)

@@ -295,7 +295,7 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
     if task.spatial_dims == 3:
         assert image.stored is not None and image.here is not None
         return Prepared(source, preprocessing.image(array)[None], image.here.shape, False, acquired, (image.stored, image.here))
-    volume, axis = array.ndim == 4, task.slices["axis"] + 1
+    volume, axis = array.ndim == 4, task.slices.axis + 1
     pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
     height, width = pictures[0].shape[1:]
     return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume, acquired)
@@ -399,7 +399,7 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
         found = [_classified(p, task) for p in prediction.probabilities]
     else:
         masks = [label_map(in_place(p, prepared.size, prepared.grids, task), task) for p in prediction.probabilities]
-        whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
+        whole = np.stack(masks, axis=task.slices.axis + 1) if prepared.volume else masks[0]
         files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
         found = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]

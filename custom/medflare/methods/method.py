@@ -96,7 +96,7 @@ class Method:
                 f"method {self.name!r} works with features, and network {task.network['name']} of task {task.name} has none: its output "
                 "is that of no single layer; take another network, or other arguments of it"
             )
-        if task.freeze["parts"]:
+        if task.freeze.parts:
             self._check_freeze(task, network)
         if "accumulate" not in self.site_class.capabilities:
             refuse_other_steps(task, f"method {self.name!r} takes steps of its own")
@@ -109,11 +109,11 @@ class Method:
         if "freeze" not in self.site_class.capabilities & self.server_class.capabilities:
             raise ConfigError(f"method {self.name!r} trains all of the network from the first round; leave out task.freeze, or run fedavg")
         try:
-            shared = LocalPart.of_paths(network, task.freeze["parts"]).shared(network.state_dict())
+            shared = LocalPart.of_paths(network, task.freeze.parts).shared(network.state_dict())
         except ValueError as error:
             raise ConfigError(f"task {task.name}: freeze.parts: {error}") from error
         if not shared:
-            raise ConfigError(f"task {task.name}: freeze.parts {task.freeze['parts']} leave nothing to train; leave one of them out")
+            raise ConfigError(f"task {task.name}: freeze.parts {task.freeze.parts} leave nothing to train; leave one of them out")
 
     def effective(self, values: Mapping[str, Any]) -> Halved:
         """Every hyper-parameter as it is used, under its algorithm: the given values, checked, and the defaults of the others.

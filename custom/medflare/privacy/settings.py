@@ -62,7 +62,7 @@ def check_private(task: TaskConfig) -> None:
     if task.precision != "fp32" or task.accumulate > 1:
         setting = f"precision {task.precision!r}" if task.precision != "fp32" else "accumulate"
         raise ConfigError(f"dp_noise: gradients are clipped in fp32, a step for every draw of patients; leave out task {setting}")
-    if task.sampling["name"] != "shuffle":
+    if task.sampling.name != "shuffle":
         raise ConfigError("dp_noise: DP-SGD draws every patient with the same probability; set task.sampling=shuffle")
     if reason := pools_images(task):
         raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")

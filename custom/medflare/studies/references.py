@@ -18,7 +18,7 @@ from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
 from medflare.methods.catalogue import build_deployed
 from medflare.studies.setting import Setting
-from medflare.tasks.cases import Cases
+from medflare.tasks.classes import Cases
 from medflare.training.constant import best_answer, scores_of
 from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site

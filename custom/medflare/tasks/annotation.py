@@ -1,4 +1,4 @@
-"""Sites that annotated some of a task's structures only: what losses and metrics of such a site are about."""
+"""Sites that annotated only some of a task's structures: their losses and metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
-_BY_CLASS: Final = ("weights", "weight", "dist_matrix")  # arguments of losses, ours and MONAI's, that have a number for every class
+_PER_CLASS: Final = ("weights", "weight", "dist_matrix")  # arguments of losses, ours and MONAI's, with a number for every class
 
 
 def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
-    """Logits over the classes that were annotated, in which the background stands for itself and for all others.
+    """Logits over the annotated classes, in which class 0 stands for the background and all classes that are not annotated.
 
     The softmax of the result is the marginal probability: q_0 = p_0 + sum of p_c over the classes c that were not annotated, and q_c = p_c
     for the others (Shi et al., "Marginal loss and exclusion loss for partially supervised multi-organ segmentation", Medical Image
@@ -24,13 +24,13 @@ def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
 
     Args:
         logits: (N, classes, ...), class 0 is the background.
-        kept: the classes that remain, in order: 0 and those that were annotated.
+        kept: the remaining classes in order: 0 and the annotated ones.
 
     Returns:
-        (N, len(kept), ...); the logits themselves where all classes are kept.
+        (N, len(kept), ...); the logits themselves if all classes are kept.
 
     Raises:
-        ValueError: `kept` does not begin with the background, or holds no other class.
+        ValueError: `kept` does not begin with the background, or has no other class.
 
     Examples:
         >>> probabilities = torch.tensor([[0.5, 0.2, 0.3]])
@@ -41,21 +41,21 @@ def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
         raise ValueError(f"the background and at least one structure must remain, got classes {list(kept)}")
     if len(kept) == logits.shape[1]:
         return logits
-    merged = [place for place in range(logits.shape[1]) if place not in kept[1:]]
+    merged = [channel for channel in range(logits.shape[1]) if channel not in kept[1:]]
     return torch.cat([logits[:, merged].logsumexp(dim=1, keepdim=True), logits[:, list(kept[1:])]], dim=1)
 
 
 class Annotation:
     """The structures of a segmentation task that a site annotated.
 
-    Where it is not all of them, what was not annotated is neither learnt nor measured: a softmax is marginal over it, see
-    `marginal_logits`, and of several sigmoids the others are left out.
+    Structures that are not annotated are neither learned nor measured: a softmax is marginal over them, see `marginal_logits`; sigmoid
+    outputs are left out.
 
     Args:
         names: labels of the structures; None: all.
 
     Raises:
-        ConfigError: none, one that the task does not have, or names for a classification task.
+        ConfigError: no structure, an unknown name, or names for a classification task.
 
     Attributes:
         names: the annotated structures in the task's order.
@@ -66,65 +66,68 @@ class Annotation:
     def __init__(self, task: TaskConfig, names: Sequence[str] | None = None):
         structures = structures_of(task)
         if names is not None and task.kind != "segmentation":
-            raise ConfigError(f"annotated is for structures that are segmented, task {task.name} classifies; leave it out")
-        strange = [name for name in names or () if name not in task.labels]
-        if strange or (names is not None and not set(names) & set(structures)):
-            wrong = f"{strange[0]!r} is none of them" if strange else "it names none"
-            raise ConfigError(f"annotated takes structures of task {task.name} ({', '.join(structures)}); {wrong}")
+            raise ConfigError(f"annotated is for segmentation, task {task.name} is a classification; leave it out")
+        unknown = [name for name in names or () if name not in task.labels]
+        if unknown or (names is not None and not set(names) & set(structures)):
+            raise ConfigError(
+                f"annotated needs structures of task {task.name} ({', '.join(structures)}), got {unknown or list(names or ())}"
+            )
         self.task = task
         self.names = structures if names is None else tuple(name for name in structures if name in names)
         self.missing = tuple(name for name in structures if name not in self.names)
-        self._columns = [place for place, name in enumerate(structures) if name in self.names]
+        self._columns = [column for column, name in enumerate(structures) if name in self.names]
         background = task.target == "multiclass" and task.kind == "segmentation"
-        self.outputs = (0, *(place + 1 for place in self._columns)) if background else tuple(self._columns)
+        self.outputs = (0, *(column + 1 for column in self._columns)) if background else tuple(self._columns)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether all structures are annotated."""
         return not self.missing
 
     @cached_property
     def reduced(self) -> TaskConfig:
-        """The task as if it had no other structures."""
-        return self.task if self.complete else replace(self.task, labels=tuple(self.task.labels[place] for place in self.outputs))
+        """The task with the annotated structures only."""
+        if self.complete:
+            return self.task
+        return replace(self.task, labels=tuple(self.task.labels[output] for output in self.outputs), label_values={})
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Logits (N, outputs, ...) of the task as those of `reduced`."""
+        """Logits (N, outputs, ...) of the task as logits of `reduced`."""
         if self.complete:
             return logits
         return marginal_logits(logits, self.outputs) if self.task.target == "multiclass" else logits[:, list(self.outputs)]
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Targets of the task, as in `data.splits.Split`, as those of `reduced`: what was not annotated is background."""
+        """Targets of the task, as in `data.splits.Split`, as targets of `reduced`: structures that are not annotated are background."""
         if self.complete:
             return targets
         if self.task.target == "multilabel":
             return targets[:, list(self.outputs)]
         table = torch.zeros(len(self.task.labels), dtype=targets.dtype, device=targets.device)
-        for place, output in enumerate(self.outputs):
-            table[output] = place
+        for index, output in enumerate(self.outputs):
+            table[output] = index
         return table[targets]
 
     def masks(self, masks: Tensor) -> Tensor:
-        """Masks (N, structures, ...), see `tasks.metrics.structures`, of what was annotated."""
+        """The annotated ones of masks (N, structures, ...), see `tasks.metrics.structures`."""
         return masks if self.complete else masks[:, self._columns]
 
     def loss(self, spec: Mapping[str, Any] | None = None) -> nn.Module:
-        """The loss of a site with these annotations, see `losses.build_loss`; numbers of single classes are those of the ones that remain.
+        """The loss of a site with these annotations, see `losses.build_loss`; class weights are those of the remaining classes.
 
         Args:
             spec: of the loss; None: the task's.
         """
         if self.complete:
             return build_loss(self.task, spec)
-        settings, scale = _of_outputs(dict(spec or self.task.loss), self), 1.0
+        settings, scale = _for_outputs(dict(spec or self.task.loss), self), 1.0
         if settings["name"] == "focal" and len(self.outputs) == 1 and settings.get("weights") is not None:
-            (scale,) = settings.pop("weights")  # that loss takes none for one output, which they would only scale
+            (scale,) = settings.pop("weights")  # for one output that loss accepts no weights, which would only scale it
         return _Marginal(self, build_loss(self.reduced, settings), scale)
 
 
 class _Marginal(nn.Module):
-    """A loss of the structures that were annotated."""
+    """A loss of the annotated structures."""
 
     def __init__(self, annotation: Annotation, loss: nn.Module, scale: float):
         super().__init__()
@@ -137,16 +140,12 @@ class _Marginal(nn.Module):
 
 
 def structures_of(task: TaskConfig) -> tuple[str, ...]:
-    """Labels of what a task segments: all but the background of exclusive classes.
-
-    Args:
-        task: of segmentation; of classification all labels are given.
-    """
+    """Labels of a segmentation task without the background of exclusive classes; all labels of a classification task."""
     return task.labels[1:] if task.kind == "segmentation" and task.target == "multiclass" else task.labels
 
 
-def _of_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:
-    """The arguments of a loss with the weights and distances of those classes alone that remain."""
+def _for_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:
+    """The arguments of a loss with the weights and distances of the remaining classes only."""
     count, outputs = annotation.task.outputs, annotation.outputs
     without_background = not spec.get("include_background", True) and annotation.task.target == "multiclass"
 
@@ -154,7 +153,7 @@ def _of_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:
         if not isinstance(value, list | tuple):
             return value
         if len(value) == count - 1 and without_background:
-            return [chosen(value[place - 1]) for place in outputs[1:]]
-        return [chosen(value[place]) for place in outputs] if len(value) == count else value
+            return [chosen(value[output - 1]) for output in outputs[1:]]
+        return [chosen(value[output]) for output in outputs] if len(value) == count else value
 
-    return spec | {name: chosen(spec[name]) for name in _BY_CLASS if name in spec}
+    return spec | {name: chosen(spec[name]) for name in _PER_CLASS if name in spec}

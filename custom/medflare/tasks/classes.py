@@ -1,36 +1,67 @@
-"""What a model answered, class by class: confusion counts and ROC curves, aggregates that tell of no single patient's score.
+"""Predictions of a model patient by patient, and their summary by class: confusion counts and ROC curves.
 
-A curve is told as its sensitivity on a fixed grid of false alarms: its corners would be single patients.
+A curve is reported as its sensitivities on a fixed grid of false positive rates, since its corners would be scores of single patients.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medflare.core.packages import installed
-from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 
-FALSE_ALARMS: Final = tuple(place / 20 for place in range(21))  # 1 - specificity: 0, 0.05, ..., 1
-MOST_CLASSES: Final = 16  # of a reply: meta are small (`federation.settings.FACTS_LIMIT`)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates: 0, 0.05, ..., 1
+MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.FACTS_LIMIT`)
 _DIGITS: Final = 4
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
 
+@dataclass(frozen=True)
+class Cases:
+    """A model's predictions on one split. They are of single patients: they stay at the site.
+
+    Attributes:
+        patients: segmentation: every patient once; classification: the patient of every image.
+        values: segmentation: metric -> float64 (patients,), the mean over a patient's defined classes, NaN where there is none.
+        probabilities: classification: float64 (images, outputs); None for segmentation.
+        targets: classification: long (images,), multilabel float (images, labels); None for segmentation.
+    """
+
+    patients: Sequence[str] = ()
+    values: "Mapping[str, Tensor]" = field(default_factory=dict)
+    probabilities: "Tensor | None" = None
+    targets: "Tensor | None" = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON values: six decimals, null where undefined.
+
+        Examples:
+            >>> import torch
+            >>> Cases(("a", "b"), {"dice": torch.tensor([0.5, torch.nan])}).to_dict()
+            {'patients': ['a', 'b'], 'values': {'dice': [0.5, None]}}
+            >>> Cases(("a",), {}, torch.tensor([[0.25, 0.75]]), torch.tensor([1])).to_dict()
+            {'patients': ['a'], 'probabilities': [[0.25, 0.75]], 'targets': [1]}
+        """
+        if self.probabilities is None or self.targets is None:
+            values = {name: [None if value != value else round(value, 6) for value in row.tolist()] for name, row in self.values.items()}
+            return {"patients": list(self.patients), "values": values}
+        probabilities = [[round(value, 6) for value in row] for row in self.probabilities.tolist()]
+        return {"patients": list(self.patients), "probabilities": probabilities, "targets": self.targets.long().tolist()}
+
+
 def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
-    """Names of the classes of each softmax problem of a task: one problem, or of a multilabel task one for each label."""
+    """The classes of each problem with exclusive classes: the task itself, or every label of a multilabel task."""
     return [(f"not {label}", label) for label in task.labels] if task.target == "multilabel" else [task.classes]
 
 
 def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The confusion matrices of a classification task: name -> classes, in the order of rows and columns.
-
-    Args:
-        target: "binary", "multiclass" or "multilabel".
 
     Examples:
         >>> matrix_names("multilabel", ["oedema"]), matrix_names("multiclass", ["mild", "severe"])
@@ -42,10 +73,7 @@ def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...
 
 
 def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """The classes with a ROC curve, each against the rest; of two exclusive classes the second, whose curve says it all.
-
-    Args:
-        target: "binary", "multiclass" or "multilabel".
+    """The classes with a ROC curve, each against the rest; of two exclusive classes only the second.
 
     Examples:
         >>> curve_names("multiclass", ["mild", "severe"]), curve_names("multiclass", ["a", "b", "c"])
@@ -57,55 +85,34 @@ def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
 def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, Any]:
     """Confusion counts and ROC curves of one model on one split.
 
-    Args:
-        target: "binary", "multiclass" or "multilabel".
-
     Returns:
-        "confusion": of every matrix of `matrix_names` the counts of images, truth down and answer across; "roc": for every class of
+        "confusion": for every matrix of `matrix_names` the numbers of images, rows: truth, columns: prediction; "roc": for every class of
             `curve_names` {"auc", "low", "high", "sensitivity": at `FALSE_ALARMS`}, null and empty where undefined; DeLong's interval
-            only where every image is another patient's. Empty for segmentation, without images, with more than `MOST_CLASSES` labels,
-            and where scikit-learn or SciPy is not installed.
+            only if every image is of another patient. Empty for segmentation, without images, and with more than `MOST_CLASSES` labels.
     """
     if cases.probabilities is None or cases.targets is None or not len(cases.patients) or len(labels) > MOST_CLASSES:
         return {}
-    if not (installed("sklearn") and installed("scipy")):
-        return {}
+    from sklearn.metrics import confusion_matrix
+
     probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
     if target == "multiclass":
-        matrices = [confusion_counts(probabilities.argmax(axis=1), truth, len(labels))]
+        matrices = [confusion_matrix(truth, probabilities.argmax(axis=1), labels=range(len(labels))).tolist()]
         columns = range(len(labels))[-len(curve_names(target, labels)) :]
         curves = [(probabilities[:, column], truth == column) for column in columns]
     else:
         truth = truth.reshape(probabilities.shape)
-        matrices = [confusion_counts(p > 0.5, t, 2) for p, t in zip(probabilities.T, truth.T, strict=True)]
+        matrices = [confusion_matrix(t, p > 0.5, labels=range(2)).tolist() for p, t in zip(probabilities.T, truth.T, strict=True)]
         curves = [(p, t == 1) for p, t in zip(probabilities.T, truth.T, strict=True)]
     independent = len(set(cases.patients)) == len(cases.patients)
     return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
 
 
-def confusion_counts(answered: NDArray[Any], truth: NDArray[Any], classes: int) -> list[list[int]]:
-    """Images of every class by what they were taken for: truth down, answer across.
-
-    Args:
-        answered: numbers of classes, (images,).
-        classes: how many there are.
-
-    Examples:
-        >>> confusion_counts(np.array([0, 1, 1]), np.array([0, 0, 1]), 2)
-        [[1, 1], [0, 1]]
-    """
-    from sklearn.metrics import confusion_matrix
-
-    counts: list[list[int]] = confusion_matrix(truth, answered, labels=range(classes)).tolist()
-    return counts
-
-
 def sensitivities(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[float]:
-    """The ROC curve at `FALSE_ALARMS`, straight between its corners; of a vertical part the upper end.
+    """Sensitivities at `FALSE_ALARMS`, interpolated linearly between the corners of the ROC curve; on a vertical part its upper end.
 
     Args:
-        scores: (cases,), of which at least one is positive and one negative.
-        truth: which cases are positive.
+        scores: (cases,), at least one positive and one negative.
+        truth: (cases,), whether each is positive.
 
     Examples:
         >>> sensitivities(np.array([0.9, 0.2, 0.6, 0.1]), np.array([True, True, False, False]))[::10]
@@ -114,8 +121,7 @@ def sensitivities(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list
     from sklearn.metrics import roc_curve
 
     false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
-    found = np.interp(FALSE_ALARMS, false_alarms, hits)
-    return [round(float(value), _DIGITS) for value in found]
+    return [round(float(value), _DIGITS) for value in np.interp(FALSE_ALARMS, false_alarms, hits)]
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,8 @@ class Area:
     """An area under the ROC curve.
 
     Attributes:
-        value: the area; NaN where the cases are of one kind.
-        low, high: its 95 % interval; NaN with a single case of a kind.
+        value: the area; NaN if all cases are positive or all negative.
+        low, high: its 95 % interval; NaN if a single case is positive or a single case is negative.
     """
 
     value: float
@@ -133,7 +139,7 @@ class Area:
 
 
 def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area:
-    """An area and its interval, θ ± 1.96 sqrt(var(θ)), cut to [0, 1].
+    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1].
 
     With m positive scores X_i and n negative scores Y_j of a classifier (DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988):
 
@@ -141,12 +147,12 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
         V10(X_i) = 1/n Σ_j ψ(X_i, Y_j),   V01(Y_j) = 1/m Σ_i ψ(X_i, Y_j)                 (Sec. 3)
         var(θ) = var_i(V10) / m + var_j(V01) / n                                         (Eq. 5 with L = 1)
 
-    V10 and V01 come from midranks (Sun and Xu, IEEE Signal Processing Letters 21, 2014, Eqs. 8-12), in the time that sorting takes.
-    Cases are taken for independent: several images of one patient make the interval too narrow.
+    V10 and V01 come from midranks in O(n log n) (Sun and Xu, IEEE Signal Processing Letters 21, 2014, Eqs. 8-12).
+    Cases are assumed to be independent: several images of one patient make the interval too narrow.
 
     Args:
         scores: (cases,).
-        truth: which cases are positive.
+        truth: (cases,), whether each is positive.
 
     Examples:
         >>> area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
@@ -168,12 +174,11 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
 
 
 def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:
-    """How many patients stand behind confusion counts and curves: for every class those with it, and those without.
+    """Numbers of patients behind confusion counts and curves: for every class the patients with it, and the patients without it.
 
     Args:
         targets: (images,), multilabel (images, labels).
-        target: "binary", "multiclass" or "multilabel".
-        labels: how many the task has.
+        labels: number of the task's labels.
 
     Examples:
         >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), "multiclass", 3)
@@ -200,7 +205,7 @@ def _rounded(value: float) -> float | None:
 
 
 def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Confusion counts of several sites as one.
+    """The sum of several sites' confusion counts.
 
     Examples:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])
@@ -210,10 +215,7 @@ def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 
 
 def row_shares(matrix: Sequence[Sequence[int]]) -> list[list[float | None]]:
-    """Counts as shares of their row, None in a row without any: how the images of each class were taken.
-
-    Args:
-        matrix: truth down, answer across.
+    """Counts as fractions of their row; None in a row without images.
 
     Examples:
         >>> row_shares([[3, 1], [0, 0]])

@@ -1,23 +1,21 @@
-"""What is learnt: the task configuration, read from `app_configs/<task>.json`, checked before anything runs."""
+"""The task configuration, read from `app_configs/<task>.json` and validated before anything runs."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import asdict, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import STRICT, checked, nested, one_of, takes, unknown
+from medflare.core.settings import STRICT, checked, nested, no_such, one_of, unknown
 from medflare.core.text import NAME, is_name, printable, printable_json
 from medflare.tasks.metrics_table import metrics_of, selection_metrics
-from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class, with_rate
-from medflare.tasks.schedules import written_out
+from medflare.tasks.optimizers import OPTIMIZERS, Schedule, build_schedule, optimizer_class
 from medflare.tasks.transforms import check_transforms
 
 if TYPE_CHECKING:
@@ -27,17 +25,15 @@ _REMEDY: Final = "see app_configs/ for working examples"
 _EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
 
 
-def _a_name(value: str) -> str:
-    if not value.strip():
-        raise ValueError("a non-empty text")
-    if not is_name(value):
-        raise ValueError(f"a name of at most {NAME} characters that can be printed, and not . or ..")
+def _valid_name(value: str) -> str:
+    if not value.strip() or not is_name(value):
+        raise ValueError(f"a name of 1 to {NAME} printable characters, not . or ..")
     return value
 
 
 def _different(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names):
-        raise ValueError("a list of different label names")
+        raise ValueError("at least one name, all of them different")
     return names
 
 
@@ -47,62 +43,19 @@ def _named(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _file_name(value: str) -> str:
-    if not value or value in (".", "..") or "/" in value or "\\" in value:
-        raise ValueError("a file's name; its folder stands in the server's local/medflare.json, or in MEDFLARE_WEIGHTS")
-    return value
-
-
-@dataclass(frozen=True, config=STRICT)
-class _Weights:
-    """The file that the server reads the first weights from, see `networks.weights`."""
-
-    file: Annotated[str, AfterValidator(_file_name)]
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    format: Literal["medflare", "torch", "torchvision", "safetensors"]
-    part: Literal["all", "body"] = "all"
-
-
 def _network(value: Any) -> dict[str, Any]:
     settings = _named(value)
     if "weights" in settings:
-        try:
-            settings["weights"] = dataclasses.asdict(checked(_Weights, settings["weights"], "weights"))
-        except (ConfigError, TypeError, AttributeError) as error:
-            raise ValueError(f"an object with weights as documented ({error})") from error
+        if not isinstance(settings["weights"], Mapping):
+            raise ValueError('weights: an object like {"file": ..., "sha256": ..., "format": ...}')
+        settings["weights"] = asdict(Weights(**settings["weights"]))
     return settings
 
 
-@dataclass(frozen=True, config=STRICT)
-class _Clip:
-    """Largest norm of all gradients together, or largest absolute value of each number in them."""
-
-    norm: Annotated[float, Field(gt=0)] | None = None
-    value: Annotated[float, Field(gt=0)] | None = None
-
-
-@dataclass(frozen=True, config=STRICT)
-class _Sampling:
-    """How the training images of an epoch are drawn; the weights are those of the groups of `training.batches`."""
-
-    name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
-    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
-
-
-@dataclass(frozen=True, config=STRICT)
-class _Freeze:
-    """Parts of the network, by the paths of its modules ("body"), that rest for the first so many rounds."""
-
-    parts: tuple[str, ...] = ()
-    rounds: Annotated[int, Field(ge=0)] = 0
-
-
-def _channel_names(value: int | tuple[str, ...]) -> int | tuple[str, ...]:
-    if isinstance(value, tuple):
-        return _different(value)
-    if value < 1:
-        raise ValueError("at least 1")
-    return value
+def _optimizer(value: Any) -> dict[str, Any]:
+    settings = _named(value)
+    _LearningRate(**{name: settings[name] for name in ("lr",) if name in settings})
+    return settings
 
 
 def _orientation(code: str) -> str:
@@ -112,21 +65,80 @@ def _orientation(code: str) -> str:
     return code
 
 
+Name = Annotated[str, AfterValidator(_valid_name)]
+Names = Annotated[tuple[Name, ...], AfterValidator(_different)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Named = Annotated[dict[str, Any], BeforeValidator(_named)]
+
+
 @dataclass(frozen=True, config=STRICT)
-class _UnreadableLimit:
+class Weights:
+    """The file from which the server reads the initial weights, see `networks.weights`; its folder is the server's own setting."""
+
+    file: Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    format: Literal["medflare", "torch", "torchvision", "safetensors"]
+    part: Literal["all", "body"] = "all"
+
+
+@dataclass(frozen=True, config=STRICT)
+class _LearningRate:
+    """The argument that every optimizer needs; torch validates the others."""
+
+    lr: Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class Clip:
+    """Maximum norm of all gradients together, maximum absolute value of each number in them."""
+
+    norm: Positive | None = None
+    value: Positive | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class Sampling:
+    """How the training images of an epoch are drawn; the weights are those of the groups of `training.batches`."""
+
+    name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Sampling":
+        if bool(self.weights) != (self.name == "weighted"):
+            raise ValueError("weights are needed with the name weighted, and only then")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Freeze:
+    """Modules of the network, by their paths ("body"), that are frozen in the first `rounds` rounds."""
+
+    parts: tuple[str, ...] = ()
+    rounds: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Freeze":
+        if bool(self.parts) != bool(self.rounds):
+            raise ValueError("parts and rounds are needed together")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class UnreadableLimit:
+    """Maximum of skipped images at a site."""
+
     share: Annotated[float, Field(ge=0, le=1)] = 0.05
     count: Annotated[int, Field(ge=0)] = 50
 
 
 @dataclass(frozen=True, config=STRICT)
-class _Slices:
+class Slices:
+    """How volumes are cut into slices."""
+
     axis: Annotated[int, one_of(0, 1, 2)] = 2
     keep: Literal["all", "foreground"] = "all"
-
-
-def _written_out(settings: Any) -> Any:
-    """JSON with the defaults, so that they count in the fingerprint; what is no such object is left to the next check."""
-    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling | _Freeze | _UnreadableLimit) else settings
 
 
 def _sampling(value: Any) -> Any:
@@ -135,23 +147,6 @@ def _sampling(value: Any) -> Any:
 
 def _freeze(value: Any) -> Any:
     return {"parts": value, "rounds": _EVERY_ROUND if value else 0} if isinstance(value, list | tuple) else value
-
-
-Name = Annotated[str, AfterValidator(_a_name)]
-Count = Annotated[int, Field(ge=1)]
-Named = Annotated[dict[str, Any], BeforeValidator(_named)]
-Network = Annotated[dict[str, Any], BeforeValidator(_network)]
-Optimizer = Annotated[dict[str, Any], BeforeValidator(with_rate), BeforeValidator(_named)]
-Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
-Freeze = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Freeze), BeforeValidator(_freeze)]
-Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
-Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
-UnreadableLimit = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_UnreadableLimit)]
-Channels = Annotated[
-    Annotated[int | tuple[Name, ...], AfterValidator(_channel_names)],
-    takes("a number of image channels, at least 1, or a list of their names, all different"),
-]
-Millimetres = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -171,7 +166,7 @@ class TaskConfig:
             `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
         optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimizer}.
-        schedule: {"name": one of `tasks.schedules`, its settings}, the learning rate over the rounds.
+        schedule: {"name": one of `tasks.optimizers`, its settings}, the learning rate over the rounds.
         clip: {"norm": ...} or {"value": ...}, the gradient limit of every optimizer step.
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class equally often),
             or {"name": "weighted", "weights": [...]}, see `training.batches`.
@@ -206,15 +201,15 @@ class TaskConfig:
         source: citation and licence of the data, or that images are synthetic.
     """
 
-    name: Annotated[Name, Field(pattern=r"^[^/\\]*$"), takes(f"a name of at most {NAME} printable characters without / and \\")]
+    name: Annotated[Name, Field(pattern=r"^[^/\\]*$")]
     kind: Literal["segmentation", "classification"]
     target: Literal["binary", "multiclass", "multilabel"]
-    labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
-    channels: Channels
-    size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [X, Y, Z] in voxels, each at least 1")]
-    network: Network
+    labels: Names
+    channels: Count | Names
+    size: tuple[Count, ...]
+    network: Annotated[dict[str, Any], BeforeValidator(_network)]
     loss: Named
-    optimizer: Optimizer
+    optimizer: Annotated[dict[str, Any], BeforeValidator(_optimizer)]
     batch_size: Count
     local_epochs: Count
     metric: Name
@@ -222,13 +217,13 @@ class TaskConfig:
         default_factory=lambda: {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
     )
     augment: tuple[Named, ...] = ()
-    schedule: Named = field(default_factory=lambda: {"name": "constant"})
-    clip: Clip = field(default_factory=lambda: dataclasses.asdict(_Clip()))
-    sampling: Sampling = field(default_factory=lambda: dataclasses.asdict(_Sampling()))
-    freeze: Freeze = field(default_factory=lambda: dataclasses.asdict(_Freeze()))
+    schedule: Annotated[Schedule, BeforeValidator(build_schedule)] = Schedule()
+    clip: Annotated[Clip, nested(Clip)] = Clip()
+    sampling: Annotated[Sampling, nested(Sampling), BeforeValidator(_sampling)] = Sampling()
+    freeze: Annotated[Freeze, nested(Freeze), BeforeValidator(_freeze)] = Freeze()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: Count = 1
-    slices: Slices = field(default_factory=lambda: dataclasses.asdict(_Slices()))
+    slices: Annotated[Slices, nested(Slices)] = Slices()
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
     resplit: int | None = None
@@ -236,23 +231,65 @@ class TaskConfig:
     image_mode: Literal["resize", "patch"] = "resize"
     patches_per_image: Count = 1
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
-    spacing: Annotated[tuple[Millimetres, Millimetres, Millimetres] | None, takes("three millimetres above 0, or null as stored")] = None
+    spacing: tuple[Positive, Positive, Positive] | None = None
     missing_channels: Literal["error", "zeros"] = "error"
     pick: tuple[Annotated[int, Field(ge=0)], ...] = ()
     surface_tolerance: Annotated[float, Field(ge=0)] = 2.0
     unreadable: Literal["error", "skip"] = "error"
-    unreadable_limit: UnreadableLimit = field(default_factory=lambda: dataclasses.asdict(_UnreadableLimit()))
+    unreadable_limit: Annotated[UnreadableLimit, nested(UnreadableLimit)] = UnreadableLimit()
     embedded: Literal["", "phantom"] = ""
     source: Annotated[str, AfterValidator(printable)] = ""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "TaskConfig":
+        """Raises ValueError for settings that contradict each other, and for settings that would be ignored."""
+        volumes, masks, patches = self.spatial_dims == 3, self.kind == "segmentation", self.image_mode == "patch"
+        if self.metric not in selection_metrics(self.kind):
+            raise ValueError(no_such("metric", self.metric, selection_metrics(self.kind)))
+        if strange := [label for label in self.label_values if label not in self.labels]:
+            raise ValueError(no_such("label", strange[0], self.labels, "label_values"))
+        missing = [label for label in self.labels if label not in self.label_values] if self.label_values else []
+        used = {
+            "orientation": (volumes, "RAS"),
+            "spacing": (volumes, None),
+            "slices": (not volumes, Slices()),
+            "surface_tolerance": (volumes and masks, 2.0),
+            "patches_per_image": (patches, 1),
+        }
+        ignored = [name for name, (read, default) in used.items() if not read and getattr(self, name) != default]
+        mode = f"kind {self.kind}, spatial_dims {self.spatial_dims}, image_mode {self.image_mode}"
+        for wrong, reason in (
+            (
+                len(self.size) != self.spatial_dims,
+                f"size {list(self.size)} has {len(self.size)} sides, spatial_dims is {self.spatial_dims}",
+            ),
+            (ignored, f"{', '.join(ignored)}: not used with {mode}"),
+            (self.embedded and (volumes or self.channels not in (1, 3)), f"embedded {self.embedded!r} needs 2-D images of 1 or 3 channels"),
+            (patches and not masks, "image_mode 'patch' is for segmentation only"),
+            (self.pick and len(self.pick) != self.image_channels, f"pick has {len(self.pick)} entries for {self.image_channels} channels"),
+            (self.missing_channels == "zeros" and not self.channel_names, "missing_channels 'zeros' needs channel names"),
+            (self.target == "binary" and len(self.labels) != 1, f"a binary task has one label, got {list(self.labels)}"),
+            (self.target == "multiclass" and len(self.labels) < 2, f"a multiclass task needs two labels or more, got {list(self.labels)}"),
+            (not masks and self.slices.keep == "foreground", "slices.keep 'foreground' is for segmentation only"),
+            (missing, f"label_values lacks {', '.join(missing)}"),
+        ):
+            if wrong:
+                raise ValueError(reason)
+        owners = {0: ""} if self.target == "binary" else {}
+        for label, values in self.label_values.items() if self.target != "multilabel" else ():
+            for value in values:
+                if owners.setdefault(value, label) != label:
+                    raise ValueError(f"label_values: {value} of {label!r} has another label too, in a {self.target} task")
+        return self
+
     @property
     def image_channels(self) -> int:
-        """How many channels an image has."""
+        """Number of image channels."""
         return self.channels if isinstance(self.channels, int) else len(self.channels)
 
     @property
     def channel_names(self) -> tuple[str, ...]:
-        """Names of the image channels; none where the task gives their number alone."""
+        """Names of the image channels; empty if the task has only their number."""
         return () if isinstance(self.channels, int) else self.channels
 
     @property
@@ -262,12 +299,12 @@ class TaskConfig:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of what `Site.class_counts` counts: the negative and the positive class of a binary task, else the labels."""
+        """Names of the classes: the negative and the positive class of a binary task, else the labels."""
         return (f"not {self.labels[0]}", self.labels[0]) if self.target == "binary" else self.labels
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of all metrics that there are for the task."""
+        """Names of all metrics of the task."""
         return metrics_of(self.kind, self.spatial_dims)
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
@@ -280,22 +317,19 @@ class TaskConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values that `load_task` turns back into an equal configuration."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return json.loads(json.dumps(asdict(self)))
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with any setting: sites and server compare it before they exchange weights."""
+        """16 hexadecimal digits that change with any setting; sites and server compare them at enrollment."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
 def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConfig:
-    """The task named by a preset ("brain_lgg"), a JSON file or a mapping.
-
-    Args:
-        source: name of a preset, path of a JSON file, its content, or a configuration, which is checked again.
+    """A task from the name of a preset ("brain_lgg"), the path of a JSON file, or its content.
 
     Raises:
-        ConfigError: unknown preset, unreadable file, or a key or value that is unknown, missing or out of range.
+        ConfigError: unknown preset, unreadable file, or a setting that is unknown, missing or out of range.
     """
     if isinstance(source, TaskConfig):
         return load_task(source.to_dict())
@@ -307,12 +341,12 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{place}: a task is one JSON object, found {type(content).__name__}; {_REMEDY}")
+        raise ConfigError(f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}")
     return _checked(content, place)
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the tasks that come with medflare; those of the papers begin with "papers/"."""
+    """Names of the tasks of the package; those of the papers begin with "papers/"."""
     files = [f"{place}{entry.name}" for place in ("", "papers/") for entry in (_preset_folder() / place).iterdir()]
     return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
 
@@ -343,55 +377,5 @@ def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
     task = checked(TaskConfig, content, place, remedy=_REMEDY)
     if task.optimizer["name"] not in OPTIMIZERS:
         optimizer_class(task.optimizer["name"], place)
-    task.schedule.update(written_out(task.schedule, f"{place}: schedule"))
-    _check_together(task, place)
     check_transforms(task.intensity, task.augment, place)
     return task
-
-
-def _check_together(task: TaskConfig, place: str) -> None:
-    """Settings that are fine alone and wrong in company, and those that nothing would read."""
-    if task.metric not in selection_metrics(task.kind):
-        raise unknown("metric", task.metric, selection_metrics(task.kind), place)
-    if strange := [label for label in task.label_values if label not in task.labels]:
-        raise unknown("label", strange[0], task.labels, f"{place}: label_values")
-    volumes, masks, patches = task.spatial_dims == 3, task.kind == "segmentation", task.image_mode == "patch"
-    unlisted = [label for label in task.labels if label not in task.label_values] if task.label_values else []
-    twice = _meant_twice(task)
-    read = {"orientation": volumes, "spacing": volumes, "slices": not volumes, "surface_tolerance": volumes and masks}
-    ignored = [name for name, used in {**read, "patches_per_image": patches}.items() if not used and getattr(task, name) != _default(name)]
-    for wrong, reason in (
-        (len(task.size) != task.spatial_dims, f"size {list(task.size)} has {len(task.size)} sides, spatial_dims is {task.spatial_dims}"),
-        (None not in task.clip.values(), "clip takes norm or value, got both"),
-        (bool(task.freeze["parts"]) != bool(task.freeze["rounds"]), "freeze takes parts and rounds, both or neither"),
-        (bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"), "sampling has weights where it is weighted alone"),
-        (
-            ignored,
-            f"{', '.join(ignored)}: not used with kind {task.kind}, spatial_dims {task.spatial_dims}, image_mode {task.image_mode}",
-        ),
-        (task.embedded and (volumes or task.channels not in (1, 3)), f"embedded {task.embedded!r} is pictures of 1 or 3 channels"),
-        (patches and not masks, "image_mode 'patch' is for segmentation: a class belongs to a whole image"),
-        (task.pick and len(task.pick) != task.image_channels, f"pick names {len(task.pick)} volumes for {task.image_channels} channels"),
-        (task.missing_channels == "zeros" and not task.channel_names, "missing_channels 'zeros' needs the channels' names"),
-        (task.target == "binary" and len(task.labels) != 1, f"a binary task has one label, got {list(task.labels)}"),
-        (task.target == "multiclass" and len(task.labels) < 2, f"a multiclass task needs two labels or more, got {list(task.labels)}"),
-        (not masks and task.slices["keep"] == "foreground", "slices.keep 'foreground' needs masks, which a classification task lacks"),
-        (unlisted, f"label_values says nothing about {', '.join(unlisted)}"),
-        (twice, f"label_values: {twice} means two labels, a {task.target} task takes one"),
-    ):
-        if wrong:
-            raise ConfigError(f"{place}: {reason}")
-
-
-def _meant_twice(task: TaskConfig) -> str:
-    """A stored value that means two labels where only one can be, and the second of them; "" where there is none."""
-    owners = {0: ""} if task.target == "binary" else {}
-    for label, values in task.label_values.items() if task.target != "multilabel" else ():
-        if twice := [value for value in values if owners.setdefault(value, label) != label]:
-            return f"{twice[0]} of {label!r}"
-    return ""
-
-
-def _default(name: str) -> Any:
-    (found,) = [field for field in dataclasses.fields(TaskConfig) if field.name == name]
-    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()

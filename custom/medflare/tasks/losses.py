@@ -1,19 +1,23 @@
-"""Task losses by configuration, on logits; MONAI's where it has one.
+"""Losses by name, on logits: ours and those of `monai.losses`.
 
-Every loss is a module called with logits (N, outputs, ...) and targets as in `data.splits.Split`, and returns the scalar mean.
+Every loss is a module called with logits (N, outputs, ...) and targets as in `data.splits.Split`; it returns a scalar.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.library_losses import LibraryLoss, library_losses, like_logits, mixes_images
+
+_ACTIVATIONS: Final = ("sigmoid", "softmax", "other_act", "use_softmax")
+_SIDE: Final = 16  # pixels of the images that a loss of MONAI is tried on; structural similarity needs 11
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
@@ -23,27 +27,43 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
         spec: "name", of `LOSSES` or of a class in `monai.losses`, and arguments of the loss; None: the task's.
 
     Raises:
-        ConfigError: unknown name or argument, or a loss that does not fit the task.
+        ConfigError: unknown name or argument, or a loss that does not accept the task's logits and targets.
     """
     settings = dict(spec or task.loss)
     name = settings.pop("name")
-    if name not in LOSSES:
-        if name not in library_losses():
-            raise unknown("loss", name, {*LOSSES, *library_losses()}, "loss")
-        return LibraryLoss(task, name, settings)
-    build = LOSSES[name]
-    refuse_arguments(build, settings, f"loss {name}", taken=["task"])
+    if name in LOSSES:
+        refuse_arguments(LOSSES[name], settings, f"loss {name}", taken=["task"])
+        try:
+            return LOSSES[name](task, **settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"loss {name}: {error}") from error
+    if name not in monai_losses():
+        raise unknown("loss", name, {*LOSSES, *monai_losses()}, "loss")
+    refuse_arguments(monai_losses()[name], settings, f"loss {name}", taken=["to_onehot_y", "spatial_dims", "pretrained"])
     try:
-        return build(task, **settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"loss {name}: {error}; see tasks/losses.py") from error
+        loss = MonaiLoss(task, name, settings)
+        logits, targets = example(task)
+        loss(logits.requires_grad_(), targets).backward()
+    except Exception as error:  # whatever MONAI raises: its losses have no common error
+        raise ConfigError(f"loss {name} with {settings} does not work for task {task.name}: {one_line(error)}") from error
+    return loss
+
+
+def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
+    """Targets in the shape (N, outputs, ...) and dtype of the logits.
+
+    Args:
+        targets: class indices (N, ...) (multiclass), or 0 and 1 of every output.
+        logits: (N, outputs, ...).
+    """
+    truth = functional.one_hot(targets, logits.shape[1]).movedim(-1, 1) if multiclass else targets.reshape(logits.shape)
+    return truth.to(logits.dtype)
 
 
 class CrossEntropy(nn.Module):
     """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs (binary, multilabel).
 
     Args:
-        task: gives target and classes.
         weights: factor of every class (multiclass) or of every label's positives (binary, multilabel).
     """
 
@@ -68,8 +88,7 @@ class SoftDice(nn.Module):
     """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5.
 
     Args:
-        task: gives target and classes.
-        batch: pool the pixels of a batch, so that images without foreground do not each count as a miss.
+        batch: pool the pixels of a batch, so that an image without foreground does not count as a miss.
         squared: square the denominator's terms (V-Net).
         include_background: whether class 0 of a multiclass task counts.
 
@@ -80,7 +99,7 @@ class SoftDice(nn.Module):
     def __init__(self, task: TaskConfig, batch: bool = False, squared: bool = False, include_background: bool = True):
         super().__init__()
         if task.kind != "segmentation":
-            raise ConfigError(f"loss dice: task {task.name} is a classification task; use ce or focal")
+            raise ConfigError(f"loss dice: task {task.name} is a classification; use ce or focal")
         from monai.losses.dice import DiceLoss
 
         multiclass = task.target == "multiclass"
@@ -104,8 +123,7 @@ class Focal(nn.Module):
     Multiclass uses the softmax probability of the true class, binary and multilabel one sigmoid per output.
 
     Args:
-        task: gives target and classes.
-        gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass takes none between 0 and 1, where the slope of (1 - p)^gamma is
+        gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass: not between 0 and 1, where the slope of (1 - p)^gamma is
             infinite at p = 1.
         weights: factor of every class (multiclass) or of every output, where there are several.
 
@@ -116,7 +134,7 @@ class Focal(nn.Module):
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
         super().__init__()
         if weights is not None and task.outputs == 1:
-            raise ConfigError(f"loss focal: task {task.name} has one output, which weights would only scale; leave them out")
+            raise ConfigError(f"loss focal: task {task.name} has one output, so weights would only scale the loss; leave them out")
         self._multiclass = task.target == "multiclass"
         if gamma < 0 or (self._multiclass and 0 < gamma < 1):
             raise ConfigError(f"loss focal: gamma {gamma:g} has no gradient where the network is certain; take 0, or 1 or more")
@@ -127,23 +145,25 @@ class Focal(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean focal loss of logits (N, outputs, ...), a scalar."""
         value: Tensor = self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
-        # MONAI averages over the classes too, all but one of which are zero: undo it.
+        # MONAI averages over the classes too; all but one of the terms are 0.
         return value * logits.shape[1] if self._multiclass else value
 
 
-class Sum(nn.Module):
-    """dice_weight * soft Dice + ce_weight * cross entropy.
+class DiceCE(nn.Module):
+    """dice_weight * `SoftDice` + ce_weight * `CrossEntropy`."""
 
-    Args:
-        dice: `SoftDice`.
-        cross_entropy: `CrossEntropy`.
-        dice_weight: factor of the one.
-        ce_weight: factor of the other.
-    """
-
-    def __init__(self, dice: nn.Module, cross_entropy: nn.Module, dice_weight: float, ce_weight: float):
+    def __init__(
+        self,
+        task: TaskConfig,
+        batch: bool = False,
+        squared: bool = False,
+        include_background: bool = True,
+        weights: list[float] | None = None,
+        dice_weight: float = 1.0,
+        ce_weight: float = 1.0,
+    ):
         super().__init__()
-        self._dice, self._cross_entropy = dice, cross_entropy
+        self._dice, self._cross_entropy = SoftDice(task, batch, squared, include_background), CrossEntropy(task, weights)
         self._dice_weight, self._ce_weight = dice_weight, ce_weight
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -151,35 +171,7 @@ class Sum(nn.Module):
         return self._dice_weight * self._dice(logits, targets) + self._ce_weight * self._cross_entropy(logits, targets)
 
 
-def _dice_ce(
-    task: TaskConfig,
-    batch: bool = False,
-    squared: bool = False,
-    include_background: bool = True,
-    weights: list[float] | None = None,
-    dice_weight: float = 1.0,
-    ce_weight: float = 1.0,
-) -> Sum:
-    return Sum(SoftDice(task, batch, squared, include_background), CrossEntropy(task, weights), dice_weight, ce_weight)
-
-
-LOSSES: dict[str, Callable[..., nn.Module]] = {
-    "ce": CrossEntropy,
-    "dice": SoftDice,
-    "dice_ce": _dice_ce,
-    "focal": Focal,
-}
-
-
-def pools_images(task: TaskConfig) -> str | None:
-    """Why the task's loss of a batch is not the mean of its images' losses, with the remedy; None where it is that mean."""
-    if task.loss["name"] not in LOSSES and mixes_images(task, build_loss(task)):
-        return "what it gives a batch is not the mean of its images' losses; take ce, dice or focal, or other arguments"
-    if task.loss.get("batch"):
-        return "batch=true pools the pixels of a batch; set task.loss.batch=false"
-    if task.loss.get("weights") and task.target == "multiclass" and task.loss["name"] in ("ce", "dice_ce"):
-        return "cross entropy divides by the class weights of a batch; leave out weights, or take the loss focal with gamma 0"
-    return None
+LOSSES: dict[str, Callable[..., nn.Module]] = {"ce": CrossEntropy, "dice": SoftDice, "dice_ce": DiceCE, "focal": Focal}
 
 
 def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
@@ -188,3 +180,69 @@ def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     if len(weights) != task.outputs or any(not weight > 0 for weight in weights):
         raise ConfigError(f"loss: weights must be {task.outputs} positive numbers ({', '.join(task.labels)}), got {weights}")
     return torch.tensor(weights, dtype=torch.float32)
+
+
+@cache
+def monai_losses() -> dict[str, Any]:
+    """Name -> class of every loss in `monai.losses`; those with a pretrained network would download its weights and are left out."""
+    from monai import losses
+
+    classes = {name: cls for name, cls in vars(losses).items() if inspect.isclass(cls) and issubclass(cls, nn.Module)}
+    usable = {name: cls for name, cls in classes.items() if "pretrained" not in inspect.signature(cls).parameters}
+    return {name: cls for name, cls in usable.items() if cls.__name__ == name}
+
+
+class MonaiLoss(nn.Module):
+    """A loss of MONAI. Activation, one-hot masks and dimensions follow from the task.
+
+    Logits and targets of a classification task are passed as images of one pixel.
+
+    Args:
+        arguments: of the class; an activation among them replaces that of the task's target.
+    """
+
+    def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):
+        super().__init__()
+        cls = monai_losses()[name]
+        self._multiclass, self._dims = task.target == "multiclass", task.spatial_dims
+        defaults: dict[str, Any] = {"spatial_dims": task.spatial_dims}
+        if not any(activation in arguments for activation in _ACTIVATIONS):
+            defaults |= {"use_softmax": self._multiclass, "softmax": self._multiclass, "sigmoid": not self._multiclass}
+        if not self._multiclass:
+            defaults["include_background"] = True  # the first output is a label like the others
+        accepted = inspect.signature(cls).parameters
+        values = {argument: value for argument, value in defaults.items() if argument in accepted} | dict(arguments)
+        if isinstance(values.get("weight"), list):
+            values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
+        self._loss = cls(**values)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of logits (N, outputs, ...), a scalar."""
+        truth = like_logits(targets, logits, multiclass=self._multiclass)
+        if logits.ndim == 2:
+            logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))
+        return self._loss(logits, truth)
+
+
+def example(task: TaskConfig) -> tuple[Tensor, Tensor]:
+    """Logits (2, outputs, ...) and targets of two small images with different class frequencies."""
+    sides = [_SIDE] * task.spatial_dims if task.kind == "segmentation" else []
+    logits = torch.linspace(-2, 2, 2 * task.outputs * _SIDE ** len(sides)).reshape(2, task.outputs, *sides)
+    if task.target == "multiclass":
+        fractions = torch.linspace(0, 0.99, 2 * _SIDE ** len(sides)).square() * len(task.labels)
+        return logits, fractions.long().reshape(2, *sides)
+    return logits, (torch.arange(logits.numel()).reshape(logits.shape) % 3 == 0).long()
+
+
+def pools_images(task: TaskConfig) -> str | None:
+    """Why the loss of a batch is not the mean of its images' losses (as DP-SGD needs), with the remedy; None if it is that mean."""
+    if task.loss["name"] not in LOSSES:
+        loss, (logits, targets) = build_loss(task), example(task)
+        single = torch.stack([loss(logits[row : row + 1], targets[row : row + 1]) for row in range(2)]).mean()
+        if not torch.allclose(loss(logits, targets), single, rtol=1e-4):
+            return "the loss of a batch is not the mean of its images' losses; use ce, dice or focal, or other arguments"
+    if task.loss.get("batch"):
+        return "batch=true pools the pixels of a batch; set task.loss.batch=false"
+    if task.loss.get("weights") and task.target == "multiclass" and task.loss["name"] in ("ce", "dice_ce"):
+        return "cross entropy divides by the class weights of a batch; leave out weights, or use the loss focal with gamma 0"
+    return None

@@ -1,6 +1,7 @@
-"""The optimisers that a task may name: torch's, by their classes' names or by the short names of the first three. Light to import."""
+"""Optimizers by the names of `torch.optim` (or "adam", "adamw", "sgd"), and learning-rate schedules over the rounds. Light to import."""
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -8,70 +9,46 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError, one_line
-from medflare.core.settings import STRICT, refuse_arguments, unknown
+from medflare.core.errors import ConfigError
+from medflare.core.settings import STRICT, no_such, refuse_arguments, unknown
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
 OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> class in torch.optim
-_REFUSED: Final = {
-    "LBFGS": "it evaluates the loss several times a step, which no training loop here does",
-    "Muon": "it takes weight matrices alone",
-    "SparseAdam": "it takes sparse gradients alone",
-}
-_NUMBERS: Final = {"name", "lr", "momentum", "weight_decay", "eps"}  # with which every optimiser that can be made can take a step
-
-
-@dataclass(frozen=True, config=STRICT)
-class _Basics:
-    """What every optimiser needs; torch checks the rest when it builds one."""
-
-    name: str
-    lr: Annotated[float, Field(gt=0)]
-
-
-def with_rate(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings as they are, where they have a name and a learning rate.
-
-    Raises:
-        ValidationError: they do not.
-    """
-    _Basics(**{name: settings[name] for name in ("name", "lr") if name in settings})
-    return settings
+# Several loss evaluations a step, weight matrices only, sparse gradients only: the training loops support none of these.
+_UNSUPPORTED: Final = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
 
 
 def optimizer_class(name: str, place: str) -> "type[Optimizer]":
-    """The class in torch.optim that a name means.
+    """The class in torch.optim.
 
     Raises:
-        ConfigError: there is none, or none that local training can use, with the reason.
+        ConfigError: an unknown or unsupported name.
     """
     import torch
 
-    if name in _REFUSED:
-        raise ConfigError(f"{place}: optimizer {name} cannot train here: {_REFUSED[name]}; take AdamW, SGD or another of torch.optim")
-    found = {known: cls for known, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
-    usable = {known: cls for known, cls in found.items() if known not in _REFUSED and cls is not torch.optim.Optimizer}
-    usable |= {short: found[known] for short, known in OPTIMIZERS.items()}
+    classes = {key: cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
+    usable = {key: cls for key, cls in classes.items() if key not in _UNSUPPORTED}
+    usable |= {short: classes[key] for short, key in OPTIMIZERS.items()}
     if name not in usable:
         raise unknown("optimizer", name, usable, place)
     return usable[name]
 
 
 def build_optimizer(
-    settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, clip: Mapping[str, float | None] | None = None
+    settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, norm: float | None = None, value: float | None = None
 ) -> "Optimizer":
-    """torch's optimiser of `parameters`.
+    """torch's optimizer of `parameters`.
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         place: the beginning of a message, for example "task brain_lgg".
-        clip: what every step limits gradients to, see `clip_gradients`; None: nothing.
+        norm, value: see `clip_gradients`.
 
     Raises:
-        ConfigError: no such name, or an argument or value that torch's class does not take.
+        ConfigError: an unknown name, or an argument or value that torch's class does not accept.
     """
     arguments = dict(settings)
     name = arguments.pop("name")
@@ -81,50 +58,37 @@ def build_optimizer(
         optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}") from error
-    clip_gradients(optimizer, **clip or {})
+    clip_gradients(optimizer, norm, value)
     return optimizer
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
-    """Before anything starts: the optimiser can be built, and takes a step.
+    """Validate the name, arguments and values before the run starts.
 
-    For its first optimiser torch imports a third of itself, in a second of processor time. A server and who writes a job never train:
-    where settings are but the usual numbers, torch looks at these and gets no parameters.
+    torch validates the values before it reads the parameters. No optimizer is built, because torch's first one takes a second (imports).
 
     Raises:
         ConfigError: see `build_optimizer`.
     """
-    import torch
-
-    if settings.keys() <= _NUMBERS:
-        with suppress(_ValuesChecked):
-            build_optimizer(settings, _no_parameters(), place)
-        return
-    weights = torch.nn.Parameter(torch.ones(2, 2))
-    weights.grad = torch.ones(2, 2)
-    optimizer = build_optimizer(settings, [weights], place)
-    try:
-        optimizer.step()
-    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        raise ConfigError(f"{place}: optimizer {settings['name']}: a step fails ({one_line(error)})") from error
+    with suppress(_ValuesValid):
+        build_optimizer(settings, _no_parameters(), place)
 
 
-class _ValuesChecked(Exception):
-    """torch has found all values right, and asks for the parameters."""
+class _ValuesValid(Exception):
+    """torch has validated all values and reads the parameters."""
 
 
 def _no_parameters() -> "Iterator[nn.Parameter]":
-    raise _ValuesChecked
+    raise _ValuesValid
     yield
 
 
 def clip_gradients(optimizer: "Optimizer", norm: float | None = None, value: float | None = None) -> None:
-    """From now on every step of the optimiser begins with clipping, whatever changed the gradients before.
+    """Clip the gradients before every step of the optimizer.
 
     Args:
-        optimizer: steps all parameters that are clipped together.
-        norm: largest norm of all gradients together; None: not limited.
-        value: largest absolute value of each number of a gradient; None: not limited.
+        norm: maximum norm of all gradients together; None: no maximum.
+        value: maximum absolute value of each number of a gradient; None: no maximum.
     """
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -137,3 +101,85 @@ def clip_gradients(optimizer: "Optimizer", norm: float | None = None, value: flo
 
     if norm is not None or value is not None:
         optimizer.register_step_pre_hook(clip)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Schedule:
+    """The factor of the learning rate over the rounds: here 1, after a linear warm-up."""
+
+    name: str = "constant"
+    warmup_rounds: Annotated[int, Field(ge=0)] = 0
+
+    def rate_factor(self, round: int, rounds: int) -> float:
+        """The factor of a round.
+
+        Args:
+            round: from 0; after the last round the factor stays as it is.
+            rounds: number of rounds of the run; 0: nothing is trained and the factor is 1.
+
+        Examples:
+            >>> [Polynomial(power=1.0, warmup_rounds=1).rate_factor(round, 5) for round in range(5)]
+            [0.5, 1.0, 0.75, 0.5, 0.25]
+        """
+        if rounds == 0:
+            return 1.0
+        round = min(round, rounds - 1)
+        if round < self.warmup_rounds:
+            return (round + 1) / (self.warmup_rounds + 1)
+        return self._factor(round - self.warmup_rounds, rounds - self.warmup_rounds)
+
+    def _factor(self, round: int, rounds: int) -> float:
+        """The same without the warm-up, which `round` and `rounds` do not include."""
+        return 1.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class Step(Schedule):
+    """factor ** (round // every)."""
+
+    name: str = "step"
+    every: Annotated[int, Field(ge=1)] = 10
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+    def _factor(self, round: int, rounds: int) -> float:
+        return self.factor ** (round // self.every)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Cosine(Schedule):
+    """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
+
+    name: str = "cosine"
+    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def _factor(self, round: int, rounds: int) -> float:
+        return self.minimum + (1 - self.minimum) * (1 + math.cos(math.pi * round / rounds)) / 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class Polynomial(Schedule):
+    """minimum + (1 - minimum) (1 - round / rounds) ** power: power 1 is linear, nnU-Net has 0.9."""
+
+    name: str = "polynomial"
+    power: Annotated[float, Field(gt=0)] = 0.9
+    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def _factor(self, round: int, rounds: int) -> float:
+        return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power
+
+
+SCHEDULES: Final[dict[str, type[Schedule]]] = {"constant": Schedule, "step": Step, "cosine": Cosine, "polynomial": Polynomial}
+
+
+def build_schedule(settings: Any) -> Any:
+    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; as a pydantic validator.
+
+    Raises:
+        ValueError: an unknown name, or a setting or value that the schedule does not have.
+    """
+    if not isinstance(settings, Mapping):
+        return settings
+    name = str(settings.get("name"))
+    if name not in SCHEDULES:
+        raise ValueError(no_such("schedule", name, SCHEDULES))
+    return SCHEDULES[name](**settings)

@@ -87,10 +87,10 @@ def drawing_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     Raises:
         ConfigError: other than a weight for each group, or 0 for every group that has images.
     """
-    if task.sampling["name"] == "shuffle":
+    if task.sampling.name == "shuffle":
         return None
     groups = sampling_groups(task)
-    weights = torch.tensor(task.sampling["weights"] or [1.0] * len(groups), dtype=torch.float64)
+    weights = torch.tensor(task.sampling.weights or [1.0] * len(groups), dtype=torch.float64)
     if len(weights) != len(groups):
         raise ConfigError(f"task {task.name}: sampling.weights must be {len(groups)} numbers ({', '.join(groups)}), got {len(weights)}")
     members = _members(task, targets).double()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.data.splits import Split
-from medflare.tasks.cases import Cases
+from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Scores
 from medflare.training.scoring import Answer

@@ -106,7 +106,7 @@ class Site:
         """The task's optimiser at the round's rate, clipping as the task says; `override` replaces or adds arguments, as lr=1e-4."""
         settings = {**self.task.optimizer, **override}
         settings["lr"] *= self.rate_factor
-        return build_optimizer(settings, parameters, f"task {self.task.name}", self.task.clip)
+        return build_optimizer(settings, parameters, f"task {self.task.name}", self.task.clip.norm, self.task.clip.value)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`. See `Annotation.loss`."""

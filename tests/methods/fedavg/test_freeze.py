@@ -42,7 +42,7 @@ def test_frozen_parts_neither_change_nor_travel() -> None:
 
 def test_a_list_is_frozen_in_every_round() -> None:
     task = small_task(freeze=["body"])
-    assert list(task.freeze["parts"]) == ["body"] and small_task(**task.to_dict()) == task
+    assert list(task.freeze.parts) == ["body"] and small_task(**task.to_dict()) == task
     log, server, _ = play(task)
     start = initial_network(task, squares.SEED).state_dict()
     assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train_part", "validate"]

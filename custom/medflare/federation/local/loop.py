@@ -22,7 +22,7 @@ from medflare.federation.run import Run
 from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
-from medflare.tasks.cases import Cases
+from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site

@@ -14,8 +14,7 @@ from torch import Tensor
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.data.targets import counts_by_image
-from medflare.tasks.cases import Cases
-from medflare.tasks.classes import class_names, patients_of_classes
+from medflare.tasks.classes import Cases, class_names, patients_of_classes
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 

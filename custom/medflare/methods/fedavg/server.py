@@ -70,7 +70,7 @@ class FedAvgServer(ServerAlgorithm[G]):
     def steps(self) -> list[Step]:
         """The usual schedule, its first rounds with frozen parts (`task.freeze`); then "share", if outside sites need the local parts."""
         share = [Step("share", self.context.rounds, everyone=True)] if self.partial and self.context.outside else []
-        frozen = self.context.task.freeze["rounds"]
+        frozen = self.context.task.freeze.rounds
         usual = super().steps()
         return [*(replace(step, phase="train_part") if step.phase == "train" and step.round < frozen else step for step in usual), *share]
 

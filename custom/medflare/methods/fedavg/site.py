@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def frozen_part(plan: Plan[Any, Any]) -> LocalPart:
     """The entries that are frozen in the first rounds, see `TaskConfig.freeze`."""
-    return LocalPart.of_paths(plan.network(), plan.task.freeze["parts"])
+    return LocalPart.of_paths(plan.network(), plan.task.freeze.parts)
 
 
 def trainable_part(plan: Plan[Any, Any]) -> StateDict:
@@ -98,7 +98,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`; frozen rounds are refused with it."""
         if is_private(hyper):
             check_private(task)
-            if task.freeze["parts"]:
+            if task.freeze.parts:
                 raise ConfigError("dp_noise: rounds with frozen parts of the network are not counted; leave out task.freeze")
 
     def train(self, round: int, incoming: Message) -> Message:
@@ -114,7 +114,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         """A round with frozen parts: they are those of the common initial model, and do not travel."""
         part, initial = frozen_part(self.plan), self.site.network().state_dict()
         state = {**part.kept(copy_state(initial)), **incoming.states[GLOBAL]}
-        with self.network("model", state).at_rest(self.site.task.freeze["parts"]):
+        with self.network("model", state).at_rest(self.site.task.freeze.parts):
             reply = self.train(round, Message({GLOBAL: state}))
         return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 

@@ -236,7 +236,7 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
     answers = Measured(
         site.task,
         [site.task.metric],
-        {name: torch.cat([part.found[name] for part in both]) for name in both[0].found},
+        {name: torch.cat([part.parts[name] for part in both]) for name in both[0].parts},
         torch.cat([part.finite for part in both]),
     )
     rows = torch.arange(len(data))
