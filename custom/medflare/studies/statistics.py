@@ -19,7 +19,7 @@ from medflare.core.settings import unknown
 Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
 Interval: TypeAlias = tuple[float, float]
-CaseDict: TypeAlias = Mapping[str, Any]  # `tasks.cases.Cases.to_dict`
+CaseDict: TypeAlias = Mapping[str, Any]  # `tasks.classes.Cases.to_dict`
 
 # -- over seeds ---------------------------------------------------------------------------------------------------------
 

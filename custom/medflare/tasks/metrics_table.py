@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from medflare.tasks.config import TaskConfig
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -118,15 +116,15 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
     return shares.double()
 
 
-def _hd95(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: "TaskConfig") -> "Tensor":
+def _hd95(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
     return boundary_distance(predicted, truth)
 
 
-def _hd95_mm(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: "TaskConfig") -> "Tensor":
+def _hd95_mm(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
     return _nan(predicted) if spacing is None else boundary_distance(predicted, truth, spacing)
 
 
-def _surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: "TaskConfig") -> "Tensor":
+def _surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
     return _nan(predicted) if spacing is None else surface_dice(predicted, truth, spacing, task.surface_tolerance)
 
 
