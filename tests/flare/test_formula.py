@@ -98,13 +98,13 @@ class TestWhatShapesTheFormula:
 
     def test_the_site_half_may_be_another_methods(self) -> None:
         """A job of two algorithms holds both algorithms' values; the formula looks at its own."""
-        formula = MethodAggregator({"site": {"mu": 0.7}, "server": {"server_rate": 0.5}}, "grace").aggregation
-        assert formula.hyper.server_rate == 0.5
+        formula = MethodAggregator({"site": {"mu": 0.7}, "server": {"consistency": False}}, "grace").aggregation
+        assert not formula.hyper.consistency
 
     def test_bare_names_of_two_methods_halves(self, task: TaskConfig, tmp_path: Path) -> None:
         """`mu` is MOON's: the controller, which knows both algorithms, sorts them before the formula is made."""
-        server = Server(tmp_path, MethodAggregator({"mu": 0.7, "server_rate": 0.5}, "grace"), task)
+        server = Server(tmp_path, MethodAggregator({"mu": 0.7, "consistency": False}, "grace"), task)
         settings = {"rounds": ROUNDS, "seed": SEED}
         run = ServerSpec.of(server.context(), server.aggregator, "moon", settings, SITES).run(server.aggregator)
         assert run.aggregation is not None and run.aggregation is server.aggregator.aggregation
-        assert run.aggregation.hyper.server_rate == 0.5 and run.hyper["site"]["mu"] == 0.7
+        assert not run.aggregation.hyper.consistency and run.hyper["site"]["mu"] == 0.7

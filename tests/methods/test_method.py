@@ -79,9 +79,9 @@ class TestEffective:
         assert found["site"] == {"dp_clip": 1.0, "dp_delta": 1e-5, "dp_noise": 0.0, "reset_optimizer": False}
 
     def test_what_came_as_text_is_what_it_stands_for_and_can_be_given_again(self) -> None:
-        method = get_method("grace")
-        found = method.effective({"swap": "false", "server_rate": "0.2", "inner_rate": "none"})
-        assert (found["site"]["swap"], found["site"]["inner_rate"], found["server"]["server_rate"]) == (False, None, 0.2)
+        method = get_method("fedrep")
+        found = method.effective({"reset_optimizer": "true", "body_epochs": "none", "head_epochs": "2"})
+        assert found["site"] == {"reset_optimizer": True, "body_epochs": None, "head_epochs": 2}
         assert method.effective(found) == found
 
 

@@ -1,7 +1,7 @@
 """GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging", MICCAI 2023).
 
-Sites train in two steps with feature alignment; the server weighs updates by their consistency. Inside, a site uses its local
-model; outside, the global one is used, adapted at test time where asked for.
+Sites train in two steps with feature alignment; the server weights updates by their consistency. Inside sites use their local model,
+outside sites the global one, on request with test-time adaptation.
 """
 
 from typing import Any

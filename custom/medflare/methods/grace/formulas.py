@@ -1,8 +1,8 @@
 """The formulas of GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging",
-MICCAI 2023) as pure functions: server weights by consistency, feature alignment, the two-step site update, the A-distance probe.
+MICCAI 2023) as pure functions: server weights by consistency, feature alignment, the meta-train step, the A-distance probe.
 
-The paper defines neither the alignment losses nor its last update step, and its sign in front of the server step leads away
-from the sites; each function says which reading it takes.
+The paper defines neither the alignment losses nor its last update step, and the printed sign of the server step leads away
+from the sites; each function states its reading.
 """
 
 import math
@@ -24,8 +24,8 @@ CoralForm = Literal["domainbed", "deep_coral"]
 MMDKernel = Literal["mixture", "dan"]
 Inner = Literal["optimizer", "sgd"]
 
-_FLOOR = 1e-3  # consistency that the shift and clip rules leave to the least consistent site
-_EQUAL = 1e-6  # consistencies closer than this say nothing about who is more consistent
+_FLOOR = 1e-3  # consistency of the least consistent site after the shift and clip rules
+_EQUAL = 1e-6  # consistencies that differ by less are equal
 
 
 # Server: consistency-enhanced re-weighting (Sec. 2.3)
@@ -45,8 +45,8 @@ def consistency_weights(
     Args:
         deltas: flattened updates theta_m - theta_g, one row per site (M, D).
         p: FedAvg's weights n_m / n (M,); only the ratios matter.
-        include_self: average sigma_mm = 1 in, as the paper does; the published code leaves it out.
-        sizes: lengths of the model's tensors along D, in the model's order; default: one part.
+        include_self: include sigma_mm = 1 in the mean, as in the paper; the published code does not.
+        sizes: lengths of the model's tensors along D; default: one tensor.
 
     Returns:
         float64 weights (M,) >= 0 with sum 1.
@@ -56,9 +56,7 @@ def consistency_weights(
         ValueError: shapes or options that do not fit.
 
     Examples:
-        >>> consistency_weights(torch.ones(2, 3), torch.tensor([0.25, 0.75]))  # equal updates: nothing to correct
-        tensor([0.2500, 0.7500], dtype=torch.float64)
-        >>> consistency_weights(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), torch.ones(3))  # the third agrees with nobody
+        >>> consistency_weights(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), torch.ones(3))  # the third is orthogonal
         tensor([0.4000, 0.4000, 0.2000], dtype=torch.float64)
     """
     deltas, p = torch.as_tensor(deltas, dtype=torch.float64), torch.as_tensor(p, dtype=torch.float64)
@@ -66,7 +64,7 @@ def consistency_weights(
         raise ValueError(f"deltas must be (M, D) and p (M,), got {tuple(deltas.shape)} and {tuple(p.shape)}")
     if bad := [row for row, delta in enumerate(deltas) if not bool(torch.isfinite(delta).all())]:
         raise UpdateError(f"updates in rows {bad} hold NaN or infinity; leave these sites out of the round")
-    if deltas.numel():  # cosines do not ask for lengths, and a square leaves the range of float64 from 1e154 on
+    if deltas.numel():  # cosines do not depend on lengths, and squares overflow float64 from 1e154 on
         deltas = deltas / deltas.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     grams = torch.stack([part @ part.T for part in deltas.split(list(sizes) or [deltas.shape[1]], dim=1)])
     return reweighted(average_consistency(similarity(grams, granularity), include_self), p, negative)
@@ -77,8 +75,8 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
 
     Args:
         grams: Gram matrices of the M sites' updates of the model's L tensors, shallow to deep.
-        granularity: "total" takes the model as one vector (the paper), "split" averages the cosines of the single tensors, "reweight" does
-            so with weights that fall linearly from the first tensor to 0 at the last and average to 1 (the published code's `gm_type`).
+        granularity: "total": the model as one vector (the paper); "split": mean of the cosines by tensor; "reweight": the same with weights
+            that fall linearly from the first tensor to 0 at the last (the published code's `gm_type`).
 
     Examples:
         >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist(), similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
@@ -95,9 +93,7 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
-    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites: (M, M) -> (M,).
-
-    A site without others has only itself to agree with.
+    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites if there are any: (M, M) -> (M,).
 
     Examples:
         >>> sigma = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
@@ -110,16 +106,15 @@ def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
 
 
 def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
-    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also where consistencies are not positive: (M,) with sum 1.
+    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also for consistencies that are not positive: (M,) with sum 1.
 
-    Equal consistencies leave nothing to correct, p' = p: one site, identical sites, no update at all, two opposite sites.
+    p' = p for equal consistencies: one site, identical sites, no update at all, two opposite sites.
 
     Args:
         c: consistencies (M,).
         p: FedAvg's weights (M,), >= 0.
-        negative: what happens where the smallest c is <= 0. "shift" raises all by the same amount until it is 0.001 (the published code
-            does so below 0 only and divides by zero at 0), "clip" raises those below 0.001, "none" keeps the paper's letter and, because
-            its weights would leave (0, 1), falls back to p.
+        negative: the rule if the smallest c is <= 0. "shift" adds the same number to all until it is 0.001 (the published code does so only
+            below 0 and divides by zero at 0), "clip" raises those below 0.001, "none" gives p' = p.
 
     Raises:
         ValueError: an unknown rule, or weights p that are negative, not finite or all zero.
@@ -153,16 +148,16 @@ def consistent_aggregate(
     granularity: str = "total",
     server_rate: float = 1.0,
 ) -> tuple[StateDict, dict[str, float]]:
-    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with the sign that leads to the sites).
+    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with the sign towards the sites).
 
-    Buffers such as BatchNorm's running statistics become their mean with the weights p', whatever the server rate; integer
-    buffers take the largest value. The other options are those of `consistency_weights`.
+    Buffers such as BatchNorm's running statistics are averaged with the weights p' for any server rate; integer buffers take the
+    largest value. The other options are those of `consistency_weights`.
 
     Args:
         model: the global model that the sites started from.
         states: site -> its locally trained model.
         p: site -> FedAvg's weight.
-        parameters: names of the trainable entries, shallow to deep: the cosines are theirs alone.
+        parameters: names of the trainable entries, shallow to deep, over which the cosines are.
 
     Returns:
         (the next global model, with the dtypes of `model`; site -> p'_m).
@@ -186,7 +181,7 @@ def consistent_aggregate(
     weights = reweighted(average_consistency(similarity(grams, granularity), include_self), shares, negative).tolist()
     by_site = dict(zip(sites, weights, strict=True))
     mean = {name: tensor.to(model[name].dtype) for name, tensor in weighted_mean(states, by_site).items()}
-    if server_rate == 1:  # the step ends at the mean itself, to the bit
+    if server_rate == 1:  # exactly the mean
         return mean, by_site
     stepped = blend({name: model[name] for name in parameters}, mean, server_rate)  # sum p' = 1: theta_g + eta_g (mean - theta_g)
     return {**mean, **stepped}, by_site
@@ -196,13 +191,13 @@ def consistent_aggregate(
 
 
 def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
-    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 where a set has fewer than two rows.
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 if a set has fewer than two rows.
 
     Args:
         x: features (N, D).
         y: features (M, D).
-        form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2), whose size does not depend on D;
-            "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means.
+        form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2); "deep_coral":
+            ||C_x - C_y||_F^2 / (4 D^2).
 
     Examples:
         >>> x = torch.tensor([[0.0], [2.0]])
@@ -214,7 +209,7 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
     refuse_widths(x, y)
     dtype, x, y = torch.result_type(x, y), widened(x), widened(y)
     if min(len(x), len(y)) < 2:
-        return (0 * (x.sum() + y.sum())).to(dtype)  # still part of the graph, so that a caller may differentiate it
+        return (0 * (x.sum() + y.sum())).to(dtype)  # in the graph, so that a caller can differentiate it
     gap = (_covariance(x) - _covariance(y)).square()
     if form == "deep_coral":
         return (gap.sum() / (4 * x.shape[1] ** 2)).to(dtype)
@@ -272,20 +267,10 @@ def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
     return _Reversal.apply(features, alpha)
 
 
-def reversal_ramp(progress: float) -> float:
-    """alpha = 2 / (1 + exp(-10 progress)) - 1 (Ganin et al., JMLR 2016), progress from 0 to 1 over the federation.
-
-    Examples:
-        >>> reversal_ramp(0.0), round(reversal_ramp(1.0), 4)
-        (0.0, 0.9999)
-    """
-    return 2 / (1 + math.exp(-10 * progress)) - 1
-
-
 def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Binary cross-entropy of telling global features (label 1) from local ones (label 0): (N, D), (M, D) -> scalar.
+    """Binary cross-entropy of a discriminator between global (label 1) and local features (label 0): (N, D), (M, D) -> scalar.
 
-    Its gradient trains the discriminator to tell them apart and, reversed, the local extractor to make that impossible.
+    Its gradient trains the discriminator and, reversed, the local feature extractor against it.
 
     Args:
         discriminator: (N, D) -> logits (N, 1).
@@ -303,10 +288,10 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
 def gradients_of(
     parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor], create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of a loss of named parameters; zero for a parameter that it does not use."""
+    """Gradients of a loss of named parameters; zero for an unused parameter."""
     values = list(parameters.values())
-    found = torch.autograd.grad(loss(parameters), values, create_graph=create_graph, allow_unused=True, materialize_grads=True)
-    return dict(zip(parameters, found, strict=True))
+    gradients = torch.autograd.grad(loss(parameters), values, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def meta_trained(
@@ -317,8 +302,8 @@ def meta_trained(
 ) -> dict[str, Tensor]:
     """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), by name, as a function of theta.
 
-    Differentiating L_meta(theta') with respect to theta then gives the meta-update's gradient: that at theta' where the inner
-    gradient counts as a constant (first order, what the published code does), the exact one where it does not.
+    The gradient of L_meta(theta') by theta is that of the meta-update: first order, with the inner gradient as a constant (as in the
+    published code), or the exact one with `second_order`.
 
     Args:
         parameters: theta by name; leaves that require gradients.
@@ -340,16 +325,15 @@ def meta_trained(
 def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int = 10, seed: int = 0) -> float:
     """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images (Ben-David et al., 2010).
 
-    err is the test error of a logistic classifier trained on 80 % of the images to tell whose features it sees, averaged
-    over `repeats` splits. Both features of an image fall on the same side of a split; otherwise a classifier would know the
-    test images, and models that agree would come out below 0.
+    err is the test error of a logistic classifier between the two models' features, trained on 80 % of the images, averaged over `repeats`
+    splits. Both features of an image are on the same side of a split; otherwise equal models would have distances below 0.
 
     Args:
         global_features: (N, D) under the global model.
         local_features: (N, D) under the local model, row i of the same image.
 
     Returns:
-        About 0 for features that cannot be told apart, 2 for those that always can; NaN for fewer than two images.
+        About 0 for indistinguishable features, 2 for separable ones; NaN for fewer than two images.
 
     Raises:
         ValueError: features of different shapes.

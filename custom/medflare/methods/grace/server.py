@@ -3,24 +3,33 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from medflare.core.states import StateDict, blend
+from pydantic.dataclasses import dataclass
+
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
 from medflare.methods.base import Capability, ServerContext
-from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.grace.formulas import consistent_aggregate
-from medflare.methods.grace.hyper import GraceServerHyper
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
-LEAST_BATCH: Final = 16  # images; CORAL's covariances are of one half of them, the paper's of 32
+SMALLEST_BATCH: Final = 16  # images; CORAL's covariances are of one half of them (32 in the paper)
+
+
+@dataclass(frozen=True, config=STRICT)
+class GraceServerHyper(FedAvgServerHyper):
+    """Consistency-enhanced re-weighting."""
+
+    consistency: bool = param(True, "weights by consistency; false: FedAvg's", source="Table 4")
 
 
 class ConsistencyAggregation(WeightedMean):
-    """Consistency-enhanced re-weighting. Without a model to measure updates from (the first round elsewhere) it is the weighted mean.
+    """Consistency-enhanced re-weighting; the weighted mean if there is no previous model (the first round of FLARE's own workflows).
 
-    A robust `rule` takes the weights by consistency where it takes weights (geometric, clipped), and goes without where it does not.
-
-    Cosines are taken over the trainable entries, shallow to deep; where no task says which those are, over all floating ones.
+    Cosines are over the trainable entries, shallow to deep, or over all floating ones if there is no task. A robust `rule` uses the
+    weights by consistency if it uses weights (geometric, clipped).
     """
 
     def __init__(self, hyper: GraceServerHyper):
@@ -28,29 +37,20 @@ class ConsistencyAggregation(WeightedMean):
         self.parameters: list[str] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
-        """Learn which entries are trainable."""
+        """Also finds the trainable entries."""
         super().prepare(task, rounds)
         self.parameters = trainable_names(task)
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The step along the re-weighted updates (`consistent_aggregate`), or the weighted mean where it is switched off."""
+        """The re-weighted mean (`consistent_aggregate`), or the weighted one without `consistency`."""
         self.weights = {}
         if previous is None or not self.hyper.consistency:
             return super().shared(models, round, previous)
         sent = next(iter(models.values())).state
-        chosen = [name for name, tensor in sent.items() if tensor.is_floating_point()] if self.parameters is None else self.parameters
-        model, self.weights = consistent_aggregate(
-            {name: previous[name] for name in sent},
-            states_of(models),
-            self.shares(models),
-            [name for name in chosen if name in sent],
-            server_rate=self.hyper.server_rate,
-        )
-        if self.hyper.rule == "mean":
-            return model
+        names = [name for name, tensor in sent.items() if tensor.is_floating_point()] if self.parameters is None else self.parameters
         origin = {name: previous[name] for name in sent}
-        robust = self.combined(states_of(models), self.weights, origin)
-        return {**robust, **blend({name: origin[name] for name in chosen if name in sent}, robust, self.hyper.server_rate)}
+        model, self.weights = consistent_aggregate(origin, states_of(models), self.shares(models), [name for name in names if name in sent])
+        return model if self.hyper.rule == "mean" else self.combined(states_of(models), self.weights, origin)
 
 
 class GraceServer(FedAvgServer[GraceServerHyper]):
@@ -63,8 +63,8 @@ class GraceServer(FedAvgServer[GraceServerHyper]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         task, site = context.task, context.plan.site_hyper
-        if getattr(site, "client", None) == "coral" and task.batch_size < LEAST_BATCH:
-            text = f"CORAL's covariances are of half a batch of {task.batch_size}, mostly noise below {LEAST_BATCH}"
+        if getattr(site, "client", None) == "coral" and task.batch_size < SMALLEST_BATCH:
+            text = f"CORAL's covariances are of half a batch of {task.batch_size}, mostly noise below {SMALLEST_BATCH}"
             context.events.add("warning", f"{text}; make task.batch_size larger, or set client=meta")
 
 

@@ -1,54 +1,75 @@
-"""GRACE's site algorithm: every batch is cut in two.
+"""GRACE's site algorithm (MICCAI 2023, Sec. 2.2): every batch is cut into a meta-train and a meta-test half.
 
-A step on the first half (meta-train) gives theta'; the site's update is the gradient at theta' of the task loss on the second half
-plus beta times the distance between its features under the frozen global model and under theta' (meta-update).
+A step on the first half (meta-train) gives theta'. The update is the gradient at theta' of the task loss on the second half plus beta
+times the distance between its features under the frozen global model and under theta' (meta-update).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
-from medflare.core.errors import ConfigError
-from medflare.core.manifest import MetaSpec, Phase, number, table
+from medflare.core.hyper import param
+from medflare.core.manifest import MetaSpec, Phase, number
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed, seeded
+from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.inference.deployed import build
 from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
-from medflare.methods.grace.formulas import a_distance, adversarial, coral, mmd
-from medflare.methods.grace.hyper import GraceSiteHyper
-from medflare.methods.grace.two_step import Penalty, train_two_steps
+from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.grace.formulas import Inner, a_distance, adversarial, coral, gradients_of, meta_trained, mmd
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import finite_or_none
+from medflare.training.accumulation import unremembered
+from medflare.training.epochs import finite_or_none, train_epochs
 from medflare.training.site import Site
 
 _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
-
+_SMALLEST_CUT: Final = 4  # each half then has two images, which BatchNorm and covariances need
 
 A_DISTANCE = MetaSpec("a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train")
-STEPS = MetaSpec("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)), "train")
+
+Penalty = Callable[[Tensor, Tensor], Tensor]  # (images, the local model's features of them) -> scalar
+Parameters = Mapping[str, Tensor]
+Adapt = Callable[[Parameters, Callable[[Parameters], Tensor]], Parameters]  # (theta, loss on the meta-train half) -> theta'
+
+
+@dataclass(frozen=True, config=STRICT)
+class GraceSiteHyper(FedAvgSiteHyper):
+    """Meta-train, meta-update, alignment and test-time adaptation."""
+
+    tta: Literal["none", "dsbn", "tent"] = param("none", "adaptation of the global model at an outside site", source="Table 3")
+    probe: bool = param(False, "report the A-distance between global and local features every round", source="Fig. 2")
+    client: Literal["erm", "meta", "coral", "mmd", "adv"] = param(
+        "coral",
+        "plain training, two steps without alignment, or two steps with CORAL, MMD or adversarial alignment",
+        source="Sec. 2.2, Table 4",
+    )
+    beta: float = param(1.0, "weight of the alignment", symbol="β", source="Eq. 2", low=0)
+    inner: Inner = param("optimizer", "the meta-train step: one of the task's optimizer, or a plain gradient step", source="Eq. 1")
+    swap: bool = param(True, "each half of a batch is meta-test once; false: only the second", source="Sec. 2.2")
 
 
 class GraceSite(FedAvgSite[GraceSiteHyper]):
-    """Two-step training with feature alignment; `client` chooses the paper's variants, "erm" is FedAvg's training.
+    """Two-step training with feature alignment; `client` selects the paper's variants, "erm" is FedAvg's training.
 
-    The site keeps its local model after training, before the next broadcast overwrites it, of the best round by its own validation images.
+    The personal model is the local one after training, of the best round by the site's own validation.
     """
 
     Hyper: ClassVar[type] = GraceSiteHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
+        Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, A_DISTANCE)),
         VALIDATE,
     )
     dp_unsupported_reason = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
@@ -58,29 +79,21 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     def __init__(self, site: Site, plan: Plan[GraceSiteHyper, Any]):
         super().__init__(site, plan)
         self.personal = Best(self.memory, "personal")
-        self._steps: dict[str, float | None] | None = None
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
-        """Refuse a rate of a plain meta-train step where there is none, and a network that cannot be adapted where it is to be.
-
-        Raises:
-            ConfigError: one of both.
-        """
+        """Also raises ConfigError if `tta` is set and the network has no BatchNorm."""
         super().check(task, hyper, server_hyper)
         if hyper.tta != "none":
             check_adaptable(task)
-        if hyper.inner_rate is not None and hyper.inner != "sgd":
-            raise ConfigError("inner_rate is the rate of a plain gradient step; set inner=sgd, or leave inner_rate out")
 
     @classmethod
     def needs_features(cls, hyper: GraceSiteHyper) -> bool:
-        """Two steps, alignment and the probe."""
+        """Two steps, alignment and the probe need them."""
         return hyper.client != "erm" or hyper.probe
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; the local model is measured, offered as the personal one and, where asked for, probed (A-distance)."""
-        self._steps = None
+        """FedAvg's training; then the local model is validated as the personal one and, with `probe`, its A-distance is computed."""
         reply = super().train(round, incoming)
         state = reply.states[MODEL]
         local = self.network("model", state)
@@ -91,8 +104,6 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
             features = (self._features(model) for model in (self.frozen(incoming.states[GLOBAL]), local))
             seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32
             reply.meta[A_DISTANCE] = finite_or_none(a_distance(*features, seed=seed))
-        if self._steps is not None:
-            reply.meta[STEPS] = self._steps
         return reply
 
     @torch.no_grad()
@@ -102,7 +113,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         return torch.cat([pooled(model.features_and_output(batch.images)[0]).cpu() for batch in self.site.ordered("train")])
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """Two-step training with the alignment that `client` names; "erm" is FedAvg's training."""
+        """Two-step training with the alignment that `client` selects; "erm" is FedAvg's training."""
         client = self.hyper.client
         if client == "erm":
             return super().fit(model, optimizer, round)
@@ -115,19 +126,22 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
             return self._two_steps(model, optimizer, round, self.aligned(shared, partial(adversarial, discriminator)))
 
     def _two_steps(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int, penalty: Penalty | None = None) -> float:
-        hyper = self.hyper
-        options: dict[str, Any] = {"inner": hyper.inner, "rate": hyper.inner_rate, "swap": hyper.swap}
-        loss, self._steps = train_two_steps(model, optimizer, self.site, round, penalty, **options)
-        return loss
+        """One round of two-step training in place; returns the mean meta-loss (Eq. 2)."""
+
+        def adapt(parameters: Parameters, task_loss: Callable[[Parameters], Tensor]) -> Parameters:
+            if self.hyper.inner == "sgd":
+                return meta_trained(parameters, task_loss, float(optimizer.param_groups[0]["lr"]))
+            with unremembered(optimizer):
+                return optimizer_step(parameters, task_loss, optimizer)
+
+        loss = MetaLoss(model, self.site.loss, adapt, penalty, self.hyper.swap)
+        return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def aligned(self, shared: FeatureNetwork, distance: Penalty) -> Penalty:
-        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2; nothing for a single row, which has no distribution to align.
+        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2 as (images, local features) -> scalar; 0 for a single row.
 
-        Both models normalise by the same batch, or their distance would be that of two modes of batch normalisation: on the running
-        statistics of a model, CORAL between the model and itself is most of what it is between the models that are to be aligned.
-
-        Returns:
-            (images, local features) -> weighted alignment loss.
+        Both models normalise by the same batch. With running statistics in one of them, CORAL between a model and itself is not 0 but
+        most of its value between different models.
         """
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
@@ -140,41 +154,128 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
 
     @contextmanager
     def _adversary(self, shared: FeatureNetwork, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
-        """The site's discriminator for a round; it steps with its own Adam whenever the model steps, from the same backward pass."""
+        """The site's discriminator for a round; its own Adam steps with the model's optimizer, after the same backward pass."""
         with torch.no_grad():
             features, _ = shared.features_and_output(next(self.site.ordered("train")).images[:1])
         with seeded(self.site.seed, self.site.name, "discriminator"):
-            discriminator = build_discriminator(features.shape[1]).to(self.site.device)
+            discriminator = nn.Sequential(nn.Linear(features.shape[1], _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)).to(self.site.device)
         if self.discriminator is not None:
             discriminator.load_state_dict(self.discriminator)
-        own = self.optimizers.recall("discriminator", torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE))
+        adam = self.optimizers.recall("discriminator", torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE))
 
-        def learn(*_: object) -> None:
-            own.step()
-            own.zero_grad()
+        def step(*_: object) -> None:
+            adam.step()
+            adam.zero_grad()
 
-        handle = optimizer.register_step_post_hook(learn)
+        handle = optimizer.register_step_post_hook(step)
         try:
             yield discriminator
         finally:
             handle.remove()
-        self.optimizers.keep("discriminator", own)
+        self.optimizers.keep("discriminator", adam)
         self.discriminator = copy_state(discriminator.state_dict())
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the local model (the global one where the site never trained). Outside: the global one, adapted as chosen."""
+        """Inside: the local model (the global one if the site never trained). Outside: the global one, adapted by `tta`."""
         shared = received(incoming)
         if self.inside:
-            own = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
-            return {"global": shared, "personal": own, "deployed": own}
+            personal = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
+            return {"global": shared, "personal": personal, "deployed": personal}
         adapted = shared
         if self.hyper.tta == "tent":
-            adapted = with_tent(shared, self.site.task, rate=self.hyper.tent_rate)
+            adapted = with_tent(shared, self.site.task)
         elif self.hyper.tta == "dsbn":
             adapted = dsbn_for(self.site, shared, partial(build, self.site.task))
         return {"global": shared, "deployed": adapted}
 
 
-def build_discriminator(width: int) -> nn.Module:
-    """Features (N, width) -> logits (N, 1)."""
-    return nn.Sequential(nn.Linear(width, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1))
+class MetaLoss:
+    """L_meta (Eq. 2) of a batch as a function of theta; its gradient is that of the meta-update.
+
+    Args:
+        network: holds theta.
+        loss: (logits, targets) -> the task's loss.
+        adapt: the meta-train step, differentiable by theta.
+        penalty: weighted alignment loss of the meta-test half's features; None for none.
+        swap: see `halves`.
+    """
+
+    def __init__(
+        self,
+        network: FeatureNetwork,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        adapt: Adapt,
+        penalty: Penalty | None = None,
+        swap: bool = False,
+    ):
+        self.model = _WithFeatures(network)
+        self.parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.loss, self.adapt, self.penalty, self.swap = loss, adapt, penalty, swap
+
+    def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        losses = [self._loss(images, targets, train, test) for train, test in halves(len(images), self.swap)]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _loss(self, images: Tensor, targets: Tensor, train: slice, test: slice) -> Tensor:
+        """The meta-loss on the rows `test` after meta-train on the rows `train`."""
+
+        def task_loss(parameters: Parameters) -> Tensor:
+            _, logits = functional_call(self.model, dict(parameters), (images[train],))
+            return self.loss(logits, targets[train])
+
+        adapted = self.adapt(self.parameters, task_loss)
+        features, logits = functional_call(self.model, dict(adapted), (images[test],))
+        loss = self.loss(logits, targets[test])
+        return loss if self.penalty is None else loss + self.penalty(images[test], features)
+
+
+class _WithFeatures(nn.Module):
+    """Makes `features_and_output` the `forward`, which is what `functional_call` calls."""
+
+    def __init__(self, network: FeatureNetwork):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.network.features_and_output(images)
+
+
+def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
+    """The (meta-train, meta-test) halves of a batch by position; with `swap` also exchanged, and the update is the mean of both.
+
+    The paper's update is the gradient of half of the images; the swapped one uses all of them, at twice the passes. A batch of fewer than
+    four images is not cut: it is both halves.
+
+    Examples:
+        >>> halves(8, swap=False), len(halves(8, swap=True)), len(halves(3, swap=True))
+        ([(slice(None, 4, None), slice(4, None, None))], 2, 1)
+    """
+    if count < _SMALLEST_CUT:
+        return [(slice(None), slice(None))]
+    first, second = slice(count // 2), slice(count // 2, None)
+    return [(first, second), (second, first)] if swap else [(first, second)]
+
+
+def optimizer_step(
+    parameters: Parameters, task_loss: Callable[[Parameters], Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step, first order).
+
+    The step changes the optimizer's moments, unless it is inside `unremembered`.
+
+    Args:
+        parameters: theta by name, the optimizer's leaves; unchanged afterwards.
+
+    Returns:
+        theta' by name.
+    """
+    origin = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, gradient in gradients_of(parameters, task_loss).items():
+        parameters[name].grad = gradient
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        moves = {name: parameter - origin[name] for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(origin[name])
+    return {name: parameter + moves[name] for name, parameter in parameters.items()}
