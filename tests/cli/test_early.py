@@ -11,7 +11,8 @@ import pytest
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.store import make_folder, write_atomically
-from medflare.evaluation.results import RunRecord, SiteRecord, write_results
+from medflare.evaluation.report import write_results
+from medflare.evaluation.results import RunRecord, SiteRecord
 from medflare.flare.recipes import FedAvgRecipe, MedflareRecipe, check_place
 
 

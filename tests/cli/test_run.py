@@ -11,7 +11,8 @@ import pytest
 
 from helpers import small_tasks
 from medflare.cli import main
-from medflare.evaluation.results import RunRecord, SiteRecord, write_results
+from medflare.evaluation.report import write_results
+from medflare.evaluation.results import RunRecord, SiteRecord
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task

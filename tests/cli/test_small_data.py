@@ -11,7 +11,7 @@ from PIL import Image
 from medflare.cli import main
 from medflare.core.events import DOUBTS
 from medflare.data.phantom import photographs
-from medflare.evaluation.doubts import doubts
+from medflare.evaluation.presentation import doubts
 from medflare.networks import weights
 from medflare.networks.weights import PACKAGE, packaged_weights
 
@@ -83,7 +83,7 @@ def test_a_useless_model_is_called_so_wherever_its_results_are_shown(
     after_results = capsys.readouterr().out
     page = (folder / "report.html").read_text()
     for doubt in doubts(results["events"]):
-        assert doubt.kind in after_run and doubt.kind in after_results and doubt.words in page
+        assert doubt.kind in after_run and doubt.kind in after_results and doubt.problem in page
 
 
 def test_weights_of_a_package_are_proposed_with_their_hash(sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The console says everything on one line a step and in one table, and nothing but text where nobody looks at a terminal."""
+"""The console: one line per step, one table, and only plain text in a log file."""
 
 import dataclasses
 import io
@@ -11,7 +11,8 @@ import pytest
 from medflare.core.errors import StateError
 from medflare.evaluation import console
 from medflare.evaluation.console import print_results, results_table, round_line, show_results
-from medflare.evaluation.results import RunRecord, build_results, write_results
+from medflare.evaluation.report import write_results
+from medflare.evaluation.results import RunRecord, build_results
 
 
 class Terminal(io.StringIO):
@@ -19,35 +20,32 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_round_line_names_every_site(history: list[dict[str, Any]]) -> None:
+def test_a_step_line_has_every_site(history: list[dict[str, Any]]) -> None:
     line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
     sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
     assert line == f"round 1 (2/20) train: {' | '.join(sites)} | 1.23 s"
 
 
-def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
-    """Scores and weights of FedDAG's second phase; B answered nothing, and its model has a weight all the same."""
+def test_a_step_line_has_the_aggregation_of_each_site() -> None:
+    """FedDAG's second phase; B did not reply, and its model still has a weight."""
     numbers: dict[str, dict[str, float | None]] = {
         "A": {"score": 0.81234, "weight": 0.6},
         "B": {"score": None, "weight": 0.4},
         "C": {"score": 0.5, "weight": 0.0},
     }
     line = round_line("score", 0, 2, {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}}, {"B": "no answer"}, 1.0, numbers)
-    shown = ["A score 0.812 weight 0.600", "B rejected (no answer) score – weight 0.400", "C score 0.500 weight 0.000"]
-    assert line == f"round 0 (1/2) score: {' | '.join(shown)} | 1.00 s"
+    sites = ["A score 0.812 weight 0.600", "B rejected (no answer) score – weight 0.400", "C score 0.500 weight 0.000"]
+    assert line == f"round 0 (1/2) score: {' | '.join(sites)} | 1.00 s"
 
 
-def test_a_methods_tables_of_its_sites_stand_below(record: RunRecord) -> None:
+def test_tables_of_a_method_are_below(record: RunRecord) -> None:
     rows: dict[str, Any] = {"A": {"images": 4}, "B": {"images": 5, "size": "8 x 8"}}
-    results = build_results(dataclasses.replace(record, tables={"Training images": rows}))
-    lines = [line.split() for line in results_table(results).splitlines()[-3:]]
+    text = results_table(build_results(dataclasses.replace(record, tables={"Training images": rows})))
+    lines = [line.split() for line in text.splitlines()[-3:]]
     assert lines == [["Training", "images", "A", "B"], ["images", "4", "5"], ["size", "8", "x", "8"]]
-    terminal = Terminal()
-    print_results(results, terminal)
-    assert "Training images" in terminal.getvalue()
 
 
-def test_one_line_says_how_a_super_model_selects(selecting: RunRecord) -> None:
+def test_the_selector_of_a_super_model_is_one_line(selecting: RunRecord) -> None:
     def last_line(**changes: Any) -> str:
         return results_table(build_results(dataclasses.replace(selecting, selector={**selecting.selector, **changes}))).splitlines()[-1]
 
@@ -55,50 +53,43 @@ def test_one_line_says_how_a_super_model_selects(selecting: RunRecord) -> None:
     assert "+" not in last_line(votes={}, mean_gain=None)
 
 
-def test_without_rich_one_line_says_how_it_ended(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_one_line_has_the_outcome(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "installed", lambda module: False)
-    results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))
-    line = results_table(results)
+    line = results_table(build_results(dataclasses.replace(record, reason="site B: mask of another size")))
     assert "FAILED: site B: mask of another size" in line and "\n" not in line
-    terminal = Terminal()
-    print_results(results, terminal)
-    assert terminal.getvalue() == line + "\n"
 
 
-def test_table_is_plain_and_complete(record: RunRecord) -> None:
+def test_the_table_is_plain_and_complete(record: RunRecord) -> None:
     text = results_table(build_results(record))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text), "no control characters but line ends"
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
-    assert "COMPLETED" in text
-    assert "Synthetic discs" in text
-    assert "rejected C 1; undefined A 1\n" in text, "who is to be looked at"
+    assert "COMPLETED" in text and "Synthetic discs" in text and "rejected C 1; undefined A 1\n" in text
     assert lines["A"] == ["A", "inside", "4/1/3", "0.400", "0.500", "–", "0.250", "0.333", "–", "8.0", "–", "–"]
     assert lines["C"][:3] == ["C", "inside", "3/?/?"]
-    assert lines["X"][1] == "outside"
     assert lines["mean"][:4] == ["mean", "inside", "0.500", "0.650"]
     order = [line.split()[0] for line in text.splitlines()]
     assert order.index("C") < order.index("X") < order.index("mean")
 
 
-def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("columns", "complete"), [("200", True), ("70", False)])
+def test_a_terminal_gets_colour_and_a_narrow_one_only_the_main_metric(
+    record: RunRecord, columns: str, complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for columns, shown in (("200", True), ("70", False)):
-        monkeypatch.setenv("COLUMNS", columns)
-        terminal = Terminal()
-        print_results(build_results(record), terminal)
-        text = terminal.getvalue()
-        assert "\x1b[" in text
-        assert "Dice" in text
-        assert ("HD95" in text) == shown
+    monkeypatch.setenv("COLUMNS", columns)
+    terminal = Terminal()
+    print_results(build_results(record), terminal)
+    text = terminal.getvalue()
+    assert "\x1b[" in text and "Dice" in text and ("HD95" in text) == complete
 
 
-def test_site_names_are_never_markup(record: RunRecord) -> None:
+def test_a_site_name_is_not_markup(record: RunRecord) -> None:
     named = dataclasses.replace(record, sites={"[red]evil[/red]": record.sites["B"]})
     assert "[red]evil[/red]" in results_table(build_results(named))
 
 
-def test_show_results_tells_success_from_failure(tmp_path: Path, record: RunRecord) -> None:
+def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: RunRecord) -> None:
     stream = io.StringIO()
     write_results(tmp_path / "good" / "medflare", record)
     assert show_results(tmp_path / "good", stream) is True

@@ -1,121 +1,128 @@
-"""The report is one self-contained page that shows what the results hold, whatever they hold."""
+"""Both reports are self-contained pages that show what the results hold, whatever they hold."""
 
 import dataclasses
+import math
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from evaluation.pages import Page, faults
+from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
-from medflare.evaluation import report
-from medflare.evaluation.classes import class_tables
+from medflare.evaluation import figures
 from medflare.evaluation.figures import roc_curves, training_curves
-from medflare.evaluation.report import render_report
+from medflare.evaluation.report import (
+    SiteReport,
+    class_tables,
+    deployed_heading,
+    lowest_patients,
+    mean_interval,
+    patient_values,
+    render_report,
+    render_site_report,
+)
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 
+MODEL_SELECTION: dict[str, Any] = {
+    "global": {
+        "round": 1,
+        "rule": "mean",
+        "candidates": [
+            {"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}},
+            {"round": 2, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "C": 0.9}},
+        ],
+    }
+}
 
-def test_page_holds_the_numbers(record: RunRecord, history: list[dict[str, Any]]) -> None:
+
+def table(page: Page, caption: str) -> list[list[str]]:
+    """The one table whose caption begins with these words."""
+    (content,) = [content for words, content in zip(page.captions, page.tables, strict=True) if words.startswith(caption)]
+    return content
+
+
+def test_the_page_has_the_numbers(record: RunRecord, history: list[dict[str, Any]]) -> None:
     page = Page(render_report(build_results(record), history))
-    headline = {row[0]: row[1:] for row in page.tables[0]}
-    assert headline["site"] == ["train", "validation", "test", "global", "personal", "deployed"]
-    assert headline["A"] == ["4 (31 %)", "1", "3", "0.400", "0.500(best)", "–undefined"]
-    assert headline["C"][:3] == ["3 (23 %)", "?", "?"]
-    assert headline["Xoutside"][3:] == ["0.700", "–undefined", "0.750(best)"]
-    assert headline["mean, inside"][1:] == ["0.500", "0.650(best)", "–undefined"]
-    full = {row[0]: row[1:] for row in page.tables[1] if row}
+    main = {row[0]: row[1:] for row in page.tables[0]}
+    assert main["site"] == ["train", "validation", "test", "global", "personal", "deployed"]
+    assert main["A"] == ["4 (31 %)", "1", "3", "0.400", "0.500(best)", "–undefined"]
+    assert main["C"][:3] == ["3 (23 %)", "?", "?"]
+    assert main["Xoutside"][3:] == ["0.700", "–undefined", "0.750(best)"]
+    assert main["mean, inside"][1:] == ["0.500", "0.650(best)", "–undefined"]
+    full = {row[0]: row[1:] for row in table(page, "All metrics") if row}
     assert full["B"] == ["0.600", "0.800(best)", "–undefined", "0.429", "0.667(best)", "–undefined", "4.0", "2.0(best)", "–undefined"]
-    selected = {row[0]: row[1:] for row in page.tables[2]}
-    assert selected == {"site": ["global", "A", "B"], "X": ["5", "1", "3"]}
-    assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in page.tables[3]
-
-
-def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> None:
-    """Two rounds; C, whose metric is undefined in the first, would have chosen another one."""
-    candidates = [
-        {"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}},
-        {"round": 2, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "C": 0.9}},
-    ]
-    page = Page(
-        render_report(
-            build_results(dataclasses.replace(record, model_selection={"global": {"round": 1, "rule": "mean", "candidates": candidates}}))
-        )
+    assert table(page, "The deployed model") == [["site", "global", "A", "B"], ["X", "5", "1", "3"]]
+    assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in table(
+        page, "Everything that was rejected"
     )
-    (table,) = [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Validation of the global")]
-    assert table[0] == ["after rounds", "mean", "A", "B", "C"]
-    assert table[1:] == [["1delivered", "0.700", "0.700", "0.700", "–"], ["2", "0.500", "0.500", "0.400", "0.900"]]
+    assert table(page, "Hyper-parameters of the site algorithm") == [["name", "value"], ["lam", "0.7"]]
+    assert table(page, "Hyper-parameters of the server algorithm")[1:] == [["gamma", "tune"], ["selection", "none"]]
 
 
-def test_the_page_shows_gamma_its_candidates_all_votes_and_the_confusion(selecting: RunRecord) -> None:
-    html = render_report(build_results(selecting))
-    page = Page(html)
-    tables = {caption.split()[0]: table for caption, table in zip(page.captions, page.tables, strict=True)}
-    assert tables["Mean"] == [["gamma", "A"], ["0.0", "0.020"], ["0.3chosen", "0.043"], ["1.0", "0.000"]]
-    assert [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Test images of each site")] == [
-        [["site", "A", "B", "C"], ["A", "2", "1", "0"]]
+def test_the_page_has_the_selected_round_and_all_candidates(record: RunRecord, history: list[dict[str, Any]]) -> None:
+    results = build_results(dataclasses.replace(record, model_selection=MODEL_SELECTION))
+    html = render_report(results)
+    assert table(Page(html), "Validation of the global") == [
+        ["after rounds", "mean", "A", "B", "C"],
+        ["1selected", "0.700", "0.700", "0.700", "–"],
+        ["2", "0.500", "0.500", "0.400", "0.900"],
     ]
-    assert faults(html) == []
+    assert '<dd class="number">1 of 2</dd>' in html
+    assert training_curves(results, history) != training_curves(build_results(record), history), "a line at the round"
 
 
-def test_a_methods_tables_of_its_sites_are_shown(record: RunRecord) -> None:
+def test_the_page_has_gamma_its_candidates_and_the_confusion(selecting: RunRecord) -> None:
+    page = Page(render_report(build_results(selecting)))
+    assert table(page, "Mean paired gain") == [["gamma", "A"], ["0.0", "0.020"], ["0.3selected", "0.043"], ["1.0", "0.000"]]
+    assert table(page, "Test images of each site") == [["site", "A", "B", "C"], ["A", "2", "1", "0"]]
+
+
+def test_the_page_has_tables_of_a_method(record: RunRecord) -> None:
     rows: dict[str, Any] = {"A": {"images": 4, "size": "8 x 8"}, "B": {"images": 5, "class <b>": 1}}
     page = Page(render_report(build_results(dataclasses.replace(record, tables={"Training images": rows}))))
-    (table,) = (table for table, caption in zip(page.tables, page.captions, strict=True) if caption == "Training images by site")
-    assert table == [["site", "images", "size", "class <b>"], ["A", "4", "8 x 8", ""], ["B", "5", "", "1"]]
+    assert table(page, "Training images by site") == [["site", "images", "size", "class <b>"], ["A", "4", "8 x 8", ""], ["B", "5", "", "1"]]
 
 
-def test_hyper_parameters_stand_under_their_half(record: RunRecord) -> None:
-    page = Page(render_report(build_results(record)))
-    tables = {caption: table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Hyper")}
-    assert tables == {
-        "Hyper-parameters of the site algorithm": [["name", "value"], ["lam", "0.7"]],
-        "Hyper-parameters of the server algorithm": [["name", "value"], ["gamma", "tune"], ["selection", "none"]],
-    }
-    bare = Page(render_report(build_results(dataclasses.replace(record, hyper={"site": {}, "server": {}}))))
-    assert bare.tables[-3] == bare.tables[-4] == [["name", "value"], ["none"]], "an algorithm without any says so"
-
-
-def test_pages_are_whole_and_fetch_nothing(record: RunRecord, history: list[dict[str, Any]], classified: RunRecord) -> None:
-    model_selection = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7}}]}}
-    rich = dataclasses.replace(record, model_selection=model_selection, tables={"Training images": {"A": {"images": 4}}})
+def test_pages_are_well_formed_and_fetch_nothing(
+    record: RunRecord, history: list[dict[str, Any]], classified: RunRecord, selecting: RunRecord
+) -> None:
+    rich = dataclasses.replace(record, model_selection=MODEL_SELECTION, tables={"Training images": {"A": {"images": 4}}})
     html = render_report(build_results(rich), history, {"Generated images": b"\x89PNG"})
     failed = RunRecord("fedavg", record.task, 0, 5, {}, reason="site B: <empty> split")
-    pages = [html, *(render_report(build_results(one)) for one in (classified, failed, dataclasses.replace(record, running=True)))]
-    assert [faults(page) for page in pages] == [[], [], [], []]
+    pages = [
+        html,
+        *(render_report(build_results(run)) for run in (classified, selecting, failed, dataclasses.replace(record, running=True))),
+    ]
+    assert [faults(page) for page in pages] == [[], [], [], [], []]
     assert html.count("<svg") == 1 and len(html) < 200_000
+    assert "FAILED" in Page(pages[3]).text and "site B: <empty> split" in Page(pages[3]).text
 
 
-def test_a_long_run_of_many_sites_is_a_page_that_opens(record: RunRecord) -> None:
-    """A liar that is named at every step, and sixteen sites that vote on five hundred rounds."""
+def test_a_long_run_of_many_sites_is_a_small_page(record: RunRecord) -> None:
+    """A site that is rejected at every step, and sixteen sites that validate five hundred rounds."""
     events = EventLog()
     for round in range(3000):
         events.add("rejected", f"update of round {round} not used: {'x' * 200}", site="A", round=round)
     votes = {f"site-{number:02d}": 0.5 for number in range(16)}
     candidates = [{"round": round, "value": 0.5, "votes": votes} for round in range(1, 501)]
-    long = dataclasses.replace(
-        record, events=events.to_list(), model_selection={"global": {"round": 7, "rule": "median", "candidates": candidates}}
-    )
-    html = render_report(build_results(long))
+    selection = {"global": {"round": 7, "rule": "median", "candidates": candidates}}
+    html = render_report(build_results(dataclasses.replace(record, events=events.to_list(), model_selection=selection)))
     page = Page(html)
     assert not faults(html) and len(html) < 2_000_000
-    assert len(table(page, "Whatever was rejected")) == 1001
+    assert len(table(page, "Everything that was rejected")) == 1001
     rounds = [row[0] for row in table(page, "Validation of the global model at every site, the latest rounds")[1:]]
-    assert rounds[0] == "7delivered" and rounds[1:] == [str(round) for round in range(301, 501)]
+    assert rounds == ["7selected", *(str(round) for round in range(301, 501))]
 
 
-def test_synthetic_images_are_said_to_be_synthetic(record: RunRecord, task: TaskConfig) -> None:
+def test_synthetic_images_are_marked(record: RunRecord, task: TaskConfig) -> None:
     assert "Synthetic images." in Page(render_report(build_results(record))).text
     real = dataclasses.replace(record, task=dataclasses.replace(task, source="A paper, 2020, CC BY."))
     text = Page(render_report(build_results(real))).text
-    assert "Synthetic" not in text
-    assert "A paper, 2020, CC BY." in text
-
-
-def test_failed_run_shows_its_reason(task: TaskConfig) -> None:
-    page = Page(render_report(build_results(RunRecord("fedavg", task, 0, 5, {}, reason="site B: <empty> split"))))
-    assert "FAILED" in page.text
-    assert "site B: <empty> split" in page.text
+    assert "Synthetic" not in text and "A paper, 2020, CC BY." in text
 
 
 def test_names_are_escaped(record: RunRecord, history: list[dict[str, Any]]) -> None:
@@ -125,92 +132,142 @@ def test_names_are_escaped(record: RunRecord, history: list[dict[str, Any]]) -> 
     assert "<script" not in html
 
 
-def drawn(svg: str | None) -> tuple[str, str]:
-    """The figure as it is, and the text in it."""
-    assert svg is not None
-    return svg, "".join(ElementTree.fromstring(svg).itertext())
-
-
-def test_curves_hold_every_defined_point(record: RunRecord, history: list[dict[str, Any]]) -> None:
-    svg, text = drawn(training_curves(build_results(record), history))
-    assert "Training loss" in text
-    assert "Validation Dice, global" in text
-    assert "personal" not in text, "no personal value is defined, so there is no such panel"
-    assert all(site in text for site in "ABC")
-    assert "currentColor" in svg
-    assert "#010203" not in svg
-    assert training_curves(build_results(record), []) is None
-
-
-def test_curves_show_the_aggregation(record: RunRecord, history: list[dict[str, Any]]) -> None:
-    steps = [{**step, "aggregation": {"A": {"weight": 0.4}, "B": {"weight": None}}} for step in history[:2]]
-    assert "Aggregation weight" in drawn(training_curves(build_results(record), steps))[1]
-    assert "Aggregation weight" not in drawn(training_curves(build_results(record), history))[1]
-
-
-def test_without_matplotlib_the_page_says_so(record: RunRecord, history: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "installed", lambda module: False)
-    page = Page(render_report(build_results(record), history))
-    assert not any(tag == "svg" for tag, _ in page.tags)
-
-
-def table(page: Page, caption: str) -> list[list[str]]:
-    """The one table whose caption begins so."""
-    (found,) = [table for own, table in zip(page.captions, page.tables, strict=True) if own.startswith(caption)]
-    return found
-
-
 def test_equal_models_share_a_column(record: RunRecord) -> None:
-    """FedAvg delivers one model in three roles."""
-    sites = {}
-    for name, dice in (("A", 0.4), ("B", 0.6)):
-        metrics = {model: {"dice": dice, "iou": dice / 2} for model in ("global", "personal", "deployed")}
-        sites[name] = SiteRecord("inside", {"train": 4}, metrics)
-    results = build_results(dataclasses.replace(record, sites=sites))
-    assert set(results["sites"]["A"]["metrics"]) == {"global", "personal", "deployed"}, "the results hold all of them"
-    page = Page(render_report(results))
-    assert page.tables[0][0] == ["site", "train", "validation", "test", "global = personal = deployed"]
-    assert page.tables[0][1:] == [["A", "4 (50 %)", "?", "?", "0.400"], ["B", "4 (50 %)", "?", "?", "0.600"], ["mean, inside", "", "0.500"]]
+    models = ("global", "personal", "deployed")
+    sites = {
+        name: SiteRecord("inside", {"train": 4}, {model: {"dice": dice, "iou": dice / 2} for model in models})
+        for name, dice in (("A", 0.4), ("B", 0.6))
+    }
+    page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
+    assert page.tables[0] == [
+        ["site", "train", "validation", "test", "global = personal = deployed"],
+        ["A", "4 (50 %)", "?", "?", "0.400"],
+        ["B", "4 (50 %)", "?", "?", "0.600"],
+        ["mean, inside", "", "0.500"],
+    ]
     assert table(page, "All metrics")[1] == ["global = personal = deployed"] * 2
 
 
-def test_counts_of_all_sites_together_and_of_each(classified: RunRecord) -> None:
-    page = Page(render_report(build_results(classified)))
-    together = [table for caption, table in zip(page.captions, page.tables, strict=True) if caption == "2 inside sites together"]
-    header = ["truth", "not <ill>", "<ill>"]
-    assert together[0] == [header, ["not <ill>", "0.750(6)", "0.250(2)"], ["<ill>", "0.625(5)", "0.375(3)"]], "the deployed model first"
-    assert together[1][2] == ["<ill>", "0.750(6)", "0.250(2)"]
-    assert page.captions.count("A") == 2 and page.captions.count("X") == 0, "what a site keeps back is not there"
-    areas = next(found for found in page.tables if found[0] == ["site", "<ill>"])
-    assert areas[1:] == [["A", "0.750 (0.500 to 1.000)"], ["B", "0.750"]]
-
-
-def test_curves_of_every_site(classified: RunRecord) -> None:
-    tables = class_tables(build_results(classified))
-    assert [of.model for of in tables] == ["deployed", "global"]
-    _, text = drawn(roc_curves(tables[0].points))
-    assert all(word in text for word in ("<ill>", "A", "B", "sensitivity"))
-    assert roc_curves({}) is None
-
-
-def test_traffic_and_time_of_every_site(classified: RunRecord) -> None:
-    found = table(Page(render_report(build_results(classified))), "Tensors on the wire and time")
-    assert found[1:] == [["A", "2.0 KiB", "1.0 KiB", "1 min 01 s"]]
-    older = build_results(dataclasses.replace(classified, costs={}))
-    del older["costs"]
-    assert "time at work" not in render_report(older), "results of earlier versions say nothing of it"
-
-
-def test_the_chosen_round_stands_at_the_top_and_in_the_curves(record: RunRecord, history: list[dict[str, Any]]) -> None:
-    model_selection = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}}]}}
-    results = build_results(dataclasses.replace(record, model_selection=model_selection))
-    text = render_report(results)
-    assert '<dd class="number">1 of 2</dd>' in text
-    assert training_curves(results, history) != training_curves(build_results(record), history)
-
-
-def test_a_page_renews_itself_only_while_the_run_goes_on(record: RunRecord, history: list[dict[str, Any]]) -> None:
+def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[dict[str, Any]]) -> None:
     html = render_report(build_results(dataclasses.replace(record, sites={}, running=True)), history[:1])
     assert ("meta", {"http-equiv": "refresh", "content": "10"}) in Page(html).tags
     assert "RUNNING" in Page(html).text and "1 of 2 rounds" in Page(html).text and "COMPLETED" not in html
     assert "http-equiv" not in render_report(build_results(record), history)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------------
+
+
+def text_of(svg: str | None) -> str:
+    assert svg is not None and "currentColor" in svg and figures.INK not in svg
+    return "".join(ElementTree.fromstring(svg).itertext())
+
+
+def test_training_curves_have_every_defined_value(record: RunRecord, history: list[dict[str, Any]]) -> None:
+    text = text_of(training_curves(build_results(record), history))
+    assert "Training loss" in text and "Validation Dice, global" in text and all(site in text for site in "ABC")
+    assert "personal" not in text and "Aggregation" not in text, "no value, no panel"
+    steps = [{**step, "aggregation": {"A": {"weight": 0.4}, "B": {"weight": None}}} for step in history[:2]]
+    assert "Aggregation weight" in text_of(training_curves(build_results(record), steps))
+    assert training_curves(build_results(record), []) is None
+
+
+def test_pages_without_matplotlib_have_no_figures(
+    record: RunRecord, history: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "installed", lambda module: module != "matplotlib")
+    assert "<svg" not in render_report(build_results(record), history) + render_site_report(segmented())
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------------
+
+
+def test_class_counts_of_all_sites_together_and_of_each(classified: RunRecord) -> None:
+    page = Page(render_report(build_results(classified)))
+    together = [content for caption, content in zip(page.captions, page.tables, strict=True) if caption == "2 inside sites together"]
+    header = ["truth", "not <ill>", "<ill>"]
+    assert together[0] == [header, ["not <ill>", "0.750(6)", "0.250(2)"], ["<ill>", "0.625(5)", "0.375(3)"]], "the deployed model first"
+    assert together[1][2] == ["<ill>", "0.750(6)", "0.250(2)"]
+    assert page.captions.count("A") == 2 and page.captions.count("X") == 0, "X keeps its counts back"
+    areas = next(content for content in page.tables if content[0] == ["site", "<ill>"])
+    assert areas[1:] == [["A", "0.750 (0.500 to 1.000)"], ["B", "0.750"]]
+    assert table(page, "Traffic and time")[1:] == [["A", "2.0 KiB", "1.0 KiB", "1 min 01 s"]]
+
+
+def test_counts_of_other_classes_are_left_out(classified: RunRecord) -> None:
+    """A hostile site reports a matrix of three classes where the task has two."""
+    counts = {"confusion": [[[1, 0, 0]] * 3], "roc": []}
+    sites = {**classified.sites, "A": dataclasses.replace(classified.sites["A"], classes={"deployed": counts})}
+    page = Page(render_report(build_results(dataclasses.replace(classified, sites=sites))))
+    assert page.captions.count("A") == 0 and page.captions.count("B") == 2
+
+
+def test_roc_curves_of_every_site(classified: RunRecord) -> None:
+    tables = class_tables(build_results(classified))
+    assert [of_model.model for of_model in tables] == ["deployed", "global"]
+    text = text_of(roc_curves(tables[0].sensitivities, "roc"))
+    assert all(word in text for word in ("<ill>", "A", "B", "sensitivity"))
+    assert roc_curves({}, "roc") is None
+
+
+# -- the site's own report ---------------------------------------------------------------------------------------------------
+
+NAMES = ("Meier", "<b>Roe</b>", "Xu")
+
+
+def segmented(**changes: object) -> SiteReport:
+    def cases(*dice: float) -> Cases:
+        return Cases(NAMES, {"dice": torch.tensor(dice, dtype=torch.float64)})
+
+    content: dict[str, Any] = {
+        "metrics": {"global": {"dice": 0.5}, "personal": {"dice": 0.8}, "deployed": {"dice": 0.8}},
+        "cases": {"global": cases(0.4, 0.5, 0.6), "personal": cases(0.9, 0.7, math.nan), "deployed": cases(0.9, 0.7, math.nan)},
+        **changes,
+    }
+    return SiteReport("fedsm", "A", "inside", content.pop("task", small_task()), {"train": 4, "validation": 2, "test": 3}, **content)
+
+
+def test_a_site_report_has_patients_model_by_model() -> None:
+    events = [{"round": None, "site": None, "kind": "warning", "message": "m"}]
+    html = render_site_report(segmented(pictures={"worst: Xu": b"\x89PNG"}, events=events))
+    assert html.startswith("<!doctype html>") and "<b>Roe" not in html and "&lt;b&gt;Roe" in html
+    assert "personal = deployed" in html and "0.800 (0.700 to 0.900)" in html
+    assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
+    assert not faults(html) and len(html) < 200_000
+    assert html.index("&lt;b&gt;Roe") < html.index("Meier"), "the lowest first"
+
+
+def test_a_site_without_any_value_has_a_report() -> None:
+    undefined = {role: {"dice": None} for role in ("global", "personal", "deployed")}
+    assert "Patient by patient" not in render_site_report(segmented(metrics=undefined, cases={role: Cases() for role in undefined}))
+
+
+def test_a_classification_site_report_has_counts_and_probabilities() -> None:
+    task = small_task("classification")
+    probabilities = torch.tensor([[0.8, 0.1, 0.1], [0.4, 0.5, 0.1], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]])
+    cases = Cases(("a", "a", "b", "c"), {}, probabilities, torch.tensor([0, 0, 1, 2]))
+    assert patient_values(cases, task) == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6})
+    html = render_site_report(segmented(task=task, metrics={"global": {"accuracy": 0.75}}, cases={"global": cases}))
+    assert "probability of the true class" in html and "Class by class" in html and html.count("<svg") == 2 and not faults(html)
+
+
+def test_patient_values_of_multilabel_classification() -> None:
+    task = small_task("classification", target="multilabel")
+    cases = Cases(("a", "b"), {}, torch.tensor([[0.9, 0.2, 0.5], [0.5, 0.5, 0.5]]), torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]))
+    assert patient_values(cases, task) == pytest.approx({"a": (0.9 + 0.8 + 0.5) / 3, "b": 0.5})
+
+
+def test_an_interval_needs_two_patients() -> None:
+    assert mean_interval({}) is None and mean_interval({"a": 0.3}) is None
+    values = {str(place): place / 20 for place in range(20)}
+    low, high = mean_interval(values) or (0.0, 0.0)
+    assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"
+    assert mean_interval(dict(reversed(values.items()))) == (low, high), "whatever the order"
+
+
+def test_the_lowest_patients_are_those_of_the_deployed_model() -> None:
+    shared = {"global = deployed": {"a": 0.1, "b": 0.9}, "personal": {"a": 0.9, "b": 0.2}}
+    assert list(lowest_patients(shared)) == ["a", "b"] and lowest_patients({}) == {}
+    assert deployed_heading(dict.fromkeys(["global", "undeployed", "personal"])) == "personal", (
+        "the last one if none is the deployed model's"
+    )

@@ -1,67 +1,174 @@
-"""results.json and report.html are found and read again; metrics.jsonl survives crashes and restarts."""
+"""results.json keeps its schema for complete, odd and failed runs; metrics.jsonl survives crashes and restarts."""
 
+import copy
 import dataclasses
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medflare.core.errors import StateError
-from medflare.evaluation import results
-from medflare.evaluation.results import LiveReport, RunRecord, append_round, find_results, load_results, read_rounds, write_results
+from medflare.evaluation import report
+from medflare.evaluation.report import LiveReport, write_results
+from medflare.evaluation.results import (
+    RunRecord,
+    append_round,
+    build_results,
+    find_results,
+    json_ready,
+    load_results,
+    read_rounds,
+    results_frame,
+    validate_results,
+)
+from medflare.tasks.config import TaskConfig
 
 
-def test_written_results_are_what_is_returned(tmp_path: Path, record: RunRecord) -> None:
+def test_every_key_of_the_schema_is_there(record: RunRecord) -> None:
+    results = build_results(record)
+    validate_results(results)
+    assert (results["schema"], results["method"], results["task"], results["seed"], results["rounds"]) == (1, "fedsm", "tiny", 7, 2)
+    assert (results["status"], results["reason"]) == ("COMPLETED", None)
+    assert results["traffic"] == {"down_bytes": 3 * 2**20, "up_bytes": 2**20}
+    message = "update to 'train' not used: model/w holds NaN or infinity"
+    assert results["events"][0] == {"round": 1, "site": "C", "kind": "rejected", "message": message}
+    assert list(results["sites"]) == ["A", "B", "C", "X"]
+    assert results["versions"]["python"].startswith("3.")
+    assert results["configuration"]["hyper"] == {"site": {"lam": 0.7}, "server": {"gamma": "tune", "selection": None}}
+
+
+def test_every_site_has_every_model_and_metric_and_undefined_is_null(record: RunRecord) -> None:
+    results = build_results(record)
+    sites = results["sites"]
+    for site in sites.values():
+        assert list(site["metrics"]) == ["global", "personal", "deployed"]
+        assert all(list(metrics) == ["dice", "iou", "hd95"] for metrics in site["metrics"].values())
+    assert sites["A"]["metrics"]["personal"]["hd95"] is None, "NaN"
+    assert sites["A"]["metrics"]["deployed"]["dice"] is None, "never measured"
+    assert sites["C"]["n"] == {"train": 3, "validation": None, "test": None}
+    assert sites["X"]["reports"]["deployed"] == {"global": 5, "A": 1, "B": 3}
+    frame = results_frame(results).set_index(["site", "model", "metric"])
+    assert len(frame) == 4 * 3 * 3 and frame.loc[("B", "personal", "dice"), "value"] == 0.8
+    assert np.isnan(frame.loc[("A", "deployed", "dice"), "value"]) and frame.loc[("X", "global", "iou"), "role"] == "outside"
+
+
+def test_the_confusion_of_a_selector_has_inside_sites_that_report_counts(selecting: RunRecord, record: RunRecord) -> None:
+    assert build_results(selecting)["selector"] == {**selecting.selector, "confusion": {"A": {"A": 2, "B": 1}}}
+    assert "selector" not in build_results(record)
+
+
+def test_means_by_hand(record: RunRecord) -> None:
+    mean = build_results(record)["mean"]
+    assert mean["inside"]["global"]["dice"] == pytest.approx((0.4 + 0.6) / 2), "C is left out"
+    assert mean["inside"]["personal"]["hd95"] == 2, "A's NaN is left out"
+    assert mean["inside"]["deployed"]["dice"] is None
+    assert mean["outside"]["deployed"]["dice"] == 0.75
+
+
+def test_a_further_model_is_kept(record: RunRecord) -> None:
+    outside = record.sites["X"]
+    compared = dataclasses.replace(outside, metrics={**outside.metrics, "tent": {"dice": 0.9, "iou": 0.8, "hd95": 1.0}})
+    results = build_results(dataclasses.replace(record, sites={**record.sites, "X": compared}))
+    validate_results(results)
+    assert results["mean"]["outside"]["tent"]["dice"] == 0.9
+    assert results["sites"]["A"]["metrics"]["tent"]["dice"] is None
+
+
+def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
+    results = build_results(RunRecord("fedavg", task, 0, 5, {}, reason="no data root"))
+    validate_results(results)
+    assert (results["status"], results["reason"]) == ("FAILED", "no data root")
+    assert results["mean"]["inside"]["global"]["dice"] is None
+
+
+def _set(*path_and_value: Any) -> Callable[[dict[str, Any]], None]:
+    *path, value = path_and_value
+
+    def change(results: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            results = results[key]
+        results[path[-1]] = value
+
+    return change
+
+
+VIOLATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing key": (lambda results: results.pop("traffic"), "traffic"),
+    "other schema": (_set("schema", 2), "schema"),
+    "number as text": (_set("seed", "7"), "seed"),
+    "NaN": (_set("sites", "A", "metrics", "global", "dice", math.nan), "sites.A.metrics.global.dice"),
+    "unknown role": (_set("sites", "A", "role", "visitor"), "sites.A.role"),
+    "no personal model": (lambda results: results["sites"]["A"]["metrics"].pop("personal"), "personal"),
+    "unknown event": (_set("events", 0, "kind", "oops"), "oops"),
+    "negative bytes": (_set("traffic", "up_bytes", -1), "traffic.up_bytes"),
+    "negative bytes of a site": (_set("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}), "costs.A.up_bytes"),
+    "failed without reason": (_set("status", "FAILED"), "reason"),
+    "completed with reason": (_set("reason", "because"), "reason"),
+    "hyper-parameters of no algorithm": (_set("configuration", "hyper", {"lam": 0.7}), "configuration.hyper.site"),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_violation_of_the_schema_is_named(record: RunRecord, name: str) -> None:
+    change, expected = VIOLATIONS[name]
+    results = copy.deepcopy(build_results(record))
+    change(results)
+    with pytest.raises(ValueError, match=expected):
+        validate_results(results)
+
+
+def test_json_ready() -> None:
+    odd = {1: (np.int64(2), np.float64(0.5), math.inf), "path": Path("a/b"), "flag": True, "set": {"b", "a"}, "none": None}
+    assert json_ready(odd) == {"1": [2, 0.5, None], "path": "a/b", "flag": True, "set": ["a", "b"], "none": None}
+    with pytest.raises(TypeError, match="object"):
+        json_ready({"x": object()})
+
+
+# -- files -------------------------------------------------------------------------------------------------------------------
+
+
+def test_written_results_are_returned_and_read_again(tmp_path: Path, record: RunRecord) -> None:
     results = write_results(tmp_path / "medflare", record)
-    assert json.loads((tmp_path / "medflare" / "results.json").read_text()) == results
+    assert json.loads((tmp_path / "medflare" / "results.json").read_text()) == results == load_results(tmp_path)
     assert (tmp_path / "medflare" / "report.html").read_text().startswith("<!doctype html>")
-    assert load_results(tmp_path) == results
 
 
-# -- finding and loading ---------------------------------------------------------------------------------------------------
-
-
-def test_newest_results_below_a_workspace_are_found(tmp_path: Path, record: RunRecord) -> None:
+def test_the_newest_results_below_a_workspace_are_read(tmp_path: Path, record: RunRecord) -> None:
     old, new = (tmp_path / "server" / job / "medflare" for job in ("first", "second"))
     write_results(old, record)
     write_results(new, dataclasses.replace(record, seed=8))
     os.utime(old / "results.json", (1, 1))
     assert find_results(tmp_path) == new / "results.json"
-    assert load_results(old)["seed"] == 7
-    assert load_results(old / "results.json")["seed"] == 7
+    assert load_results(old)["seed"] == load_results(old / "results.json")["seed"] == 7
 
 
-def test_missing_results_are_an_error_that_names_the_place(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=str(tmp_path)):
-        load_results(tmp_path)
-    with pytest.raises(StateError, match="nowhere"):
-        load_results(Path("nowhere"))
+def test_missing_results_raise_an_error_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "task.json").write_text("{}")
-    with pytest.raises(StateError, match="task"):
-        load_results(tmp_path / "task.json")
+    for path, token in ((tmp_path, str(tmp_path)), (Path("nowhere"), "nowhere"), (tmp_path / "task.json", "task")):
+        with pytest.raises(StateError, match=token):
+            load_results(path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])
-def test_damaged_results_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+def test_damaged_results_raise_an_error_with_the_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(StateError, match=r"results\.json"):
         load_results(tmp_path)
 
 
-# -- metrics.jsonl ---------------------------------------------------------------------------------------------------------
-
-
-def test_rounds_round_trip(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+def test_steps_are_appended_and_read(tmp_path: Path, history: list[dict[str, Any]]) -> None:
     assert read_rounds(tmp_path) == []
     for line in history:
         append_round(tmp_path / "new", line)
     assert read_rounds(tmp_path / "new") == history
-    assert len((tmp_path / "new" / "metrics.jsonl").read_text().splitlines()) == len(history)
 
 
-def test_a_line_cut_short_spoils_only_itself(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+def test_a_line_cut_short_is_skipped(tmp_path: Path, history: list[dict[str, Any]]) -> None:
     append_round(tmp_path, history[0])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "rou')
@@ -69,37 +176,36 @@ def test_a_line_cut_short_spoils_only_itself(tmp_path: Path, history: list[dict[
     assert read_rounds(tmp_path) == history[:2]
 
 
-def test_a_repeated_step_counts_once_in_its_last_form(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+def test_of_a_repeated_step_the_last_line_counts(tmp_path: Path, history: list[dict[str, Any]]) -> None:
     for line in (*history[:2], {**history[1], "seconds": 9.0}, history[2]):
         append_round(tmp_path, line)
     assert [(line["round"], line["seconds"]) for line in read_rounds(tmp_path)] == [(0, 1.5), (1, 9.0), (2, 0.2)]
 
 
-# -- while a run goes on ---------------------------------------------------------------------------------------------------
+# -- the report of a run in progress -----------------------------------------------------------------------------------------
 
 
-def test_a_running_report_is_written_when_it_is_time_and_replaced_at_the_end(
+def test_a_live_report_is_written_when_due_and_replaced_at_the_end(
     tmp_path: Path, record: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = dataclasses.replace(record, running=True)
-    live = LiveReport()
-    assert live.refresh(tmp_path, lambda: running) == "" and not any(tmp_path.iterdir()), "not in the first seconds"
-    monkeypatch.setattr(results, "_PAUSE", 0.0)
+    assert LiveReport().refresh(tmp_path, lambda: running) == "" and not any(tmp_path.iterdir()), "not in the first seconds"
+    monkeypatch.setattr(report, "_PAUSE", 0.0)
     live = LiveReport()
     assert live.refresh(tmp_path, lambda: running) == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"], "results are for the end"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"], "no results.json"
     written = (tmp_path / "report.html").read_text()
     assert "RUNNING" in written and 'http-equiv="refresh"' in written
-    assert live.refresh(tmp_path, lambda: pytest.fail("it is too early")) == "", "it took its time, and the run gets fifty times that"
+    assert live.refresh(tmp_path, lambda: pytest.fail("not due")) == "", "at most a fiftieth of the run's time"
     write_results(tmp_path, record)
-    assert "RUNNING" not in (tmp_path / "report.html").read_text() and load_results(tmp_path)["status"] == "COMPLETED"
+    assert "RUNNING" not in (tmp_path / "report.html").read_text()
 
 
-def test_a_report_that_cannot_be_drawn_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_report_that_fails_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> RunRecord:
         raise ValueError("odd")
 
-    monkeypatch.setattr(results, "_PAUSE", 0.0)
+    monkeypatch.setattr(report, "_PAUSE", 0.0)
     live = LiveReport()
     assert live.refresh(tmp_path, broken) == "ValueError: odd"
     assert live.refresh(tmp_path, broken) == ""

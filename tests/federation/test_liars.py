@@ -17,8 +17,7 @@ from federation.strategies import cases, copied
 from medflare.core.events import EventLog
 from medflare.core.manifest import non_finite
 from medflare.core.message import Message
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.results import REPORT_FILE, append_round
+from medflare.evaluation.results import REPORT_FILE, append_round, validate_results
 from medflare.federation.exchange import Reply, Transport
 from medflare.federation.outcome import Outcome
 from medflare.federation.settings import ENROL, FINALIZE

@@ -12,8 +12,7 @@ from helpers.final_models import weights
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.data.local import Bounds
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.results import load_results
+from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method

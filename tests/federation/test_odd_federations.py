@@ -11,8 +11,7 @@ import medflare
 from helpers import small_tasks
 from medflare.core.errors import ConfigError
 from medflare.data.splits import SiteData, Split
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.results import read_rounds
+from medflare.evaluation.results import read_rounds, validate_results
 from medflare.inference.deployed import load_model
 from medflare.methods.grace import server as grace
 from medflare.tasks.config import TaskConfig, load_task

@@ -45,8 +45,8 @@ def test_every_step_is_a_line_and_has_its_number(tmp_path: Path) -> None:
 
 
 def test_the_report_is_there_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medflare.evaluation.results._PAUSE", 0.0)
-    monkeypatch.setattr("medflare.evaluation.results._PAUSES", 0)
+    monkeypatch.setattr("medflare.evaluation.report._PAUSE", 0.0)
+    monkeypatch.setattr("medflare.evaluation.report._PAUSES", 0)
     seen: list[str] = []
     run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path, observe=lambda step: seen.append((tmp_path / "report.html").read_text()))
     assert len(seen) == 3 and all("RUNNING" in page for page in seen), "two rounds and the look at the last models"
@@ -58,7 +58,7 @@ def test_no_run_ends_for_a_report_of_the_way(tmp_path: Path, monkeypatch: pytest
     def broken(*given: object) -> str:
         raise ValueError("odd")
 
-    monkeypatch.setattr("medflare.evaluation.results._PAUSE", 0.0)
+    monkeypatch.setattr("medflare.evaluation.report._PAUSE", 0.0)
     draw, monkeys = report.render_report, iter([broken])
     monkeypatch.setattr(report, "render_report", lambda *given: next(monkeys, draw)(*given))
     results = run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path)

@@ -22,7 +22,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import ALGORITHMS, described
 from medflare.core.message import Message
 from medflare.core.store import read_message
-from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import validate_results
 from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local

@@ -15,6 +15,8 @@ from medflare.studies.figures import (
 )
 from medflare.studies.statistics import Run
 
+pytestmark = pytest.mark.figures
+
 
 def text(svg: str | None) -> str:
     """The words in a figure, which must be whole XML."""

@@ -10,8 +10,7 @@ import pytest
 from medflare.cli import main
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import halved
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.methods.catalogue import get_method
 from medflare.studies.archive import STUDY_FILE, read_runs, write_run
 from medflare.studies.candidates import REFERENCES, Candidate

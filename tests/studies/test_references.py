@@ -8,7 +8,7 @@ import torch
 
 from helpers.small_tasks import small_task, stacked, tiny_phantom
 from medflare.data.splits import SiteData, Split
-from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
 from medflare.studies.references import CONSTANT, batch_statistics, constant_answer, pooled, single_site

@@ -356,8 +356,7 @@ def _check_resumable(path: Path) -> None:
         StateError: no interrupted run of the plain loop.
     """
     from medflare.core.store import StateStore
-    from medflare.evaluation.names import COMPLETED, FOLDER, RESULTS_FILE
-    from medflare.evaluation.results import load_results
+    from medflare.evaluation.results import COMPLETED, FOLDER, RESULTS_FILE, load_results
     from medflare.federation.checkpoint import CHECKPOINT, stored_plan
     from medflare.tasks.config import load_task
 

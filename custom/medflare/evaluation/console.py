@@ -1,15 +1,33 @@
-"""What a run says while it works and when it ends: one line a step, one table. Plain text in a log file, colour on a terminal."""
+"""What a run prints: one line per step, and the table of its results. Plain text in a log file, colour on a terminal."""
 
+import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from medflare.core.packages import installed
-from medflare.evaluation.doubts import doubts
-from medflare.evaluation.names import COMPLETED, REPORT_FILE, RESULTS_FILE
-from medflare.evaluation.presentation import format_metric, format_seconds
-from medflare.evaluation.results import find_results, load_results
+from medflare.evaluation.presentation import (
+    doubts,
+    event_counts,
+    format_bytes,
+    format_metric,
+    format_seconds,
+    is_best,
+    lower_is_better,
+    metric_label,
+    metric_names,
+    model_columns,
+    ordered_sites,
+    selector_line,
+    synthetic_source,
+)
+from medflare.evaluation.results import COMPLETED, FAILED, REPORT_FILE, RESULTS_FILE, ROLES, SPLITS, find_results, load_results
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDE = 10_000  # columns, where nothing is cut or wrapped
 
 
 def round_line(
@@ -21,28 +39,27 @@ def round_line(
     seconds: float,
     aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> str:
-    """One step in one line: every site's loss and validation metrics, or why its update was not used, and its aggregation's numbers.
+    """One step in one line: each site's loss, validation metrics and ε, or why its update was not used, and its aggregation numbers.
 
     Args:
-        round: 0-based; `rounds` itself for the look at the last round's models.
-        meta: site -> meta of its reply; "loss", "validation" (model -> metric) and the ε of "privacy" are shown.
+        round: 0-based; `rounds` for the validation of the last round's models.
+        meta: site -> metadata of its reply.
         rejected: site -> reason.
-        seconds: that the step took.
-        aggregation: site -> what the server made of it, for example its weight.
+        aggregation: site -> numbers of the server about it, for example its weight.
 
     Returns:
         For example "round 2 (3/20) train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
     """
     after = f"after round {rounds - 1}" if rounds else "without a round"
     place = after if round >= rounds else f"round {round} ({round + 1}/{rounds})"
-    shown = {site: [site, *_step_facts(meta[site])] for site in meta}
-    shown.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
+    parts = {site: [site, *_reply_parts(meta[site])] for site in meta}
+    parts.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
     for site, numbers in (aggregation or {}).items():
-        shown.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
-    return f"{place} {phase}: " + " | ".join([*(" ".join(shown[site]) for site in sorted(shown)), format_seconds(seconds)])
+        parts.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
+    return f"{place} {phase}: " + " | ".join([*(" ".join(parts[site]) for site in sorted(parts)), format_seconds(seconds)])
 
 
-def _step_facts(meta: Mapping[str, Any]) -> list[str]:
+def _reply_parts(meta: Mapping[str, Any]) -> list[str]:
     parts = [] if meta.get("loss") is None else [f"loss {meta['loss']:.4f}"]
     parts += [f"{model} {format_metric('', value)}" for model, value in meta.get("validation", {}).items()]
     if "privacy" in meta:
@@ -51,37 +68,108 @@ def _step_facts(meta: Mapping[str, Any]) -> list[str]:
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """The result table as plain text that a log can hold, and a line for each doubt about the deployed model (`doubts`) under it.
-
-    Where Rich, which draws the table, is not installed, one line stands in for it.
-    """
-    if not installed("rich"):
-        outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
-        table = f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"
-    else:
-        from medflare.evaluation.tables import plain_table
-
-        table = plain_table(results)
-    return "\n".join([table, *(f"WARNING {doubt.line}" for doubt in doubts(results["events"]))])
+    """The result table as plain text for a log, with a line for each reason to doubt the deployed model."""
+    buffer = io.StringIO()
+    print_results(results, buffer)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
 def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """The result table on a terminal, with colour and cut to the task's own metric where the window is narrow; else plain text.
+    """Print the result table; a terminal gets colour, and a narrow one only the task's own metric.
 
     Args:
-        file: where to; None: standard output.
+        file: None: standard output.
     """
     stream = sys.stdout if file is None else file
-    if not (stream.isatty() and installed("rich")):
-        stream.write(results_table(results) + "\n")
+    if not installed("rich"):
+        outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
+        lines = [f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"]
+        stream.write("\n".join([*lines, *(f"WARNING {doubt.line}" for doubt in doubts(results["events"]))]) + "\n")
         return
-    from medflare.evaluation.tables import print_table
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.text import Text
 
-    print_table(results, stream)
+    terminal = stream.isatty()
+    console = Console(file=stream, force_terminal=terminal, highlight=False, width=None if terminal else _WIDE)
+    metrics = metric_names(results)
+    table = _metrics_table(results, metrics)
+    if Measurement.get(console, console.options.update_width(_WIDE), table).maximum > console.width:
+        table = _metrics_table(results, metrics[:1])
+    summary = Text("\n".join(_summary(results)))
+    summary.highlight_words([COMPLETED], "bold green")
+    summary.highlight_words([FAILED], "bold red")
+    console.print(summary, table, sep="\n")
+    if line := selector_line(results):
+        console.print(Text(line))
+    for title, rows in results.get("tables", {}).items():
+        console.print(_method_table(title, rows))
+    for doubt in doubts(results["events"]):
+        console.print(Text(f"WARNING {doubt.line}", "bold yellow"))
+
+
+def _summary(results: Mapping[str, Any]) -> list[str]:
+    """Method, task, status, cost and number of events; the reason of a failure."""
+
+    def counted(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's'}"
+
+    title = f"{results['method']} on {results['task']}, {counted(results['rounds'], 'round')}, seed {results['seed']}: {results['status']}"
+    lines = [title + (f": {results['reason']}" if results["reason"] else ""), synthetic_source(results)]
+    traffic, total, events = results["traffic"], results["seconds"].get("total"), results["events"]
+    cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]
+    cost += [format_seconds(total)] if total is not None else []
+    cost += [f"{counted(len(events), 'event')}, listed in the report"] if events else []
+    return [line for line in (*lines, "; ".join(cost), event_counts(events)) if line]
+
+
+def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table":
+    """A row for each site, a column for each metric and model; the best model of a site is bold."""
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = model_columns(results)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("site", "role", "images\n" + "/".join(SPLITS)):
+        table.add_column(heading)
+    for metric in metrics:
+        for heading in columns:
+            arrow = " ↓" if lower_is_better(metric) else ""
+            table.add_column(f"{metric_label(metric)}{arrow}\n" + heading.replace(" = ", "\n= "), justify="right")
+
+    def add_row(name: str, role: str, images: str, models: Mapping[str, Mapping[str, float | None]]) -> None:
+        cells = [
+            Text(format_metric(metric, models[model][metric]), "bold green" if is_best(models, model, metric) else "")
+            for metric in metrics
+            for model in columns.values()
+        ]
+        table.add_row(Text(name), role, images, *cells)
+
+    sites = ordered_sites(results)
+    for name, site in sites.items():
+        images = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
+        add_row(name, site["role"], images, site["metrics"])
+    for role in ROLES if metrics else ():
+        if sum(site["role"] == role for site in sites.values()) > 1:
+            add_row("mean", role, "", results["mean"][role])
+    return table
+
+
+def _method_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> "Table":
+    """What a method reports of its sites beside metrics, one column per site: there are more values than sites."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in (title, *rows):
+        table.add_column(Text(heading))
+    for name in dict.fromkeys(name for row in rows.values() for name in row):
+        table.add_row(Text(name), *(Text(str(row.get(name, ""))) for row in rows.values()))
+    return table
 
 
 def show_results(path: Path, file: IO[str] | None = None) -> bool:
-    """Print the results found at `path` (see `results.find_results`) and where the report lies; whether the run completed.
+    """Print the results at `path` (see `find_results`) and the path of the report; True if the run completed.
 
     Raises:
         StateError: there is no results.json, or it is damaged.

@@ -1,12 +1,14 @@
-"""The report's figures as inline SVG: text in the page's own font and colour, so that they fit a light and a dark page."""
+"""Figures as SVG: text has the page's own font and colour, so that they fit a light and a dark page."""
 
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from medflare.evaluation.names import MODELS
+from medflare.core.packages import installed
 from medflare.evaluation.presentation import metric_label
+from medflare.evaluation.results import MODELS
 from medflare.tasks.classes import FALSE_ALARMS
 
 if TYPE_CHECKING:
@@ -16,68 +18,89 @@ if TYPE_CHECKING:
 # Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008, without yellow and black).
 COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
+_LINES: Final = ("-", "--", ":", "-.")
+INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
 _LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
-_MANY: Final = 500  # marks that are drawn one by one
-_GOLDEN: Final = 0.6180339887  # its multiples are spread evenly
-INK: Final = "#010203"  # stands for the page's text colour until the SVG is finished
+_RASTERIZED: Final = 500  # patients; more are drawn as one image
+_GOLDEN: Final = 0.6180339887  # its multiples modulo 1 are spread evenly
+
+Points = Sequence[tuple[float, float]]
 
 
-def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Loss, validation metric and place in the aggregation of every site over the rounds as SVG; None where no step was finished.
+@dataclass(frozen=True)
+class Panel:
+    """One of several line plots side by side.
 
-    A validation metric at round r belongs to the models that the round started from: those that r rounds of training made. A dotted line
-    stands where a model was chosen.
+    Attributes:
+        lines: label -> points (x, y).
+        at: x of a dotted vertical line.
+    """
+
+    title: str
+    lines: Mapping[str, Points]
+    x: str
+    y: str = ""
+    at: float | None = None
+
+
+def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
+    """Line plots with one legend below them as SVG; None if there are none.
 
     Args:
-        history: one mapping a step, see `results.append_round`.
+        name: of the figure; unique in its page.
+        unit_square: axes from 0 to 1 with the diagonal, as for ROC curves.
     """
-    panels = _curves(history)
     if not panels:
         return None
-    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
-    sites = sorted({site for lines in panels.values() for site in lines})
-    elected = {model: election["round"] for model, election in results.get("model_selection", {}).items()}
-    chosen = {model: round for model, round in elected.items() if round is not None}  # nobody chose where nothing was trained
-
+    labels = sorted({label for panel in panels for label in panel.lines})
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
+    width = 3.4 * max(2, columns)
+    legend_columns = max(1, min(8, len(labels), int(12 * width / (max(map(len, labels)) + 6))))
+    legend = 0.2 * -(-len(labels) // legend_columns)  # inches
+    height = (3.4 if unit_square else 2.7) * rows + legend + 0.2
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots(rows, columns, squeeze=False).flat
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
-        for axis, (title, lines) in zip(axes, panels.items(), strict=False):
-            for site, points in sorted(lines.items()):
-                rounds, values = zip(*points, strict=True)
-                style = look_of(sites.index(site))
-                axis.plot(rounds, values, label=site, linewidth=1.6, markersize=3.5 if len(rounds) < 40 else 0, **style)
-            if title in chosen:
-                axis.axvline(chosen[title], color=INK, alpha=0.4, linewidth=1, linestyle=":")
-            axis.set_title(_heading(title, metric), fontsize=10, loc="left")
-            axis.set_xlabel("round" if title == _LOSS or title.startswith(_AGGREGATION) else "rounds of training")
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            quieten(axis)
-        _legend(figure)
+        for axis, panel in zip(axes, panels, strict=False):
+            for label, points in panel.lines.items():
+                place = labels.index(label)
+                style = {"color": COLOURS[place % 8], "marker": _MARKERS[place % 8], "linestyle": _LINES[place // 8 % 4]}
+                axis.plot(*zip(*points, strict=True), label=label, linewidth=1.6, markersize=3.5 if len(points) < 40 else 0, **style)
+            if panel.at is not None:
+                axis.axvline(panel.at, color=INK, alpha=0.4, linewidth=1, linestyle=":")
+            axis.set_title(panel.title, fontsize=10, loc="left")
+            axis.set(xlabel=panel.x, ylabel=panel.y)
+            if unit_square:
+                axis.plot([0, 1], [0, 1], color=INK, alpha=0.25, linewidth=1)
+                axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+            else:
+                axis.xaxis.get_major_locator().set_params(integer=True)
+            _plain_axis(axis)
+        # Fixed margins: matplotlib's own layout takes more than twice the time.
+        margins = {"left": 0.6 / width, "right": 1 - 0.1 / width, "bottom": (0.6 + legend) / height, "top": 1 - 0.35 / height}
+        figure.subplots_adjust(**margins, hspace=0.4, wspace=0.25)
+        handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=legend_columns, frameon=False)
 
-    return as_svg(draw, width=3.4 * max(2, columns), height=2.7 * rows + 0.4 + 0.2 * (len(sites) // 8))
+    return as_svg(draw, width, height, name)
 
 
-def _heading(panel: str, metric: str) -> str:
-    """A method may validate what is no model of the task: a selector has an accuracy of its own."""
-    if panel == _LOSS:
-        return "Training loss"
-    if panel.startswith(_AGGREGATION):
-        return panel
-    return f"Validation {metric}, {panel}" if panel in MODELS else f"Validation, {panel}"
+def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Loss, validation metric and aggregation numbers of every site over the rounds as SVG; None without a finished step.
 
+    A validation metric at round r belongs to the models after r rounds of training. A dotted line marks the selected round.
 
-def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Panel (the loss, a model, or a number of the aggregation) -> site -> (round, value), what is undefined left out."""
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    Args:
+        history: one mapping per step, see `results.append_round`.
+    """
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # panel -> site -> points
 
     def add(panel: str, site: str, round: int, value: object) -> None:
         if isinstance(value, int | float):
-            panels.setdefault(panel, {}).setdefault(site, []).append((round, float(value)))
+            lines.setdefault(panel, {}).setdefault(site, []).append((round, float(value)))
 
     for step in history:
         for site, meta in step["sites"].items():
@@ -86,124 +109,92 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tu
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():
                 add(f"{_AGGREGATION} {name}", site, step["round"], value)
-    return panels
+    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
+    selected = {model: selection["round"] for model, selection in results.get("model_selection", {}).items()}
+
+    def title(panel: str) -> str:
+        if panel in MODELS:
+            return f"Validation {metric}, {panel}"
+        if panel.startswith(_AGGREGATION):
+            return panel
+        return "Training loss" if panel == _LOSS else f"Validation, {panel}"  # a selector has an accuracy of its own
+
+    def x(panel: str) -> str:
+        return "round" if panel == _LOSS or panel.startswith(_AGGREGATION) else "rounds of training"
+
+    return line_panels([Panel(title(name), sites, x(name), at=selected.get(name)) for name, sites in lines.items()], "training")
 
 
-def roc_curves(points: Mapping[str, Mapping[str, Sequence[float]]]) -> str | None:
-    """ROC curves as SVG, a panel for each class; None where there is none.
+def roc_curves(sensitivities: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> str | None:
+    """ROC curves as SVG, one panel per class; None if there are none.
 
     Args:
-        points: class -> name of a line -> sensitivities, see `tasks.classes.FALSE_ALARMS`.
+        sensitivities: class -> label of a line -> sensitivity at each of `tasks.classes.FALSE_ALARMS`.
+        name: of the figure; unique in its page.
     """
-    if not points:
-        return None
-    names = sorted({name for lines in points.values() for name in lines})
-    columns = min(3, len(points))
-    rows = -(-len(points) // columns)
-    width, height = 3.4 * max(2, columns), 3.4 * rows + 0.3 + 0.2 * (len(names) // 8)
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots(rows, columns, squeeze=False).flat
-        for axis in axes[len(points) :]:
-            axis.set_visible(False)
-        for axis, (curve, lines) in zip(axes, points.items(), strict=False):
-            axis.plot([0, 1], [0, 1], color=INK, alpha=0.25, linewidth=1)
-            for name, values in lines.items():
-                axis.plot(FALSE_ALARMS, values, label=name, linewidth=1.6, markersize=3, **look_of(names.index(name)))
-            axis.set_title(curve, fontsize=10, loc="left")
-            axis.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-            quieten(axis)
-        margins = {"left": 0.55 / width, "right": 1 - 0.1 / width, "bottom": 0.85 / height, "top": 1 - 0.35 / height}
-        figure.subplots_adjust(**margins, hspace=0.35, wspace=0.25)
-        _legend(figure, "lower center")
-
-    return as_svg(draw, width, height, layout=None)
+    axes = "1 - specificity", "sensitivity"
+    panels = [
+        Panel(title, {label: list(zip(FALSE_ALARMS, values, strict=True)) for label, values in lines.items()}, *axes)
+        for title, lines in sensitivities.items()
+    ]
+    return line_panels(panels, name, unit_square=True)
 
 
 def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str) -> str | None:
-    """A mark for every patient, a row for every model, with the mean and its interval, as SVG; None where there is no value.
+    """A mark for every patient, a row for every model, with the mean and its interval, as SVG; None if there is no value.
 
     Args:
         values: model -> patient -> value.
-        intervals: model -> that of the mean.
+        intervals: model -> interval of the mean.
     """
     if not values:
         return None
 
     def draw(figure: "Figure") -> None:
+        figure.set_layout_engine("constrained")
         axis = figure.subplots()
-        for row, (model, found) in enumerate(values.items()):
-            points = [found[patient] for patient in sorted(found)]
-            places = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]  # apart, and at the same place every time
+        for row, (model, of_model) in enumerate(values.items()):
+            points = [of_model[patient] for patient in sorted(of_model)]
+            heights = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]
             style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": COLOURS[row % len(COLOURS)]}
-            axis.plot(points, places, linestyle="none", rasterized=len(points) > _MANY, **style)
-            mean, interval = sum(points) / len(points), intervals[model]
+            axis.plot(points, heights, linestyle="none", rasterized=len(points) > _RASTERIZED, **style)
+            interval = intervals[model]
             if interval is not None:
                 axis.plot(interval, [row, row], color=INK, linewidth=2)
-            axis.plot([mean], [row], marker="D", markersize=7, color=INK)
+            axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), list(values))
         axis.set_ylim(len(values) - 0.5, -0.5)
         axis.set_xlabel(label)
-        quieten(axis, grid="x")
+        _plain_axis(axis, grid="x")
 
-    return as_svg(draw, width=10.2, height=0.7 + 0.6 * len(values))
-
-
-def _legend(figure: "Figure", place: str = "outside lower center") -> None:
-    """One below all panels, each label once."""
-    handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc=place, ncols=min(8, len(handles)), frameon=False)
+    return as_svg(draw, 10.2, 0.7 + 0.6 * len(values), "patients")
 
 
-def look_of(place: int, line: bool = True) -> dict[str, Any]:
-    """Colour and marker differ together; after eight sites the line style does too."""
-    look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
-    return {**look, "linestyle": ("-", "--", ":", "-.")[place // len(COLOURS) % 4]} if line else look
-
-
-def with_own_ids(page: str) -> str:
-    """A page whose figures name their parts apart: matplotlib counts anew in each, and a page has every name once.
-
-    Args:
-        page: HTML with SVG elements in it.
-
-    Examples:
-        >>> with_own_ids('<svg><g id="axes_1"><clipPath id="c"/><path clip-path="url(#c)"/></g></svg><svg><g id="axes_1"/></svg>')
-        '<svg><g><clipPath id="figure-1-c"/><path clip-path="url(#figure-1-c)"/></g></svg><svg><g/></svg>'
-    """
-    number = 0
-
-    def renamed(found: re.Match[str]) -> str:
-        nonlocal number
-        number += 1
-        used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', found[0]))
-        own = re.sub(r' id="([^"]*)"', lambda name: f' id="figure-{number}-{name[1]}"' if name[1] in used else "", found[0])
-        return re.sub(r'(url\(#|href="#)', rf"\g<1>figure-{number}-", own)
-
-    return re.sub(r"<svg\b.*?</svg>", renamed, page, flags=re.DOTALL)
-
-
-def quieten(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
+def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
     axis.grid(axis=grid, color=INK, alpha=0.12, linewidth=0.8)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(length=0)
 
 
-def as_svg(draw: Callable[["Figure"], None], width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> str:
-    """Run `draw` on a figure of `width` x `height` inches; the SVG element without a fixed size, the page scales it.
+def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: str) -> str | None:
+    """Call `draw` on a figure of `width` x `height` inches; an SVG element without a fixed size, or None without matplotlib.
 
-    Without a layout, `draw` places the panels itself: that takes less than half the time.
+    Args:
+        name: of the figure; ids in the SVG depend on it, so that figures of one page share none.
     """
+    if not installed("matplotlib"):
+        return None
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    settings = {**ink, "svg.fonttype": "none", "svg.hashsalt": "medflare", "font.size": 9, "axes.facecolor": "none", "path.simplify": True}
-    with rc_context(settings):
-        figure = Figure(figsize=(width, height), layout=layout)
+    with rc_context({**ink, "svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "axes.facecolor": "none", "path.simplify": True}):
+        figure = Figure(figsize=(width, height))
         draw(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

@@ -1,17 +1,21 @@
-"""How names and numbers of a results dict are shown: the same on the console, in the report and in tables of the documentation."""
+"""Numbers, names and warnings of a results dict as text: the same on the console, in reports and in the tables of studies."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
+from medflare.core.events import DOUBTS
 from medflare.tasks.metrics_table import METRICS
 
 UNDEFINED: Final = "–"
-_NAMED: Final = 5  # sites that a line names
+_MOST: Final = 5  # sites, or events, that one line names
+
+# -- numbers -----------------------------------------------------------------------------------------------------------------
 
 
 def metric_label(metric: str) -> str:
-    """The metric's name in words; unknown metrics keep their own."""
+    """The metric's name in words."""
     return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
 
 
@@ -21,14 +25,43 @@ def lower_is_better(metric: str) -> bool:
 
 
 def format_metric(metric: str, value: float | None) -> str:
-    """Three decimals for shares, one for pixels, a dash where the metric is undefined."""
+    """Three decimals for shares, one for distances, a dash for an undefined value."""
     if value is None:
         return UNDEFINED
     return f"{value:.1f}" if lower_is_better(metric) else f"{value:.3f}"
 
 
+def format_interval(value: float, interval: tuple[float, float] | None) -> str:
+    """For example "0.912 (0.840 to 0.984)"; the value alone without an interval."""
+    return f"{value:.3f}" if interval is None else f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with binary prefixes: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration: "0.43 s", "12.1 s", "3 min 20 s", "2 h 05 min"."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_setting(value: Any) -> str:
+    """A setting as `--set` takes it: true, false and none in lower case, list items separated by commas."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(format_setting, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def best_value(metric: str, values: Iterable[float | None]) -> float | None:
-    """The best of the defined values; None where they do not differ: there is nothing to be better than."""
+    """The best of the defined values; None if they do not differ."""
     defined = {value for value in values if value is not None}
     if len(defined) < 2:
         return None
@@ -36,7 +69,7 @@ def best_value(metric: str, values: Iterable[float | None]) -> float | None:
 
 
 def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
-    """Whether this model is the best of the site's (or the mean's) models by the metric.
+    """Whether a model is the best of a site's (or the mean's) models by a metric.
 
     Args:
         models: model -> metric -> value.
@@ -50,17 +83,53 @@ def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric
     return value is not None and value == best_value(metric, (other[metric] for other in models.values()))
 
 
-def format_bytes(count: float) -> str:
-    """Bytes with binary prefixes: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+# -- parts of a results dict -------------------------------------------------------------------------------------------------
+
+
+def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
+    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
+    models = [model for site in results["sites"].values() for model in site["metrics"].values()]
+    names = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
+    key = results["configuration"]["task"].get("metric")
+    return (key, *(metric for metric in names if metric != key)) if key in names else names
+
+
+def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
+    """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
+
+    Returns:
+        Heading -> the model whose numbers the column shows.
+
+    Examples:
+        >>> first, second = {"dice": 0.5}, {"dice": 0.6}
+        >>> model_columns({"sites": {"A": {"metrics": {"global": first, "personal": second, "deployed": first}}}})
+        {'global = deployed': 'global', 'personal': 'personal'}
+    """
+    metrics = [site["metrics"] for site in results["sites"].values()]
+    groups: list[list[str]] = []
+    for model in dict.fromkeys(name for of_site in metrics for name in of_site):
+        defined = any(value is not None for of_site in metrics for value in of_site[model].values())
+        equal = [group for group in groups if defined and all(of_site[group[0]] == of_site[model] for of_site in metrics)]
+        if equal:
+            equal[0].append(model)
+        else:
+            groups.append([model])
+    return {" = ".join(group): group[0] for group in groups}
+
+
+def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Site -> its part of the results: inside sites by name, then outside sites by name.
+
+    Examples:
+        >>> sites = {"C": {"role": "inside"}, "B": {"role": "outside"}, "A": {"role": "inside"}}
+        >>> list(ordered_sites({"sites": sites}))
+        ['A', 'C', 'B']
+    """
+    return dict(sorted(results["sites"].items(), key=lambda site: (site[1]["role"] != "inside", site[0])))
 
 
 def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
-    """Whom events are about, kind by kind, with their numbers; many sites are counted.
+    """The number of events by kind and site; more than five sites are counted, not named.
 
     Examples:
         >>> event_counts([{"kind": "rejected", "site": "B"}, {"kind": "warning", "site": None}, {"kind": "rejected", "site": "B"}])
@@ -68,108 +137,92 @@ def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
         >>> event_counts({"kind": "undefined", "site": f"site-{number}"} for number in range(6))
         'undefined 6 at 6 sites'
     """
-    found: dict[str, Counter[str]] = {}
+    kinds: dict[str, Counter[str]] = {}
     for event in events:
-        found.setdefault(event["kind"], Counter())[event["site"] or ""] += 1
-    return "; ".join(f"{kind} {_counted(sites)}" for kind, sites in found.items())
+        kinds.setdefault(event["kind"], Counter())[event["site"] or ""] += 1
 
+    def counted(sites: Counter[str]) -> str:
+        if len(sites) > _MOST:
+            return f"{sites.total()} at {len(sites)} sites"
+        return ", ".join(f"{site} {count}".strip() for site, count in sorted(sites.items()))
 
-def _counted(sites: Counter[str]) -> str:
-    if len(sites) > _NAMED:
-        return f"{sites.total()} at {len(sites)} sites"
-    return ", ".join(f"{site} {count}".strip() for site, count in sorted(sites.items()))
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration a person can read: "0.43 s", "12.1 s", "3 min 20 s", "2 h 05 min"."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def format_setting(value: Any) -> str:
-    """A setting as `--set` takes it: true, false and none in small letters, the parts of a list separated by commas."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(format_setting, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
-    models = [model for site in results["sites"].values() for model in site["metrics"].values()]
-    found = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
-    key = results["configuration"]["task"].get("metric")
-    return (key, *(metric for metric in found if metric != key)) if key in found else found
-
-
-def model_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of model that sites report: "global", "personal", "deployed", and what else a method compares."""
-    return tuple(dict.fromkeys(model for site in results["sites"].values() for model in site["metrics"]))
-
-
-def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
-    """Columns of a table of models: models whose numbers are the same at every site share one.
-
-    A model without any number is equal to nobody: nothing is known of it.
-
-    Returns:
-        Heading -> the model whose numbers the column shows.
-
-    Examples:
-        >>> one, other = {"dice": 0.5}, {"dice": 0.6}
-        >>> model_columns({"sites": {"A": {"metrics": {"global": one, "personal": other, "deployed": one}}}})
-        {'global = deployed': 'global', 'personal': 'personal'}
-    """
-    groups: list[list[str]] = []
-    for model in model_names(results):
-        numbers = _numbers(results, model)
-        defined = any(value is not None for metrics in numbers for value in metrics.values())
-        twins = next((group for group in groups if defined and _numbers(results, group[0]) == numbers), None)
-        groups.append([model]) if twins is None else twins.append(model)
-    return {" = ".join(group): group[0] for group in groups}
-
-
-def _numbers(results: Mapping[str, Any], model: str) -> list[Mapping[str, float | None]]:
-    return [site["metrics"][model] for site in results["sites"].values()]
-
-
-def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Sites by name, those inside the federation before those outside.
-
-    Returns:
-        Site -> its part of the results.
-
-    Examples:
-        >>> sites = {"C": {"role": "inside"}, "B": {"role": "outside"}, "A": {"role": "inside"}}
-        >>> list(ordered_sites({"sites": sites}))
-        ['A', 'C', 'B']
-    """
-    sites = results["sites"]
-    return {name: sites[name] for name in sorted(sites, key=lambda name: (sites[name]["role"] != "inside", name))}
-
-
-def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
-    """Site -> what training has cost its patients' privacy, in words; sites that trained without DP-SGD are left out."""
-    costs = {name: site["privacy"] for name, site in ordered_sites(results).items() if "privacy" in site}
-    return {
-        name: f"ε = {format_metric('', cost['epsilon'])} at δ = {cost['delta']:g}, {cost['steps']} steps" for name, cost in costs.items()
-    }
+    return "; ".join(f"{kind} {counted(sites)}" for kind, sites in kinds.items())
 
 
 def selector_line(results: Mapping[str, Any]) -> str:
-    """By what a model that selects one of several networks does so, in one line; "" for all others."""
+    """How a model that selects one of several networks does so, in one line; "" for all other models."""
     selector = results.get("selector")
     if not selector:
         return ""
-    gain, taken, count = selector["mean_gain"], selector["confusion"], len(selector["candidates"])
-    chosen = f"{count} candidates" + ("" if gain is None else f"; mean paired gain {gain:+.3f} over the global model")
-    known, images = sum(row.get(site, 0) for site, row in taken.items()), sum(sum(row.values()) for row in taken.values())
-    line = f"gamma {selector['gamma']:.2f} ({chosen if count else 'as set'})"
-    return line + (f"; the selector knows {known} of {images} test images" if images else "")
+    gain, rows, count = selector["mean_gain"], selector["confusion"], len(selector["candidates"])
+    source = f"{count} candidates" + ("" if gain is None else f"; mean paired gain {gain:+.3f} over the global model")
+    correct, images = sum(row.get(site, 0) for site, row in rows.items()), sum(sum(row.values()) for row in rows.values())
+    line = f"gamma {selector['gamma']:.2f} ({source if count else 'as set'})"
+    return line + (f"; the selector recognizes the site of {correct} of {images} test images" if images else "")
 
 
 def synthetic_source(results: Mapping[str, Any]) -> str:
-    """The task's own words on its images where they are synthetic, else ""."""
+    """The task's description of its images if they are synthetic, else ""."""
     source = str(results["configuration"]["task"].get("source", ""))
     return source if "synthetic" in source.lower() else ""
+
+
+# -- reasons to doubt the deployed model -------------------------------------------------------------------------------------
+
+_DOUBTS: Final = {  # kind of event -> problem, remedy
+    "constant_output": (
+        "The deployed model gives one answer for all test images",
+        "Do not use it: train more rounds, start from pretrained weights (--pretrained), lower the learning rate, or add images",
+    ),
+    "at_chance": (
+        "The deployed model is not better than the constant answer, which ignores the image",
+        "Train more rounds, start from pretrained weights (--pretrained), or add images",
+    ),
+    "few_validation_images": (
+        "The deployed model was chosen on fewer than ten validation images",
+        "Give validation more patients (medflare data init --shares), or use the last round (--set selection=last)",
+    ),
+    "rare_class": (
+        "Some classes have too few training images at a site",
+        "Merge them with other classes, add images of them, or do not trust the model on them",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One reason to doubt the deployed model.
+
+    Attributes:
+        kind: of its events, one of `core.events.DOUBTS`.
+        where: the sites and their messages.
+    """
+
+    kind: str
+    problem: str
+    where: str
+    remedy: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.kind}: {self.problem} ({self.where}). {self.remedy}."
+
+
+def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
+    """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`.
+
+    Examples:
+        >>> event = {"kind": "rare_class", "site": "A", "message": "few"}
+        >>> [doubt.where for doubt in doubts([event, {"kind": "warning", "site": "A", "message": "late"}])]
+        ['A: few']
+    """
+    messages: dict[str, dict[str, None]] = {}
+    for event in events:
+        if event["kind"] in DOUBTS:
+            messages.setdefault(event["kind"], {})[f"{event['site']}: {event['message']}" if event["site"] else event["message"]] = None
+    reasons = []
+    for kind in (kind for kind in DOUBTS if kind in messages):
+        lines = list(messages[kind])
+        more = f"; and {len(lines) - _MOST} more, see the events" if len(lines) > _MOST else ""
+        reasons.append(Doubt(kind, _DOUBTS[kind][0], "; ".join(lines[:_MOST]) + more, _DOUBTS[kind][1]))
+    return reasons

@@ -1,18 +1,26 @@
-"""report.html: one page, self-contained, that says what a run was, how it ended and what came out."""
+"""report.html: a self-contained page about a run, written at the server, and one about its patients, written at each site."""
 
 import base64
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
 
 from medflare.core.packages import installed
-from medflare.evaluation.classes import class_tables
-from medflare.evaluation.doubts import doubts
-from medflare.evaluation.figures import roc_curves, training_curves, with_own_ids
-from medflare.evaluation.names import ROLES, RUNNING, SPLITS
+from medflare.core.rng import numpy_generator
+from medflare.core.store import write_atomically, write_json
+from medflare.evaluation.figures import patients_plot, roc_curves, training_curves
 from medflare.evaluation.presentation import (
+    UNDEFINED,
+    doubts,
     format_bytes,
+    format_interval,
     format_metric,
     format_seconds,
     format_setting,
@@ -22,155 +30,385 @@ from medflare.evaluation.presentation import (
     metric_names,
     model_columns,
     ordered_sites,
-    privacy_costs,
     selector_line,
     synthetic_source,
 )
+from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROLES, RUNNING, SPLITS, RunRecord, build_results, json_ready
+from medflare.tasks.classes import Cases, class_report, curve_names, matrix_names, pooled
+from medflare.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-
-_MOST_VOTES: Final = 200  # candidates of an election that are shown; long runs of many sites would make the page too large to open
-
-
-def render_report(
-    results: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]] = (),
-    pictures: Mapping[str, bytes] | None = None,
-) -> str:
-    """The page as HTML text.
-
-    Args:
-        results: a results dict (`results.build_results`).
-        history: steps as `results.read_rounds` gives them.
-        pictures: title -> PNG file content.
-    """
-    drawable = installed("matplotlib")
-    page = template("report.html").render(
-        results=results,
-        metrics=metric_names(results),
-        columns=model_columns(results),
-        sites=ordered_sites(results),
-        means=[role for role in ROLES if any(site["role"] == role for site in results["sites"].values())],
-        splits=SPLITS,
-        synthetic=synthetic_source(results),
-        doubts=doubts(results["events"]),
-        tiles=_tiles(results),
-        updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
-        reached=max((step["round"] for step in history), default=-1) + 1,
-        curves=training_curves(results, history) if drawable else None,
-        drawable=drawable,
-        model_selection=_model_selection(results),
-        selector=_selector(results),
-        reports=_reports(results),
-        tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
-        privacy=privacy_costs(results),
-        pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
-        classes=[(tables, roc_curves(tables.points) if drawable else None) for tables in class_tables(results)],
-        costs=_costs(results),
-        seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
-        traffic=_flattened(results["traffic"]),
-    )
-    return with_own_ids(page)
+_PAUSE: Final = 15.0  # seconds between two reports of a run in progress, at least: one takes .3
+_PAUSES: Final = 50  # times as long as one took to write
+_CANDIDATES: Final = 200  # of a model selection in the page; long runs of many sites would make it too large to open
+_RESAMPLES: Final = 999
+_LISTED: Final = 10  # patients by name, those with the lowest values
 
 
 @cache
 def template(name: str) -> "Template":
-    """A page of `templates/`: escaped, and an error where it names what is not there."""
+    """A page of `templates/`, with HTML escaping; an unknown name in it is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
-        loader=PackageLoader("medflare.evaluation"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("medflare.evaluation")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(label=metric_label, setting=format_setting)
     environment.globals.update(zip=zip, shown=format_metric, best=is_best, lower_is_better=lower_is_better)
     return environment.get_template(name)
 
 
+# -- the server's report -----------------------------------------------------------------------------------------------------
+
+
+def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
+    """Write results.json and then report.html into `folder`; returns the results dict.
+
+    Raises:
+        TypeError: the record holds a value that JSON has no type for.
+    """
+    results = build_results(record)
+    write_json(folder / RESULTS_FILE, results, public=True)
+    _write_report(folder, results, record)
+    return results
+
+
+def _write_report(folder: Path, results: Mapping[str, Any], record: RunRecord) -> None:
+    page = render_report(results, json_ready(record.history), record.pictures)
+    write_atomically(folder / REPORT_FILE, page.encode(), public=True)
+
+
+class LiveReport:
+    """The report of a run in progress, rewritten after its steps; an open browser reloads it.
+
+    Not in the first seconds, and then for at most a fiftieth of the run's time.
+    """
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _PAUSE
+
+    def refresh(self, folder: Path, record: Callable[[], RunRecord]) -> str:
+        """Write report.html if it is due.
+
+        Returns:
+            Why it could not be written, or "". After a failure it is not tried again: the run goes on without it.
+        """
+        started = time.monotonic()
+        if started < self._due:
+            return ""
+        try:
+            state = record()
+            _write_report(folder, build_results(state), state)
+        except Exception as error:
+            self._due = math.inf
+            return f"{type(error).__name__}: {error}"
+        self._due = time.monotonic() + max(_PAUSE, _PAUSES * (time.monotonic() - started))
+        return ""
+
+
+def render_report(
+    results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), pictures: Mapping[str, bytes] | None = None
+) -> str:
+    """The server's page as HTML.
+
+    Args:
+        results: see `results.build_results`.
+        history: steps as `results.read_rounds` gives them.
+        pictures: title -> PNG file.
+    """
+    sites = ordered_sites(results)
+    reports: dict[str, dict[str, Any]] = {}
+    for name, site in sites.items():
+        for model, content in site.get("reports", {}).items():
+            reports.setdefault(model, {})[name] = _flattened(content)
+    inside = [name for name, site in sites.items() if site["role"] == "inside"]
+    selector, costs = results.get("selector"), results.get("costs", {})
+    counts = selector["confusion"] if selector else {}
+    return template("report.html").render(
+        results=results,
+        metrics=metric_names(results),
+        columns=model_columns(results),
+        sites=sites,
+        roles=[role for role in ROLES if any(site["role"] == role for site in sites.values())],
+        splits=SPLITS,
+        synthetic=synthetic_source(results),
+        doubts=doubts(results["events"]),
+        tiles=_tiles(results),
+        updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
+        rounds_done=max((step["round"] for step in history), default=-1) + 1,
+        curves=training_curves(results, history),
+        drawable=installed("matplotlib"),
+        model_selection={model: _shown_selection(selection) for model, selection in results.get("model_selection", {}).items()},
+        selector=selector,
+        selector_line=selector_line(results),
+        confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
+        reports={model: _by_site(rows) for model, rows in reports.items()},
+        tables={title: _by_site(rows) for title, rows in results.get("tables", {}).items()},
+        pictures=_encoded(pictures or {}),
+        classes=[(tables, roc_curves(tables.sensitivities, f"roc-{place}")) for place, tables in enumerate(class_tables(results))],
+        costs=[
+            [site, format_bytes(costs[site]["down_bytes"]), format_bytes(costs[site]["up_bytes"]), format_seconds(costs[site]["seconds"])]
+            for site in sites
+            if site in costs
+        ],
+        privacy={name: _privacy_cost(site["privacy"]) for name, site in sites.items() if "privacy" in site},
+        seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
+    )
+
+
+def _privacy_cost(cost: Mapping[str, Any]) -> str:
+    return f"ε = {format_metric('', cost['epsilon'])} at δ = {cost['delta']:g}, {cost['steps']} steps"
+
+
+def _encoded(pictures: Mapping[str, bytes]) -> dict[str, str]:
+    return {title: base64.b64encode(content).decode() for title, content in pictures.items()}
+
+
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(heading, number, explanation) of the few numbers that a reader looks for first."""
+    """(heading, number, explanation) of the numbers that a reader looks for first."""
+
+    def counted(number: int | str, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's'}"
+
     tiles = []
     for metric in metric_names(results)[:1]:
         for role in ROLES:
             values = [site["metrics"]["deployed"][metric] for site in results["sites"].values() if site["role"] == role]
-            value, count, defined = results["mean"][role]["deployed"][metric], len(values), sum(found is not None for found in values)
+            value, defined = results["mean"][role]["deployed"][metric], sum(value is not None for value in values)
             if value is not None:
-                some = f"{defined} of " if defined < count else ""
-                where = f"mean over {some}{count} {role} site{'s' if count > 1 else ''}, deployed model"
+                some = f"{defined} of " if defined < len(values) else ""
+                where = f"mean over {some}{counted(len(values), f'{role} site')}, deployed model"
                 tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
     for model, selection in results.get("model_selection", {}).items():
         if selection["round"] is not None:
-            count = len({site for candidate in selection["candidates"] for site in candidate["votes"]})
-            where = f"of training, {model} model, by the validation of {count} site{'s' if count > 1 else ''}"
+            voters = counted(len({site for candidate in selection["candidates"] for site in candidate["votes"]}), "site")
+            where = f"of training, {model} model, by the validation of {voters}"
             tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
-    traffic = results["traffic"]
-    moved = f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"
-    tiles.append(("Traffic", format_bytes(traffic["down_bytes"] + traffic["up_bytes"]), moved))
+    down, up = results["traffic"]["down_bytes"], results["traffic"]["up_bytes"]
+    tiles.append(("Traffic", format_bytes(down + up), f"{format_bytes(down)} to the sites, {format_bytes(up)} from them"))
     if results["seconds"].get("total") is not None:
-        tiles.append(("Time", format_seconds(results["seconds"]["total"]), f"{results['rounds']} rounds, start to finish"))
+        tiles.append(("Time", format_seconds(results["seconds"]["total"]), f"{counted(results['rounds'], 'round')}, start to finish"))
     return tiles
 
 
-def _model_selection(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the page shows of every election.
-
-    Returns:
-        Model -> {"round", "rule", "candidates": the latest and the delivered one, "sites", "favourites": site -> the first round with its
-        highest vote, "cut": whether there were more}.
-    """
-    shown: dict[str, dict[str, Any]] = {}
-    for model, election in results.get("model_selection", {}).items():
-        sites = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
-        heard = {site: [candidate for candidate in election["candidates"] if site in candidate["votes"]] for site in sites}
-        favourites = {site: max(own, key=lambda found: found["votes"][site])["round"] for site, own in heard.items()}
-        candidates = election["candidates"]
-        delivered = [found for found in candidates[:-_MOST_VOTES] if found["round"] == election["round"]]
-        shown[model] = {**election, "candidates": [*delivered, *candidates[-_MOST_VOTES:]], "sites": sites, "favourites": favourites}
-        shown[model]["cut"] = len(candidates) > _MOST_VOTES
-    return shown
+def _shown_selection(selection: Mapping[str, Any]) -> dict[str, Any]:
+    """A model selection with its latest candidates and the selected one, and "sites" and "cut" (whether there were more)."""
+    candidates = selection["candidates"]
+    earlier = [candidate for candidate in candidates[:-_CANDIDATES] if candidate["round"] == selection["round"]]
+    sites = sorted({site for candidate in candidates for site in candidate["votes"]})
+    return {**selection, "candidates": earlier + candidates[-_CANDIDATES:], "sites": sites, "cut": len(candidates) > _CANDIDATES}
 
 
-def _selector(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of how the deployed model selects: its part of the results, "line" and "classes"; empty without a selector."""
-    classes = [name for name, site in results["sites"].items() if site["role"] == "inside"]
-    return {**results["selector"], "line": selector_line(results), "classes": classes} if "selector" in results else {}
-
-
-def _costs(results: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
-    """Site -> what it was sent, what it sent, and how long it was at work, in words."""
-    costs = results.get("costs", {})
-    known = {site: costs[site] for site in ordered_sites(results) if site in costs}
-    return {
-        site: (format_bytes(cost["down_bytes"]), format_bytes(cost["up_bytes"]), format_seconds(cost["seconds"]))
-        for site, cost in known.items()
-    }
-
-
-def _reports(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Model -> {"columns", "rows": site -> values}: what models say of their own work, one table for each kind of model."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, site in ordered_sites(results).items():
-        for model, report in site.get("reports", {}).items():
-            rows.setdefault(model, {})[name] = _flattened(report)
-    return {model: _with_columns(found) for model, found in rows.items()}
-
-
-def _with_columns(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """{"columns", "rows": site -> column -> value} of rows that need not have all columns."""
-    return {"columns": list(dict.fromkeys(column for row in rows.values() for column in row)), "rows": rows}
+def _by_site(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """(headings, rows) of a table from site -> column -> value; a missing value is an empty cell."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    return ["site", *columns], [[site, *(row.get(column, "") for column in columns)] for site, row in rows.items()]
 
 
 def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, keys joined by spaces; lists as text."""
-    if not isinstance(content, Mapping):
-        shown = f"{content:.4g}" if isinstance(content, float) else content
-        return {prefix or "value": ", ".join(map(str, shown)) if isinstance(shown, list) else shown}
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        flat.update(_flattened(value, f"{prefix} {key}".strip()))
-    return flat
+    if isinstance(content, Mapping):
+        parts = (_flattened(value, f"{prefix} {key}".strip()) for key, value in content.items())
+        return {key: value for part in parts for key, value in part.items()}
+    value = f"{content:.4g}" if isinstance(content, float) else ", ".join(map(str, content)) if isinstance(content, list) else content
+    return {prefix or "value": value}
+
+
+# -- confusion counts and ROC curves -----------------------------------------------------------------------------------------
+
+Matrix: TypeAlias = tuple[str, tuple[str, ...], list[list[int]]]  # title, classes, images (truth in rows, prediction in columns)
+
+
+@dataclass(frozen=True)
+class ClassTables:
+    """What is shown of one model's classes.
+
+    Attributes:
+        model: heading; equal models share it.
+        pooled: confusion matrices of all sites of a role together.
+        single: of each site.
+        curves: classes with a ROC curve.
+        areas: rows of site, then area and interval for each of `curves`.
+        sensitivities: class -> site -> sensitivities, see `tasks.classes.FALSE_ALARMS`.
+    """
+
+    model: str
+    pooled: list[Matrix]
+    single: list[Matrix]
+    curves: tuple[str, ...]
+    areas: list[list[str]]
+    sensitivities: dict[str, dict[str, list[float]]]
+
+
+def class_tables(results: Mapping[str, Any]) -> list[ClassTables]:
+    """Confusion matrices and ROC areas of every model that differs from the others, the deployed one first.
+
+    A site without counts (it keeps them back), or with counts of other classes, is left out.
+    """
+    task, sites = results["configuration"]["task"], ordered_sites(results)
+    if task.get("kind") != "classification":
+        return []
+    names, curves = matrix_names(task["target"], task["labels"]), curve_names(task["target"], task["labels"])
+    sizes = [len(classes) for classes in names.values()]
+    tables = []
+    for heading, model in model_columns(results).items():
+        by_site = {site: content["classes"][model] for site, content in sites.items() if model in content.get("classes", {})}
+        reports = {site: report for site, report in by_site.items() if [len(matrix) for matrix in report["confusion"]] == sizes}
+        reports = {site: report for site, report in reports.items() if len(report["roc"]) == len(curves)}
+        if not reports:
+            continue
+        together, single = [], []
+        for place, (name, classes) in enumerate(names.items()):
+            suffix = f", {name}" if name else ""
+            for role in ROLES:
+                counts = [report["confusion"][place] for site, report in reports.items() if sites[site]["role"] == role]
+                if len(counts) > 1:
+                    together.append((f"{len(counts)} {role} sites together{suffix}", classes, pooled(counts)))
+            single += [(f"{site}{suffix}", classes, report["confusion"][place]) for site, report in reports.items()]
+        areas = [[site, *map(_area, report["roc"])] for site, report in reports.items()]
+        sensitivities: dict[str, dict[str, list[float]]] = {}
+        for site, report in reports.items():
+            for curve, content in zip(curves, report["roc"], strict=True):
+                if content["sensitivity"]:
+                    sensitivities.setdefault(curve, {})[site] = content["sensitivity"]
+        tables.append(ClassTables(heading, together, single, curves, areas, sensitivities))
+    return sorted(tables, key=lambda table: "deployed" not in table.model.split(" = "))
+
+
+def _area(curve: Mapping[str, Any]) -> str:
+    if curve["auc"] is None:
+        return UNDEFINED
+    return format_interval(curve["auc"], None if curve["low"] is None else (curve["low"], curve["high"]))
+
+
+# -- a site's own report -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """What a site knows of its final models.
+
+    Attributes:
+        role: "inside" or "outside".
+        n: split -> images.
+        metrics: model -> metric -> test value, None where undefined.
+        cases: model -> scores of single patients.
+        pictures: title -> PNG file.
+        events: of the final evaluation.
+    """
+
+    method: str
+    site: str
+    role: str
+    task: TaskConfig
+    n: Mapping[str, int]
+    metrics: Mapping[str, Mapping[str, float | None]]
+    cases: Mapping[str, Cases]
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    events: Sequence[Mapping[str, Any]] = ()
+
+
+def render_site_report(report: SiteReport) -> str:
+    """The site's page as HTML. It names patients and stays at the site."""
+    task = report.task
+    classes = {model: content for model, cases in report.cases.items() if (content := class_report(cases, task.target, task.labels))}
+    site = {"role": report.role, "n": report.n, "metrics": report.metrics, "classes": classes}
+    results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
+    columns = model_columns(results)
+    by_model = {heading: patient_values(report.cases[model], task) for heading, model in columns.items() if model in report.cases}
+    values = {heading: of_model for heading, of_model in by_model.items() if of_model}
+    intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
+    means = [[heading, format_interval(sum(v.values()) / len(v), intervals[heading])] for heading, v in values.items()]
+    tables = class_tables(results)
+    lines: dict[str, dict[str, list[float]]] = {}  # class -> model -> the site's ROC curve
+    for table in tables:
+        for curve, by_site in table.sensitivities.items():
+            lines.setdefault(curve, {})[table.model] = by_site[report.site]
+    return template("site.html").render(
+        report=report,
+        metrics=metric_names(results),
+        columns=columns,
+        doubts=doubts(report.events),
+        value_label=value_label(task),
+        means=means,
+        deployed=deployed_heading(values),
+        lowest=[[patient, *(format_metric("", value) for value in row)] for patient, row in lowest_patients(values).items()],
+        plot=patients_plot(values, intervals, value_label(task)),
+        classes=tables,
+        curves=roc_curves(lines, "roc"),
+        pictures=_encoded(report.pictures),
+    )
+
+
+def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
+    """A model's value for every patient, without undefined ones.
+
+    Returns:
+        Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> cases = Cases(("a", "a", "b"), {}, torch.tensor([[0.9], [0.5], [0.3]]), torch.tensor([1, 1, 0]))
+        >>> {name: round(v, 2) for name, v in patient_values(cases, SimpleNamespace(kind="classification", target="binary")).items()}
+        {'a': 0.7, 'b': 0.7}
+    """
+    if task.kind == "segmentation":
+        values = cases.values.get(task.metric, ())
+        return {name: float(value) for name, value in zip(cases.patients, values, strict=False) if value == value}
+    if cases.probabilities is None or cases.targets is None:
+        return {}
+    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
+    if task.target == "multiclass":
+        correct = np.take_along_axis(probabilities, truth[:, None], axis=1)
+    else:
+        correct = np.where(truth.reshape(probabilities.shape) == 1, probabilities, 1 - probabilities)
+    names, places = np.unique(np.array(cases.patients), return_inverse=True)
+    means = np.bincount(places, correct.mean(axis=1)) / np.bincount(places)
+    return dict(zip(names.tolist(), means.tolist(), strict=True))
+
+
+def value_label(task: TaskConfig) -> str:
+    """The name of `patient_values`."""
+    return metric_label(task.metric) if task.kind == "segmentation" else "probability of the true class"
+
+
+def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
+    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979); None below two patients.
+
+    Examples:
+        >>> mean_interval({"a": 0.5, "b": 0.5}), mean_interval({"a": 0.5})
+        ((0.5, 0.5), None)
+    """
+    if len(values) < 2:
+        return None
+    sample = np.array([values[name] for name in sorted(values)])
+    draws = numpy_generator(0, "bootstrap over patients").integers(len(sample), size=(_RESAMPLES, len(sample)))
+    low, high = np.quantile(sample[draws].mean(axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def deployed_heading(headings: Mapping[str, Any]) -> str:
+    """The heading of the deployed model, which may share its column; the last one if no column is its, "" of none.
+
+    Examples:
+        >>> deployed_heading({"global = deployed": 0, "personal": 0})
+        'global = deployed'
+    """
+    return next((heading for heading in headings if "deployed" in heading.split(" = ")), list(headings)[-1] if headings else "")
+
+
+def lowest_patients(values: Mapping[str, Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """The patients with the lowest values of the deployed model, lowest first: patient -> value of each model.
+
+    Args:
+        values: model -> patient -> value.
+
+    Examples:
+        >>> lowest_patients({"global": {"a": 0.5, "b": 0.7}, "deployed": {"a": 0.9, "b": 0.8}})
+        {'b': [0.7, 0.8], 'a': [0.5, 0.9]}
+    """
+    deployed = values.get(deployed_heading(values), {})
+    names = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
+    return {name: [of_model.get(name) for of_model in values.values()] for name in names}

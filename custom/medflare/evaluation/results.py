@@ -1,118 +1,344 @@
-"""What every run leaves behind, whichever engine ran it: results.json, metrics.jsonl and report.html. Other rooms enter here."""
+"""results.json and metrics.jsonl: their content, the schema that every reader can rely on, and how they are read."""
 
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from medflare.core.errors import StateError
-from medflare.core.store import write_atomically, write_json
-from medflare.evaluation import report
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.names import COMPLETED, FAILED, FOLDER, MODELS, REPORT_FILE, RESULTS_FILE, ROLES, ROUNDS_FILE, SPLITS, UNKNOWN
-from medflare.evaluation.record import RunRecord, SiteRecord, build_results, json_ready, mean_over_sites
+from medflare.core.events import KINDS, Event
+from medflare.core.packages import installed_versions
+from medflare.tasks.config import TaskConfig
 
-__all__ = [
-    "COMPLETED",
-    "FAILED",
-    "FOLDER",
-    "MODELS",
-    "REPORT_FILE",
-    "RESULTS_FILE",
-    "ROLES",
-    "ROUNDS_FILE",
-    "SPLITS",
-    "UNKNOWN",
-    "LiveReport",
-    "RunRecord",
-    "SiteRecord",
-    "append_round",
-    "build_results",
-    "find_results",
-    "load_results",
-    "mean_over_sites",
-    "read_rounds",
-    "write_results",
-]
+if TYPE_CHECKING:
+    import pandas as pd
 
-_PAUSE: Final = 15.0  # seconds between two reports of a run that goes on, at least: one takes .3
-_PAUSES: Final = 50  # times as long as one took to write
+SCHEMA: Final = 1
+MODELS: Final = ("global", "personal", "deployed")
+ROLES: Final = ("inside", "outside")
+SPLITS: Final = ("train", "validation", "test")
+COMPLETED, FAILED = "COMPLETED", "FAILED"
+RUNNING: Final = "RUNNING"  # only in the report of a run in progress: results.json is written at the end
+UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
+FOLDER: Final = "medflare"  # below the server's job folder
+RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
 
 
-# -- results.json and report.html ------------------------------------------------------------------------------------------
+# -- what is known of a run --------------------------------------------------------------------------------------------------
 
 
-def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
-    """Write results.json and then report.html into `folder` and return the results dict.
+@dataclass
+class SiteRecord:
+    """What is known about one site when a run ends.
+
+    Attributes:
+        role: "inside" (trains) or "outside" (never trains).
+        n: split -> number of images, of the splits that the site reported.
+        metrics: model ("global", "personal", "deployed", or another that the method compares) -> metric -> test value; None: undefined.
+        reports: model -> what it reports of its predictions, for example how often each network of a super model was used.
+        privacy: cost of differential privacy ("epsilon", "delta", "steps"); empty without it.
+        classes: model -> `tasks.classes.class_report` of the test images; empty for segmentation.
+    """
+
+    role: str
+    n: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    reports: Mapping[str, Any] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+    classes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """What is known of a run when it ends.
+
+    Attributes:
+        task: None if it could not be read; then there is a reason.
+        sites: every site of the federation, including those that failed.
+        reason: why the run failed, one line; "" for a completed run.
+        down_bytes, up_bytes: tensors sent to all sites and received from them.
+        seconds: stage ("training", "total", ...) -> wall-clock seconds.
+        hyper: "site" and "server" -> hyper-parameters as they were used.
+        settings: further settings of the run (engine, min_sites, resplit, ...).
+        costs: site -> {"down_bytes", "up_bytes", "seconds" of work}.
+        history: one mapping per step, see `append_round`.
+        pictures: title -> PNG file, shown in the report.
+        model_selection: model -> {"round": of the final model, "rule", "candidates": [{"round", "value", "votes": site -> metric}]}.
+        tables: title -> site -> column -> number or text that the method reports.
+        selector: of a model that selects one of several networks per image: {"gamma", "temperature", "candidates": values of γ,
+            "votes": site -> mean paired gain over the global model for each candidate, "mean_gain": of γ}; else empty.
+        running: the run has not ended; there is a report and no results.json.
+    """
+
+    method: str
+    task: TaskConfig | None
+    seed: int
+    rounds: int
+    sites: Mapping[str, SiteRecord]
+    reason: str = ""
+    events: Iterable[Event] = ()
+    down_bytes: int = 0
+    up_bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    hyper: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"site": {}, "server": {}})
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    model_selection: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    selector: Mapping[str, Any] = field(default_factory=dict)
+    costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    running: bool = False
+
+
+def build_results(record: RunRecord) -> dict[str, Any]:
+    """The content of results.json. Every site and every mean has the same models and metrics; undefined values are None.
 
     Raises:
-        TypeError: the record holds what JSON cannot.
+        TypeError: the record holds a value that JSON has no type for.
     """
-    results = build_results(record)
-    write_json(folder / RESULTS_FILE, results, public=True)
-    page = report.render_report(results, json_ready(record.history), record.pictures)
-    write_atomically(folder / REPORT_FILE, page.encode(), public=True)
-    return results
+    metrics = record.task.metrics if record.task else ()
+    models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
+    weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
+    sites = {name: _site_results(record.sites[name], models, metrics, weights.get(name)) for name in sorted(record.sites)}
+    results = {
+        "schema": SCHEMA,
+        "method": record.method,
+        "task": record.task.name if record.task else UNKNOWN,
+        "seed": record.seed,
+        "rounds": record.rounds,
+        "status": FAILED if record.reason else RUNNING if record.running else COMPLETED,
+        "reason": record.reason or None,
+        "sites": sites,
+        "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
+        "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
+        "seconds": dict(record.seconds),
+        "costs": {site: record.costs[site] for site in sorted(record.costs)},
+        "model_selection": record.model_selection,
+        "events": list(record.events),
+        "versions": installed_versions(),
+        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
+    }
+    if record.tables:
+        results["tables"] = record.tables
+    if record.selector:
+        results["selector"] = {**record.selector, "confusion": confusion(sites)}
+    return json_ready(results)
 
 
-class LiveReport:
-    """The report of a run that goes on, written anew after its steps: a browser that has it open shows the newest by itself.
+def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], share: float | None) -> dict[str, Any]:
+    optional = {"share": share, "reports": site.reports, "privacy": site.privacy, "classes": site.classes}
+    return {
+        "role": site.role,
+        "n": {split: site.n.get(split) for split in SPLITS},
+        "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
+        **{name: content for name, content in optional.items() if content},
+    }
 
-    Never so often that the run would wait for it: not in its first seconds, and then at most a fiftieth of its time.
+
+def shares(samples: Mapping[str, float]) -> dict[str, float]:
+    """Site -> its share of all training images, by which means over the sites are weighted.
+
+    Examples:
+        >>> shares({"A": 30, "B": 10}), shares({"A": 0})
+        ({'A': 0.75, 'B': 0.25}, {'A': 0.0})
     """
+    total = sum(samples.values())
+    return {site: count / total if total else 0.0 for site, count in samples.items()}
 
-    def __init__(self) -> None:
-        self._due = time.monotonic() + _PAUSE
 
-    def refresh(self, folder: Path, record: Callable[[], RunRecord]) -> str:
-        """Write report.html if it is time; results.json is for the end.
+def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Inside site -> site predicted by the selector -> number of test images; only sites that report counts."""
+    reports = {name: site.get("reports", {}).get("deployed") or {} for name, site in sites.items() if site["role"] == "inside"}
+    rows = {name: report["selector"] for name, report in reports.items() if isinstance(report.get("selector"), Mapping)}
+    return {name: dict(row) for name, row in rows.items() if all(type(count) is int and count >= 0 for count in row.values())}
 
-        Args:
-            folder: where it goes.
-            record: gives what is known of the run.
 
-        Returns:
-            Why it could not be drawn, "" where nothing is wrong. It is not tried again: no run ends for a page that nobody needs.
-        """
-        started = time.monotonic()
-        if started < self._due:
-            return ""
-        try:
-            known = record()
-            page = report.render_report(build_results(known), json_ready(known.history), known.pictures)
-            write_atomically(folder / REPORT_FILE, page.encode(), public=True)
-        except Exception as error:
-            self._due = math.inf
-            return f"{type(error).__name__}: {error}"
-        self._due = time.monotonic() + max(_PAUSE, _PAUSES * (time.monotonic() - started))
-        return ""
+def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role.
+
+    Args:
+        shape: model -> its metrics.
+    """
+    metrics = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
+    return {
+        role: {model: {name: mean_of_defined(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
+        for role, of_sites in metrics.items()
+    }
+
+
+def mean_of_defined(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are finite; None if there is none.
+
+    Examples:
+        >>> mean_of_defined([1.0, None, 3.0, float("nan")]), mean_of_defined([None])
+        (2.0, None)
+    """
+    defined = [value for value in values if value is not None and math.isfinite(value)]
+    return fmean(defined) if defined else None
+
+
+def json_ready(value: Any) -> Any:
+    """The same content in JSON types: keys as text, tuples and sets as lists, NumPy numbers as Python's, NaN and infinity as None.
+
+    Raises:
+        TypeError: a value that JSON has no type for.
+    """
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_ready(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written to results.json")
+
+
+def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
+    """The test metrics of a run as a table: one row per site, model and metric, NaN for undefined values.
+
+    Returns:
+        Columns site, role, model, metric, value.
+    """
+    import pandas as pd  # not needed to write results: a job that carries its code runs without it
+
+    rows = [
+        (name, site["role"], model, metric, value)
+        for name, site in results["sites"].items()
+        for model, metrics in site["metrics"].items()
+        for metric, value in (metrics or {}).items()
+    ]
+    return pd.DataFrame(rows, columns=["site", "role", "model", "metric", "value"]).astype({"value": float})
+
+
+# -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------
+
+_Metrics = dict[str, float | None]
+_Count = Annotated[int, Field(ge=0)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+def _known_kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}")
+    return kind
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class _Models(_Open):
+    global_: _Metrics = Field(alias="global")
+    personal: _Metrics
+    deployed: _Metrics
+
+
+class _Site(_Open):
+    role: Literal["inside", "outside"]
+    n: dict[Literal["train", "validation", "test"], _Count | None]
+    metrics: _Models
+
+
+class _Traffic(_Open):
+    down_bytes: _Count
+    up_bytes: _Count
+
+
+class _Cost(_Traffic):
+    seconds: Annotated[float, Field(ge=0)]
+
+
+class _Event(_Open):
+    round: int | None
+    site: str | None
+    kind: Annotated[str, AfterValidator(_known_kind)]
+    message: _Text
+
+
+class _HyperParameters(_Open):
+    site: dict[str, Any]
+    server: dict[str, Any]
+
+
+class _Configuration(_Open):
+    hyper: _HyperParameters
+    settings: dict[str, Any]
+    task: dict[str, Any]
+
+
+class _Results(_Open):
+    schema_: Literal[1] = Field(alias="schema")
+    method: _Text
+    task: _Text
+    seed: int
+    rounds: _Count
+    status: Literal["COMPLETED", "FAILED"]
+    reason: str | None
+    sites: dict[str, _Site]
+    mean: dict[Literal["inside", "outside"], _Models]
+    traffic: _Traffic
+    seconds: dict[str, float]
+    costs: dict[str, _Cost] = Field(default_factory=dict)  # missing in results of earlier versions
+    events: list[_Event]
+    versions: dict[str, str]
+    configuration: _Configuration
+
+    @model_validator(mode="after")
+    def _status_and_reason_agree(self) -> "_Results":
+        if (self.status == FAILED) != bool(self.reason):
+            raise ValueError(f"a failed run has a reason and a completed one has none, got {self.status} and {self.reason!r}")
+        return self
+
+
+def validate_results(results: Mapping[str, Any]) -> None:
+    """Check a results dict against the schema.
+
+    Raises:
+        ValueError: every violation with its location, on one line.
+    """
+    try:
+        _Results.model_validate(results)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, problem['loc'])) or 'results'}: {problem['msg']}" for problem in error.errors()]
+        raise ValueError("not valid results: " + "; ".join(problems)) from None
+
+
+# -- reading results.json ----------------------------------------------------------------------------------------------------
 
 
 def find_results(path: Path) -> Path:
-    """The results.json meant by `path`: the file itself, or the newest one in the folder (a simulator's or POC's workspace, ...).
+    """The results.json at `path`: the file itself, or the newest one below the folder of a run, a simulator or POC.
 
     Raises:
         StateError: there is none.
     """
     if path.is_file():
         return path
-    below = (f"*/{RESULTS_FILE}", f"**/{FOLDER}/{RESULTS_FILE}")  # of runs of the plain loop, and in workspaces of FLARE's
-    found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [file for where in below for file in path.glob(where)]
-    if not path.exists():
-        raise StateError(f"{path}: not there; give the folder of a run, or its {RESULTS_FILE}")
-    if not found:
+    patterns = (f"*/{RESULTS_FILE}", f"**/{FOLDER}/{RESULTS_FILE}")  # runs of the plain loop, and workspaces of FLARE
+    files = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [file for pattern in patterns for file in path.glob(pattern)]
+    if not files:
         raise StateError(
-            f"{path}: no {RESULTS_FILE} and no {FOLDER}/{RESULTS_FILE} here; the run has not come to its end: its log says why, and "
-            "`medflare resume` goes on with one of the plain loop"
+            f"{path}: no {RESULTS_FILE} here; name the folder of a run. If the run has not ended, its log says why; `medflare resume` "
+            "continues a run of the plain loop"
         )
-    return max(found, key=lambda file: file.stat().st_mtime)
+    return max(files, key=lambda file: file.stat().st_mtime)
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The results dict of a run, checked against the contract; `path` as for `find_results`.
+    """The results dict of a run, validated; `path` as for `find_results`.
 
     Raises:
         StateError: there is no results.json, or it is damaged.
@@ -122,23 +348,19 @@ def load_results(path: Path) -> dict[str, Any]:
         results = json.loads(file.read_bytes())
         validate_results(results)
     except ValueError as error:
-        if file.name != RESULTS_FILE:
-            raise StateError(f"{file}: not the results of a run; give the folder of a run, or its {RESULTS_FILE}") from error
-        raise StateError(f"{file}: {error}; run the job again") from error
+        raise StateError(f"{file}: not the {RESULTS_FILE} of a run: {error}") from error
     return results
 
 
-# -- metrics.jsonl ---------------------------------------------------------------------------------------------------------
+# -- metrics.jsonl -----------------------------------------------------------------------------------------------------------
 
 
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append one step to metrics.jsonl, on disk when this returns.
-
-    A line that a crash cut short stays alone on its line, so that it spoils nothing but itself.
+    """Append one step to metrics.jsonl; it is on disk when this returns. After a line that a crash cut short, a new line begins.
 
     Args:
-        folder: where metrics.jsonl lies; made if it is not there.
-        line: {"step", "phase", "round", "seconds", "sites": {site: meta of its reply}, "aggregation": {site: {name: number}}}.
+        folder: of metrics.jsonl; created if missing.
+        line: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply}, "aggregation": {site: {name: number}}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
@@ -152,7 +374,7 @@ def append_round(folder: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """The steps in metrics.jsonl; where a resumed run repeated a step, its last line counts; lines cut short are left out."""
+    """The steps of metrics.jsonl in order; the last line of a step counts (a resumed run repeats steps), damaged lines are skipped."""
     path = folder / ROUNDS_FILE
     steps: dict[int, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -160,6 +382,6 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict):  # a number may be what a crash left of a line
+        if isinstance(line, dict):  # the rest of a damaged line can be a number
             steps[line["step"]] = line
     return [steps[step] for step in sorted(steps)]

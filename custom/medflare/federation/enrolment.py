@@ -8,7 +8,7 @@ from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.packages import installed_versions
 from medflare.data.acquisition import joined_range, read_range
-from medflare.evaluation.record import shares
+from medflare.evaluation.results import shares
 from medflare.federation.exchange import START, Transport
 from medflare.federation.settings import ENROL
 from medflare.federation.update_validation.messages import RANGE, VERSIONS

@@ -16,9 +16,9 @@ from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import PLACE, PROGRESS
-from medflare.evaluation.names import REPORT_FILE
 from medflare.evaluation.presentation import format_metric, metric_label
-from medflare.evaluation.site_report import SiteReport, patient_values, render_site_report, value_label
+from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label
+from medflare.evaluation.results import REPORT_FILE
 from medflare.federation.update_validation.suppression import tells_of_few
 from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed

@@ -18,8 +18,8 @@ from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import MODELS_GB
 from medflare.evaluation.console import round_line
-from medflare.evaluation.names import RESULTS_FILE, ROUNDS_FILE
-from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
+from medflare.evaluation.report import LiveReport, write_results
+from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, UNKNOWN, RunRecord, SiteRecord, append_round, build_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange

@@ -16,7 +16,7 @@ from nvflare.apis.workspace import Workspace
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.events import Event
 from medflare.data.local import LOCAL_FILE, local_settings, read_local
-from medflare.evaluation.names import FAILED, FOLDER, UNKNOWN
+from medflare.evaluation.results import FAILED, FOLDER, UNKNOWN
 from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.participants import TASK_FILE, authorize, authorize_network, interrupted

@@ -28,7 +28,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import Event, EventLog
 from medflare.data.progress import print_lines
-from medflare.evaluation.record import json_ready
+from medflare.evaluation.results import json_ready
 from medflare.federation.outcome import StepReport
 from medflare.flare.messages import (
     MessageExchange,

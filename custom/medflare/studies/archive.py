@@ -19,8 +19,7 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 from medflare.core.errors import StateError
 from medflare.core.store import replacing
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.results import RESULTS_FILE
+from medflare.evaluation.results import RESULTS_FILE, validate_results
 from medflare.studies.references import CURVES, SCORES
 
 STUDY_FILE: Final = "study.zip"

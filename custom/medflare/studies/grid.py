@@ -19,8 +19,7 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.store import file_digest, write_atomically
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
-from medflare.evaluation.record import json_ready
-from medflare.evaluation.results import COMPLETED
+from medflare.evaluation.results import COMPLETED, json_ready
 from medflare.studies.archive import Groups, read_runs, run_name, write_rows, write_run
 from medflare.studies.candidates import Candidate
 from medflare.studies.setting import Setting

@@ -212,13 +212,3 @@ def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         [[5, 1], [2, 3]]
     """
     return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*matrices, strict=True)]
-
-
-def row_shares(matrix: Sequence[Sequence[int]]) -> list[list[float | None]]:
-    """Counts as fractions of their row; None in a row without images.
-
-    Examples:
-        >>> row_shares([[3, 1], [0, 0]])
-        [[0.75, 0.25], [None, None]]
-    """
-    return [[count / sum(row) if sum(row) else None for count in row] for row in matrix]

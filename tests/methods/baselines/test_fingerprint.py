@@ -14,8 +14,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
 from medflare.data.checking.planning import plan
-from medflare.evaluation.contract import validate_results
-from medflare.evaluation.results import load_results
+from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant

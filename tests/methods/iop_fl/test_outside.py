@@ -13,7 +13,7 @@ from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods.catalogue import build_deployed

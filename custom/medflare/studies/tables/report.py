@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
-from medflare.evaluation.record import confusion
+from medflare.evaluation.results import confusion
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, SCORES, SINGLE_SITE, TRAINED_AS
 from medflare.studies.statistics import (
