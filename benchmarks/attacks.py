@@ -22,7 +22,7 @@ import medflare
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, difference, moved
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgSite
 from medflare.tasks.config import TaskConfig, load_task

@@ -12,12 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from medflare.core.errors import DataError
-from medflare.data import cache, decoding
-from medflare.data.loading import load_site_data
-from medflare.data.local import Bounds
+from medflare.data import decoding
+from medflare.data.loading import SiteData, load_site_data
+from medflare.data.local import Bounds, CacheSettings, cache_with_folder
 from medflare.data.reading import ImageBounds
-from medflare.data.settings import CacheSettings, placed
-from medflare.data.splits import SiteData
 from medflare.tasks.config import TaskConfig
 
 TaskOf = Callable[..., TaskConfig]
@@ -43,13 +41,13 @@ def kept(tmp_path: Path) -> CacheSettings:
     return CacheSettings(str(tmp_path / "cache"))
 
 
-def files_of(settings: CacheSettings) -> list[Path]:
+def _files(settings: CacheSettings) -> list[Path]:
     return sorted(Path(settings.folder).glob("*.safetensors"))
 
 
 def loaded(task: TaskConfig, folder: Path, settings: CacheSettings | None = None, **options: Any) -> SiteData:
     """As a new process loads it."""
-    cache._memory.clear()
+    decoding._decoded_sites.clear()
     return load_site_data("A", task, folder, cache=settings, **options)
 
 
@@ -67,10 +65,10 @@ def test_once_per_process(make_site: SiteOf, make_task: TaskOf, decoded: list[st
     decoded.clear()
     load_site_data("A", make_task(batch_size=2, resplit=4), folder, bounds=Bounds(epochs=9, memory=4))  # nothing that concerns an image
     assert decoded == []
-    monkeypatch.setattr(cache, "_KEPT_SITES", 2)
+    monkeypatch.setattr(decoding, "_KEPT_SITES", 2)
     for side in (8, 12, 16, 20):
         load_site_data("A", make_task(size=[side, side]), folder)
-    assert len(decoded) == 4 * 10 and len(cache._memory) == 2
+    assert len(decoded) == 4 * 10 and len(decoding._decoded_sites) == 2
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
@@ -81,7 +79,7 @@ def test_the_next_process_reads_what_was_decoded(
     first = loaded(task, folder, kept)
     decoded.clear()
     assert equal(first, loaded(task, folder, kept)) and equal(first, loaded(task, folder)) and len(decoded) == 10
-    assert len(files_of(kept)) == 10 and {"image", "target"} == load_file(files_of(kept)[0]).keys()
+    assert len(_files(kept)) == 10 and {"image", "target"} == load_file(_files(kept)[0]).keys()
 
 
 def test_only_this_account_can_read_it(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
@@ -91,7 +89,7 @@ def test_only_this_account_can_read_it(make_site: SiteOf, make_task: TaskOf, kep
     finally:
         os.umask(before)
     assert stat.S_IMODE(Path(kept.folder).stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files_of(kept)} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in _files(kept)} == {0o600}
 
 
 def test_changed_and_damaged_files_alone_are_decoded_anew(
@@ -99,17 +97,17 @@ def test_changed_and_damaged_files_alone_are_decoded_anew(
 ) -> None:
     folder, task = make_site(), make_task()
     before = loaded(task, folder, kept)
-    files = set(files_of(kept))
+    files = set(_files(kept))
     (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
     os.utime(folder / "images/0.png", ns=(1, 1))
     decoded.clear()
     after = loaded(task, folder, kept)
     assert decoded == ["0.png"] and torch.equal(after.train.image(0), before.train.image(1))
-    (new,) = set(files_of(kept)) - files
+    (new,) = set(_files(kept)) - files
     new.write_bytes(new.read_bytes()[:-20])
     decoded.clear()
     assert equal(loaded(task, folder, kept), after) and decoded == ["0.png"]
-    monkeypatch.setattr(cache, "versions", lambda packages: dict.fromkeys(packages, "another"))
+    monkeypatch.setattr(decoding, "versions", lambda packages: dict.fromkeys(packages, "another"))
     decoded.clear()
     loaded(task, folder, kept)
     with pytest.raises(DataError, match=r"bounds\.pixels"):
@@ -133,27 +131,27 @@ def test_unreadable_images_are_tried_again(make_site: SiteOf, make_task: TaskOf,
 def test_the_longest_unused_make_room(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
     folder, task = make_site(), make_task()
     loaded(task, folder, kept)
-    size = sum(path.stat().st_size for path in files_of(kept))
-    oldest, *others = files_of(kept)
+    size = sum(path.stat().st_size for path in _files(kept))
+    oldest, *others = _files(kept)
     os.utime(oldest, (1, 1))
     for path in others:
         os.utime(path, (2, 2))
     other = make_site({"training": ["a"], "validation": ["b"], "test": ["c"]}, name="B")
     tight = CacheSettings(kept.folder, limit_gb=(size + 2.5 * size / 10) / 10**9)
     loaded(task, other, tight)
-    assert not oldest.exists() and all(path.exists() for path in others) and len(files_of(kept)) == 12
+    assert not oldest.exists() and all(path.exists() for path in others) and len(_files(kept)) == 12
     loaded(task, folder, CacheSettings(kept.folder, limit_gb=1e-8))
-    assert len(files_of(kept)) == 9, "its own files stay"
+    assert len(_files(kept)) == 9, "its own files stay"
 
 
 def test_a_file_that_goes_while_it_is_used_is_decoded_anew(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
     folder, task = make_site(), make_task()
     whole, disk = loaded(task, folder), loaded(task, folder, CacheSettings(kept.folder, memory_gb=0))
-    for path in files_of(kept):
+    for path in _files(kept):
         path.unlink()
     images, targets = disk.train.take(torch.tensor([3, 0]))
     assert torch.equal(images, whole.train.images[[3, 0]]) and torch.equal(targets, whole.train.targets[[3, 0]])
-    assert len(files_of(kept)) == 2
+    assert len(_files(kept)) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(
@@ -181,8 +179,8 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEDFLARE_CACHE", raising=False)
-    assert placed(None, tmp_path) is None and placed(CacheSettings()) is None
-    assert placed(CacheSettings(limit_gb=3), tmp_path) == CacheSettings(str(tmp_path), 3)
+    assert cache_with_folder(None, tmp_path) is None and cache_with_folder(CacheSettings()) is None
+    assert cache_with_folder(CacheSettings(limit_gb=3), tmp_path) == CacheSettings(str(tmp_path), 3)
     monkeypatch.setenv("MEDFLARE_CACHE", "/everybodys")
-    assert placed(CacheSettings(), tmp_path) == CacheSettings("/everybodys")
-    assert placed(CacheSettings("~/own"), tmp_path) == CacheSettings(str(Path.home() / "own"))
+    assert cache_with_folder(CacheSettings(), tmp_path) == CacheSettings("/everybodys")
+    assert cache_with_folder(CacheSettings("~/own"), tmp_path) == CacheSettings(str(Path.home() / "own"))

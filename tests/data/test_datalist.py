@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS, DatalistItem, assign_splits, check_patients, listed_splits, read_datalist, site_name
+from medflare.data.datalist import SPLITS, DatalistItem, assign_splits, check_patients, read_content, read_datalist, site_name
 
 
 def _entries(**patients: list[str]) -> list[DatalistItem]:
@@ -31,7 +31,6 @@ def test_reading(make_site: Callable[..., Path]) -> None:
     entries = read_datalist(folder, "segmentation")
     assert [(entry.patient, entry.split) for entry in entries] == [("a", "training"), ("a", "training"), ("b", "test")]
     assert entries[0].image == folder / "images/0.png" and entries[0].label == folder / "images/0_mask.png"
-    assert listed_splits(folder) == ("training", "test")
 
 
 def test_a_site_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +115,7 @@ def test_lists_from_windows(tmp_path: Path, encoding: str) -> None:
     listed = {"training": [{"image": "Müller_日本.png", "label": 0}]}
     text = json.dumps(listed, ensure_ascii=False, indent=1).replace("\n", "\r\n")
     (tmp_path / "datalist.json").write_bytes(text.encode(encoding))
-    assert read_datalist(tmp_path, "classification")[0].name == "Müller_日本.png" and listed_splits(tmp_path) == ("training",)
+    assert read_datalist(tmp_path, "classification")[0].name == "Müller_日本.png"
 
 
 def test_backslashes_are_no_folders(tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_lists_that_cannot_be_read_are_one_line(tmp_path: Path, monkeypatch: pyt
 
 def test_a_list_may_be_empty(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text('{"training": []}')
-    assert read_datalist(tmp_path, "segmentation") == [] and listed_splits(tmp_path) == ("training",)
+    assert read_datalist(tmp_path, "segmentation") == []
 
 
 def test_given_splits_stay() -> None:
@@ -196,15 +195,6 @@ def test_patients_whose_names_are_alike(tmp_path: Path) -> None:
     listed = {"training": [{"image": f"{n}.png", "label": 0, "patient": name} for n, name in enumerate(names)]}
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
     assert [entry.patient for entry in read_datalist(tmp_path, "classification")] == ["1", "1.5", "1.00", "v1.0", "", "01"]
-
-
-def test_an_image_under_two_names_of_one_file(tmp_path: Path) -> None:
-    (tmp_path / "a.png").touch()
-    (tmp_path / "b.png").hardlink_to(tmp_path / "a.png")
-    listed = {"training": [{"image": "a.png", "label": 0}], "test": [{"image": "b.png", "label": 0}]}
-    (tmp_path / "datalist.json").write_text(json.dumps(listed))
-    with pytest.raises(DataError, match=r"b\.png"):
-        check_patients(read_datalist(tmp_path, "classification"))
 
 
 def _channels(*files: list[str | None]) -> list[DatalistItem]:
@@ -298,6 +288,6 @@ def test_real_lists_keep_patients_apart(shared_data: Callable[[str], Path]) -> N
     for federation, kind in (("brain_lgg", "segmentation"), ("ham10000", "classification"), ("fundus_vessels", "segmentation")):
         for folder in sorted(shared_data(federation).glob("*/")):
             entries = read_datalist(folder, kind)
-            assert assign_splits(entries, listed_splits(folder), folder.name) == entries
+            assert assign_splits(entries, tuple(read_content(folder)), folder.name) == entries
             content: dict[str, Any] = json.loads((folder / "datalist.json").read_text())
             assert len(entries) == sum(len(content[split]) for split in SPLITS)

@@ -1,6 +1,7 @@
-"""From stored pictures and volumes to tensors of the network's size."""
+"""Images and masks at their stored size, from files and from the embedded federation; and as tensors of the network's size."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,16 +9,19 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
 
 from medflare.core.errors import DataError
-from medflare.data.decoding import Decoded, decode, target_of
+from medflare.data.datalist import SPLITS
+from medflare.data.decoding import Decoded, FileSource, PhantomSource, decode
 from medflare.data.loading import load_site_data
-from medflare.data.settings import CacheSettings
-from medflare.data.sources import FileSource, PhantomSource
-from medflare.tasks.config import TaskConfig
+from medflare.data.local import CacheSettings
+from medflare.tasks.config import TaskConfig, load_task
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
+Edit = Callable[..., None]
 
 
 def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
@@ -35,51 +39,55 @@ def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
     return folder
 
 
+def _mask(source: FileSource, number: int = 0) -> np.ndarray:
+    entry = source.entries()[number]
+    return source.mask(entry, source.image(entry))
+
+
 def _decoded(folder: Path, task: TaskConfig) -> Decoded:
     source = FileSource(folder, task)
     return decode(task, source, source.entries())
 
 
+def _tensors(decoded: Decoded, task: TaskConfig) -> tuple[Tensor, Tensor]:
+    images, targets = (decoded.tensors(decoded.rows, name, task) for name in ("image", "target"))
+    return images, targets
+
+
 def test_pictures(make_site: SiteOf, make_task: TaskOf) -> None:
     decoded = _decoded(make_site(), make_task())
-    assert decoded.images.shape == (10, 1, 16, 16) and decoded.images.dtype == torch.float32
-    assert decoded.targets.shape == (10, 16, 16) and decoded.targets.dtype == torch.int64
-    assert decoded.targets.flatten(1).sum(dim=1).tolist() == [16] * 10
-    assert decoded.names == [f"{number}.png" for number in range(10)]
-    bright = decoded.images[:, 0] > 0.55
-    torch.testing.assert_close(bright.long(), decoded.targets)  # picture and mask belong together
+    images, targets = _tensors(decoded, make_task())
+    assert images.shape == (10, 1, 16, 16) and images.dtype == torch.float32
+    assert targets.shape == (10, 16, 16) and targets.dtype == torch.int64
+    assert targets.flatten(1).sum(dim=1).tolist() == [16] * 10
+    assert [row.name for row in decoded.rows] == [f"{number}.png" for number in range(10)]
+    torch.testing.assert_close((images[:, 0] > 0.55).long(), targets)  # picture and mask belong together
 
 
 def test_target_shapes(make_site: SiteOf, make_task: TaskOf) -> None:
-    folder = make_site()
     several = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1], "b": [1]})
-    targets = _decoded(folder, several).targets
+    targets = _tensors(_decoded(make_site(), several), several)[1]
     assert targets.shape == (10, 2, 16, 16) and targets.dtype == torch.float32
-    shades = _decoded(make_site(kind="classification", name="B"), make_task("classification"))
-    assert shades.targets.tolist() == [number % 3 for number in range(10)]
+    shades = make_task("classification")
+    assert _tensors(_decoded(make_site(kind="classification", name="B"), shades), shades)[1].tolist() == [n % 3 for n in range(10)]
 
 
 @pytest.mark.parametrize(("keep", "training"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
 def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, training: list[int]) -> None:
-    """A label chooses slices of training volumes and of no others."""
+    """Slices without foreground are left out of training volumes alone."""
     raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
-    decoded = _decoded(_volumes(tmp_path / "V"), make_task(slices={"axis": 2, "keep": keep}, intensity=raw))
+    task = make_task(slices={"axis": 2, "keep": keep}, intensity=raw)
+    rows = _decoded(_volumes(tmp_path / "V"), task).rows
     kept = [(volume, number) for volume in range(3) for number in (training if volume == 0 else range(5))]
-    assert decoded.names == [f"v{volume}.nii.gz[{number}]" for volume, number in kept]
-    assert decoded.entries == [volume for volume, _ in kept]
-    assert decoded.images[:, 0, 0, 0].tolist() == [100 * volume + number for volume, number in kept]
-    assert [bool(target.any()) for target in decoded.targets] == [number in (1, 3) for _, number in kept]
-
-
-def test_slices_of_a_volume_stay_in_one_split(tmp_path: Path, make_task: TaskOf) -> None:
-    data = load_site_data("V", make_task(), _volumes(tmp_path / "V"))
-    assert [len(data.split(name)) for name in ("train", "validation", "test")] == [5, 5, 5]
-    assert set(data.train.patients) == {"v0.nii.gz"} and set(data.test.patients) == {"v2.nii.gz"}
+    assert [row.name for row in rows] == [f"v{volume}.nii.gz[{number}]" for volume, number in kept]
+    assert [row.entry for row in rows] == [volume for volume, _ in kept]
+    assert [row.image[0, 0, 0] for row in rows] == [100 * volume + number for volume, number in kept]
+    assert [bool(row.target.any()) for row in rows] == [number in (1, 3) for _, number in kept]
 
 
 def test_other_axis(tmp_path: Path, make_task: TaskOf) -> None:
-    decoded = _decoded(_volumes(tmp_path / "V", (12, 14, 5)), make_task(slices={"axis": 1}))
-    assert len(decoded.images) == 3 * 12  # LPS volumes are read as (posterior, left, superior)
+    rows = _decoded(_volumes(tmp_path / "V", (12, 14, 5)), make_task(slices={"axis": 1})).rows
+    assert len(rows) == 3 * 12  # LPS volumes are read as (posterior, left, superior)
 
 
 def test_a_volume_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
@@ -87,23 +95,29 @@ def test_a_volume_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> N
     task = make_task(slices={"keep": "foreground"})
     empty = nibabel.Nifti1Image(np.zeros((16, 16, 5), np.uint8), np.diag([-1, -1, 1, 1]))
     nibabel.save(empty, folder / "m1.nii.gz")
-    assert len(load_site_data("V", task, folder).validation) == 5
+    data = load_site_data("V", task, folder)
+    assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
+    assert set(data.train.patients) == {"v0.nii.gz"} and set(data.test.patients) == {"v2.nii.gz"}
     nibabel.save(empty, folder / "m0.nii.gz")
     with pytest.raises(DataError, match="training"):
         load_site_data("V", task, folder)
 
 
-def test_slices_are_chosen_anew_where_splits_are_drawn_anew(tmp_path: Path, make_task: TaskOf) -> None:
+def test_slices_are_chosen_again_where_splits_are_drawn_again(tmp_path: Path, make_task: TaskOf) -> None:
     folder, settings = _volumes(tmp_path / "V"), {"slices": {"keep": "foreground"}}
-    for seed in range(4):
+    for seed in range(3):
         data = load_site_data("V", make_task(resplit=seed, **settings), folder, cache=CacheSettings(str(tmp_path / "cache")))
         assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
 
 
-def test_mask_of_another_size(make_site: SiteOf, make_task: TaskOf) -> None:
-    folder = make_site()
-    other = make_site(name="B", side=20)
+def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+    folder, other = make_site(), make_site(name="B", side=20)
+    edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
+    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
+    with pytest.raises(DataError, match=r"0_mask\.png"):
+        _mask(source)
     (folder / "images/3_mask.png").write_bytes((other / "images/3_mask.png").read_bytes())
+    edit(folder, lambda content: content["training"][0].update(label="images/0_mask.png"))
     with pytest.raises(DataError, match=r"3_mask\.png"):
         _decoded(folder, make_task())
 
@@ -111,20 +125,82 @@ def test_mask_of_another_size(make_site: SiteOf, make_task: TaskOf) -> None:
 def test_the_embedded_federation(make_task: TaskOf) -> None:
     task = make_task(embedded="phantom", label_values={"square": [1, 2]}, channels=1, size=[32, 32])
     source = PhantomSource("site-1", task)
-    decoded = decode(task, source, source.entries()[:3])
-    assert decoded.images.shape == (3, 1, 32, 32) and 0.2 < decoded.images.max() <= 1 and decoded.targets.any()
+    images, targets = _tensors(decode(task, source, source.entries()[:3]), task)
+    assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
+    source = PhantomSource("site-1", load_task("phantom"))
+    entries = source.entries()
+    assert source.listed() == SPLITS and {entry.split for entry in entries} == set(SPLITS)
+    image = source.image(entries[0])
+    mask = source.mask(entries[0], image)
+    assert image.array.shape == (3, 64, 64) and mask.shape == (1, 64, 64) and set(np.unique(mask)) <= {0, 1, 2}
+    assert {entry.label for entry in PhantomSource("site-1", load_task("phantom_grades")).entries()} == {0, 1, 2}
+    assert source.state(entries[0]) != PhantomSource("site-2", load_task("phantom")).state(entries[0])
 
 
-@pytest.mark.parametrize("kind", ["segmentation", "classification"])
-def test_nothing_to_decode(make_task: TaskOf, make_site: SiteOf, kind: str) -> None:
-    task = make_task(kind)
-    decoded = decode(task, FileSource(make_site(kind=kind), task), [])
-    assert decoded.images.shape == (0, 1, 16, 16) and len(decoded.targets) == 0 and decoded.names == [] == decoded.entries
+def test_files_at_their_stored_size(make_site: SiteOf, make_task: TaskOf) -> None:
+    source = FileSource(make_site({"training": ["a", "b"], "test": ["c"]}), make_task(size=[8, 8]))
+    entries = source.entries()
+    assert [entry.name for entry in entries] == ["0.png", "1.png", "2.png"] and source.listed() == ("training", "test")
+    image = source.image(entries[0])
+    mask = source.mask(entries[0], image)
+    assert image.array.shape == mask.shape == (1, 16, 16) and image.array.dtype == np.float32 and mask.dtype == np.int64
+    assert mask.sum() == 16
 
 
-def test_a_target_at_its_stored_size(make_task: TaskOf, make_site: SiteOf) -> None:
-    task = make_task(size=[8, 8])
-    source = FileSource(make_site(), task)
-    (first, *_) = source.entries()
-    target = target_of(task, source, first, source.image(first))
-    assert target.shape == (1, 16, 16) and target.sum() == 16
+def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    entry = FileSource(folder, make_task()).entries()[0]
+    for kind, changes in (("segmentation", {"0.png": True, "0_mask.png": True, "1.png": False}), ("classification", {"0_mask.png": False})):
+        source = FileSource(folder, make_task(kind))
+        for name, changed in changes.items():
+            before = source.state(entry)
+            os.utime(folder / "images" / name, ns=(1, len(name)))
+            assert (source.state(entry) != before) == changed, (kind, name)
+    (folder / "images/0.png").unlink()
+    assert source.state(entry)[1] == [[[str(folder / "images/0.png"), None, None]]]
+
+
+def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+    folder, task = make_site(), make_task(channels=["pre", "flair", "post"], missing_channels="zeros")
+    (folder / "images/link.png").symlink_to(folder / "images/0.png")
+    for again in ("images/../images/0.png", "images/link.png"):
+        edit(folder, lambda content, again=again: content["training"][0].update(image=["images/0.png", None, again]))
+        source = FileSource(folder, task)
+        with pytest.raises(DataError, match=r"0\.png"):
+            source.image(source.entries()[0])
+    edit(folder, lambda content: content["training"][0].update(image=["images/0.png", None, "images/1.png"]))
+    source = FileSource(folder, task)
+    assert source.image(source.entries()[0]).array.shape == (3, 16, 16)
+
+
+def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+    """Not slices of a volume that are files: above the head there is nothing."""
+    folder = make_site()
+    Image.fromarray(np.full((16, 16), 7, np.uint8)).save(folder / "images/0.png")
+    source = FileSource(folder, make_task())
+    assert (source.image(source.entries()[0]).array == 7).all()
+    task = make_task("classification", channels=["pre", "post"], missing_channels="zeros")
+    for other, constant in ((None, True), ("images/1.png", False)):
+        edit(folder, lambda content, other=other: content["training"][0].update(image=["images/0.png", other]))
+        source = FileSource(folder, task)
+        if constant:
+            with pytest.raises(DataError, match=r"0\.png"):
+                source.image(source.entries()[0])
+        else:
+            assert source.image(source.entries()[0]).array.shape == (2, 16, 16)
+    edit(folder, lambda content: content["training"][0].update(image="images/0.png"))
+    Image.new("RGB", (16, 16), (9, 8, 7)).save(folder / "images/0.png")
+    with pytest.raises(DataError, match=r"0\.png"):
+        FileSource(folder, make_task("classification", channels=3)).image(source.entries()[0])
+
+
+def test_a_patient_without_findings_has_as_many_masks_as_the_others(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b", "c"]))
+    entry = source.entries()[0]
+    for masks in (np.zeros((16, 16, 3), np.uint8), np.eye(16, dtype=np.uint8)[..., None] * np.ones(3, np.uint8)):
+        Image.fromarray(masks).save(entry.masks[0])
+        np.testing.assert_array_equal(_mask(source), masks.transpose(2, 0, 1))
+    assert _mask(FileSource(folder, make_task())).shape == (1, 16, 16)
+    named = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1, 2], "b": [2]})
+    assert _mask(FileSource(folder, named)).shape == (1, 16, 16)

@@ -14,9 +14,9 @@ from pydicom.filewriter import correct_ambiguous_vr
 from helpers.small_tasks import SEGMENTATION, small_task
 from helpers.volume_sites import TASK, beside_a_series, cube_task, dicom_series
 from medflare.core.errors import DataError
+from medflare.data.decoding import FileSource
 from medflare.data.dicom import segments
 from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
-from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig, load_task
 
 PIXELS = np.arange(30, dtype=np.uint16).reshape(6, 5)

@@ -10,7 +10,8 @@ from PIL import Image
 
 from helpers.small_tasks import stacked
 from medflare.core.errors import DataError
-from medflare.data.loading import ENVIRONMENT, load_site_data, resolve_data_root
+from medflare.data.loading import ENVIRONMENT, Split, joined, load_site_data, resolve_data_root
+from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig, load_task
 
 TaskOf = Callable[..., TaskConfig]
@@ -26,14 +27,14 @@ def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_root_by_precedence(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, task = make_site(), make_task()
     parent = folder.parent
-    assert resolve_data_root("A", task, given=parent) == folder
-    assert resolve_data_root("A", task, given=str(folder)) == folder
+    assert resolve_data_root("A", task, data_root=parent) == folder
+    assert resolve_data_root("A", task, data_root=str(folder)) == folder
     assert resolve_data_root("any name", task, str(folder)) == folder
     monkeypatch.setenv(ENVIRONMENT, str(parent))
     assert resolve_data_root("A", task) == folder
     other = make_site(name="other")
     assert resolve_data_root("A", task, str(other)) == other  # the site's own word comes first
-    assert resolve_data_root("A", task, str(other), given=parent) == folder
+    assert resolve_data_root("A", task, str(other), data_root=parent) == folder
 
 
 def test_embedded_data_stand_in_only_when_nothing_is_given(tmp_path: Path, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,13 +49,13 @@ def test_embedded_data_stand_in_only_when_nothing_is_given(tmp_path: Path, make_
 
 def test_roots_without_the_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"site A: data root .*nowhere \(data_root\) is not a folder"):
-        resolve_data_root("A", make_task(), given=tmp_path / "nowhere")
+        resolve_data_root("A", make_task(), data_root=tmp_path / "nowhere")
     make_site(name="CS")
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"unknown site 'CX'; did you mean CS\? known: CS"):
-        resolve_data_root("CX", make_task(), given=tmp_path)
+        resolve_data_root("CX", make_task(), data_root=tmp_path)
     with pytest.raises(DataError, match=r"bare holds no datalist.json"):
-        resolve_data_root("bare", make_task(), given=tmp_path)
+        resolve_data_root("bare", make_task(), data_root=tmp_path)
 
 
 def test_resplit(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -263,7 +264,7 @@ def test_embedded_federation(make_task: TaskOf) -> None:
 )
 def test_real_sites(shared_data: Callable[[str], Path], preset: str, site: str, sizes: tuple[int, int, int] | None) -> None:
     task = load_task(preset)
-    root = resolve_data_root(site, task, given=shared_data(preset.removesuffix("_3class")))
+    root = resolve_data_root(site, task, data_root=shared_data(preset.removesuffix("_3class")))
     data = load_site_data(site, task, root)
     found = (len(data.train), len(data.validation), len(data.test))
     if sizes:
@@ -274,3 +275,33 @@ def test_real_sites(shared_data: Callable[[str], Path], preset: str, site: str, 
     assert not set(data.train.patients) & (set(data.validation.patients) | set(data.test.patients))
     if preset == "ham10000":
         assert data.notes == ("class akiec is absent from the training images",)
+
+
+def test_splits_and_class_counts(make_site: SiteOf, make_task: TaskOf) -> None:
+    data = load_site_data("A", make_task(), make_site())
+    assert [len(data.train), len(data.validation), len(data.test)] == [5, 2, 3] and data.notes == ()
+    assert data.train.patients == ("p0", "p0", "p1", "p2", "p3") and data.test.names == ("7.png", "8.png", "9.png")
+    assert data.split("train") is data.train is data.split("training")
+    assert class_counts(data.train.targets, make_task()).tolist() == [5 * 256 - 5 * 16, 5 * 16]
+    shades = make_task("classification")
+    data = load_site_data("B", shades, make_site(kind="classification", name="B"))
+    assert class_counts(data.train.targets, shades).tolist() == [2, 2, 1]
+    several = make_task(target="multilabel", labels=["a", "b"])
+    assert class_counts(torch.tensor([[[[1.0, 0]], [[1, 1]]]]), several).tolist() == [1, 2]
+    findings = make_task("classification", target="multilabel", labels=["a", "b"])
+    assert class_counts(torch.tensor([[1.0, 0], [1, 1]]), findings).tolist() == [2, 1]
+
+
+def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
+    pictures = Split(torch.rand(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long), ("p", "q"), ("a", "b"))
+    both = joined([pictures, pictures], ["0", "1"])
+    assert isinstance(both.images, torch.Tensor) and both.images.shape == (4, 1, 4, 4) and both.patients == ("0/p", "0/q", "1/p", "1/q")
+    volumes = Split((torch.ones(1, 3, 4, 5), torch.ones(1, 2, 2, 2)), (torch.ones(3, 4, 5), torch.ones(2, 2, 2)), ("p", "q"), ("a", "b"))
+    several = joined([volumes, volumes], ["0", "1"])
+    assert several.in_memory
+    assert [tuple(several.image(row).shape[1:]) for row in range(4)] == [(3, 4, 5), (2, 2, 2)] * 2
+    assert len(several.targets) == len(several) == 4 and several.targets[-1].shape == (2, 2, 2)
+    images, targets = several.take(torch.tensor([1, 3]))
+    assert images.shape == (2, 1, 2, 2, 2) and targets.shape == (2, 2, 2, 2)
+    for split in (several, volumes):
+        assert [part.shape for part in split.take(torch.zeros(0, dtype=torch.long))] == [(0, 1, 3, 4, 5), (0, 3, 4, 5)]

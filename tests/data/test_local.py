@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
-from medflare.data.local import Bounds, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
-from medflare.data.settings import CacheSettings
+from medflare.data.local import Bounds, CacheSettings, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 
 def test_nothing_is_decided_by_an_empty_file() -> None:

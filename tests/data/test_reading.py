@@ -17,8 +17,8 @@ from PIL import Image, PngImagePlugin
 from helpers.small_tasks import small_task
 from helpers.volume_sites import SHAPE, SPACING, affine, cube_task, dicom_series, write
 from medflare.core.errors import DataError
-from medflare.data.geometry import Grid
-from medflare.data.reading import ImageBounds, label_values, read_image, read_mask, read_stored, resampled, turned_back
+from medflare.data.geometry import Grid, restore_grid, to_task_grid
+from medflare.data.reading import ImageBounds, label_values, read_image, read_mask, read_stored
 from medflare.tasks.config import TaskConfig
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows
@@ -127,24 +127,24 @@ def test_volumes_of_a_file_are_channels_of_which_a_task_picks(tmp_path: Path) ->
 def test_a_volume_lies_along_the_tasks_axes_however_it_is_stored(tmp_path: Path, codes: str) -> None:
     task = cube_task(orientation="LPS")
     array, stored = volume(write(tmp_path / "v.nii.gz", VOLUME, affine(codes)))
-    there, here = resampled(array, stored, task)
+    there, here = to_task_grid(array, stored, task)
     assert [np.sign(here.affine[axis, axis]) for axis in range(3)] == [-1, -1, 1]
     place = np.array([3, 4, 5, 1])  # a voxel as stored, and the same millimetres on the turned grid
     index = np.linalg.inv(here.affine) @ stored.affine @ place
     assert there[0][tuple(index[:3].round().astype(int))] == VOLUME[3, 4, 5]
-    np.testing.assert_array_equal(turned_back(torch.as_tensor(there), here, stored, task)[0].numpy(), VOLUME)
+    np.testing.assert_array_equal(restore_grid(torch.as_tensor(there), here, stored, task)[0].numpy(), VOLUME)
 
 
 def test_resampled_to_millimetres_and_back(tmp_path: Path) -> None:
     smooth = np.add.outer(np.add.outer(np.arange(12.0), np.arange(14.0)), np.arange(10.0)).astype(np.float32)
     array, stored = volume(write(tmp_path / "v.nii.gz", smooth, affine("SPL")))
     task = cube_task(spacing=[1.0, 1.5, 1.0])
-    there, here = resampled(array, stored, task)
+    there, here = to_task_grid(array, stored, task)
     assert here.spacing == pytest.approx((1.0, 1.5, 1.0)) and there.shape[1:] == here.shape
-    back = turned_back(torch.as_tensor(there), here, stored, task)
+    back = restore_grid(torch.as_tensor(there), here, stored, task)
     inner = (slice(1, -1),) * 3
     np.testing.assert_allclose(back[0].numpy()[inner], smooth[inner], atol=0.05)
-    labels, _ = resampled((smooth > 15).astype(np.int64)[None], stored, task, labels=True)
+    labels, _ = to_task_grid((smooth > 15).astype(np.int64)[None], stored, task, labels=True)
     assert labels.dtype == np.int64 and set(np.unique(labels)) == {0, 1}
 
 
@@ -159,9 +159,9 @@ def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float]
     task = cube_task(channels=1, orientation="LPS", spacing=spacing)
     array, grid = volume(oblique(tmp_path / "v.nii", 0.4))
     ramp = np.broadcast_to(np.arange(array.shape[-1], dtype=np.float32), array.shape).copy()
-    there, here = resampled(ramp, grid, task)
+    there, here = to_task_grid(ramp, grid, task)
     assert here.spacing == pytest.approx(tuple(spacing or SPACING), rel=1e-5) and there.shape[1:3] == SHAPE[:2]
-    back = turned_back(torch.as_tensor(there), here, grid, task).numpy()
+    back = restore_grid(torch.as_tensor(there), here, grid, task).numpy()
     np.testing.assert_allclose(back, ramp, atol=0 if spacing is None else 1e-3)
 
 
@@ -169,7 +169,7 @@ def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_pat
     files = [write(tmp_path / f"{name}.nii.gz", VOLUME + number) for number, name in enumerate("ab")]
     image = read_image([files[0], None, files[1]], cube_task(channels=3))
     np.testing.assert_array_equal(image.array, np.stack([VOLUME, np.zeros_like(VOLUME), VOLUME + 1]))
-    assert image.stored is not None and image.stored.spacing == SPACING
+    assert image.stored_grid is not None and image.stored_grid.spacing == SPACING
     shifted = affine()
     shifted[0, 3] += 1
     for other in (write(tmp_path / "moved.nii", VOLUME, shifted), write(tmp_path / "short.nii", VOLUME[..., :9])):
@@ -181,7 +181,7 @@ def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_pat
 def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
     known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
     assert unknown.difference(Grid(SHAPE, np.eye(4), known=False)) == "" and unknown.spacing is None
-    assert resampled(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
+    assert to_task_grid(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
     assert known.difference(unknown) and unknown.difference(known)  # the one would be turned and the other not
 
 

@@ -8,7 +8,7 @@ import torch
 
 from helpers.small_tasks import small_task, stacked
 from medflare.core.message import Message
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.federation.final_models import evaluated
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant

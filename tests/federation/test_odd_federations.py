@@ -10,7 +10,7 @@ import torch
 import medflare
 from helpers import small_tasks
 from medflare.core.errors import ConfigError
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import read_rounds, validate_results
 from medflare.inference.deployed import load_model
 from medflare.methods.grace import server as grace

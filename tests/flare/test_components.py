@@ -15,7 +15,7 @@ from nvflare.private.fed.utils.fed_utils import authorize_build_component
 from e2e.simulation import ROOT
 from helpers.small_tasks import small_task
 from medflare.cli.startup_kit import template
-from medflare.data.local import kept_of, private_folder
+from medflare.data.local import find_private_folder, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
 from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS
@@ -213,7 +213,7 @@ def test_a_list_that_cannot_be_read_lets_nothing_be_built(party: Path) -> None:
 def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(party: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It alone is mounted there: a site's own files and the audit log would be lost anywhere else."""
     run = party / "4711"
-    assert private_folder(run) == kept_of(run) == party / "medflare" / "4711"
+    assert private_folder(run) == find_private_folder(run) == party / "medflare" / "4711"
     monkeypatch.setattr(Path, "is_mount", lambda path: path == run)
     assert private_folder(run) == run / "medflare"
     assert asked(party, {"path": EXECUTOR}) == "" and EXECUTOR in (run / "audit.log").read_text() and not (party / "audit.log").exists()
@@ -222,6 +222,6 @@ def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(party: Path, monkey
 def test_what_an_earlier_medflare_kept_is_found(party: Path) -> None:
     run = party / "4711"
     (run / "medflare").mkdir()
-    assert kept_of(run) == run / "medflare"
+    assert find_private_folder(run) == run / "medflare"
     private_folder(run).mkdir(parents=True)
-    assert kept_of(run) == private_folder(run)
+    assert find_private_folder(run) == private_folder(run)

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from helpers import small_tasks
-from medflare.data import cache
-from medflare.data.splits import SiteData, Split
+from medflare.data import decoding
+from medflare.data.loading import SiteData, Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
@@ -83,7 +83,7 @@ def edit() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
 
 @pytest.fixture(autouse=True)
 def forget_decoded_sites() -> None:
-    cache._memory.clear()
+    decoding._decoded_sites.clear()
 
 
 def numbered_split(number: int, task: TaskConfig) -> Split:

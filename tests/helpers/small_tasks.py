@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from medflare.data.splits import Split
+from medflare.data.loading import Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import Images, Portion, Scores, measure
 from medflare.training.patches import Predictor
@@ -51,7 +51,7 @@ def tiny_phantom(**changes: Any) -> dict[str, Any]:
 
 def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
     """What a model says of every image of a split in its order, at once: (N, outputs, ...), one each where sizes differ."""
-    rows = {row: one for found, _, places in site.answers(predictor, split) for row, one in zip(places.tolist(), found, strict=True)}
+    rows = {row: one for found, _, places in site.predictions(predictor, split) for row, one in zip(places.tolist(), found, strict=True)}
     ordered = [rows[row] for row in sorted(rows)]
     return ordered if site.task.image_mode == "patch" else torch.stack(ordered)
 

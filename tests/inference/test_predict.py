@@ -20,9 +20,8 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data import reading
 from medflare.data.acquisition import acquisition_of
-from medflare.data.loading import FOLDERS
+from medflare.data.loading import FOLDERS, SiteData, Split
 from medflare.data.reading import ImageBounds
-from medflare.data.splits import SiteData, Split
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input
 from medflare.inference.predict import Prepared, predict, predictions, prepare
@@ -143,7 +142,7 @@ def test_slices_of_one_volume_are_one_patients(segmentation: TaskConfig) -> None
     networks: list[nn.Module] = [Always(3.0), Always(-3.0), Always(0.0)]
     model = SuperModel(segmentation, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
-    expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).answers(model, "test")])
+    expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).predictions(model, "test")])
     acquired = acquisition_of(reading.Image(images[0].numpy()), segmentation)
     volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
     pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]

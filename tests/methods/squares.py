@@ -17,7 +17,7 @@ from medflare.core.manifest import StateSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.federation.update_validation.messages import Incoming, unreadable
 from medflare.federation.update_validation.updates import screen
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step

@@ -14,7 +14,7 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
 from helpers.small_tasks import stacked
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release
 from medflare.training.site import Site

@@ -8,7 +8,7 @@ import torch
 
 from helpers.picture_sites import SEGMENTATION, numbered_split
 from medflare.core.errors import Aborted
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.privacy.sampling import drawn_patients, training_patients
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from helpers.small_tasks import small_task, stacked, tiny_phantom
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
 from medflare.studies.references import CONSTANT, batch_statistics, constant_answer, pooled, single_site
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.training.constant import answers_of
+from medflare.training.constant import constant_predictions
 from medflare.training.site import Site
 
 
@@ -139,7 +139,7 @@ def test_answers_of_segmentation() -> None:
     targets = torch.tensor([[[1, 0]], [[1, 0]]])
     binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1, image_mode="resize")
     several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, image_mode="resize")
-    assert [answer.flatten().tolist() for answer in answers_of(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
-    assert [answer.flatten().tolist() for answer in answers_of(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
+    assert [answer.flatten().tolist() for answer in constant_predictions(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
+    assert [answer.flatten().tolist() for answer in constant_predictions(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
     binary.image_mode = "patch"
-    assert len(list(answers_of(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]
+    assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]

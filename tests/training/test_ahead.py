@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medflare.data.splits import Split
+from medflare.data.loading import Split
 from medflare.training.batches import read_ahead
 
 

@@ -12,8 +12,7 @@ from helpers.downloaded_folders import classes
 from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.dataset_import.datalists import init
-from medflare.data.loading import load_site_data
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split, load_site_data
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.check import CheckReport, IntensityCheck, SiteReport, check_site, check_task, site_shift
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.fedavg import FedAvgSite
 from medflare.training.epochs import run_epochs, train_epochs
 from methods import squares

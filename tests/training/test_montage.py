@@ -52,7 +52,7 @@ def test_a_contact_sheet_has_a_row_for_each_site(site: Site) -> None:
 
 def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) -> None:
     class Together:
-        of_patients = True
+        by_patient = True
 
         def __init__(self) -> None:
             self.asked: list[int] = []
@@ -60,7 +60,7 @@ def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) ->
         def __call__(self, images: Tensor) -> Tensor:
             raise AssertionError("it wants the patient")
 
-        def together(self, parts: tuple[Tensor, ...]) -> Tensor:
+        def predict_patient(self, parts: tuple[Tensor, ...]) -> Tensor:
             self.asked.append(sum(map(len, parts)))
             return torch.cat([corner(part) for part in parts])
 

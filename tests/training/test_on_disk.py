@@ -12,9 +12,8 @@ from helpers.small_tasks import predicted, small_task, tiny_phantom
 from helpers.volume_sites import PATCHES, cube_task, make_volumes
 from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_random_state
-from medflare.data.loading import load_site_data
-from medflare.data.settings import CacheSettings
-from medflare.data.splits import joined
+from medflare.data.loading import joined, load_site_data
+from medflare.data.local import CacheSettings
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model
 from medflare.tasks.config import TaskConfig, load_task

@@ -11,10 +11,10 @@ from torch import Tensor
 from helpers.small_tasks import predicted
 from helpers.volume_sites import PATCHES, SHAPE, cube_task, make_volumes
 from medflare.core.rng import numpy_random_state
-from medflare.data.splits import Split
+from medflare.data.loading import Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
-from medflare.training.patches import Fitting, Patches, Validator, of_task, windowed, windows_of
+from medflare.training.patches import Patches, Samples, WholeImages, image_mode_of, windowed, windows_of
 
 TASK = load_task(PATCHES)
 
@@ -29,29 +29,29 @@ def _split(task: TaskConfig = TASK, foreground: bool = True) -> Split:
     return Split(images, targets, ("p", "q"), ("p", "q"), (None, None))
 
 
-def _taken(fitting: Fitting, data: Split, rows: Tensor, random: np.random.RandomState) -> Validator:
-    return fitting.samples(fitting.read(data, rows), random)
+def _samples(image_mode: WholeImages, data: Split, rows: Tensor, random: np.random.RandomState) -> Samples:
+    return image_mode.samples(image_mode.read(data, rows), random)
 
 
 def test_patches_are_of_the_tasks_size_and_hold_foreground_half_of_the_time() -> None:
     data, patches = _split(), Patches(TASK)
-    images, targets = _taken(patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches"))
+    images, targets = _samples(patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches"))
     assert images.shape == (60, 2, 8, 8, 8) and targets.shape == (60, 8, 8, 8) and targets.dtype == torch.long
     assert 20 < sum(target.any().item() for target in targets) < 45
     assert torch.equal(images[:, 0], -images[:, 1]), "channels move together"
     corner = images[targets.flatten(1).any(1)][0]
     assert corner[0, 0, 0, 0] == 0, "image and mask move together"
-    again, _ = _taken(patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches"))
+    again, _ = _samples(patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches"))
     assert torch.equal(again, images)
 
 
 def test_small_and_empty_images_give_patches_too() -> None:
-    images, targets = _taken(Patches(TASK), _split(), torch.tensor([1]), numpy_random_state(0, "patches"))
+    images, targets = _samples(Patches(TASK), _split(), torch.tensor([1]), numpy_random_state(0, "patches"))
     assert images.shape == (1, 2, 8, 8, 8) and images[0, 0].sum() == 4 * 8 * 5  # padded with zeros, cut where it is longer
     assert torch.equal(targets[0] > 0, images[0, 0] > 0)
-    empty, mask = _taken(Patches(TASK), _split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches"))
+    empty, mask = _samples(Patches(TASK), _split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches"))
     assert empty.shape == (1, 2, 8, 8, 8) and not mask.any()
-    nobody, nothing = _taken(Patches(TASK), _split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0))
+    nobody, nothing = _samples(Patches(TASK), _split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0))
     assert nobody.shape == (0, 2, 8, 8, 8) and nothing.shape == (0, 8, 8, 8) and nothing.dtype == torch.long
 
 
@@ -69,7 +69,7 @@ def test_labels_of_their_own_channels_are_cut_with_their_images() -> None:
     target = torch.zeros(2, *SHAPE)
     target[0, 0, 0, 0] = 1  # the second label is absent
     data = Split((torch.ones(2, *SHAPE),), (target,), ("p",), ("p",), (None,))
-    _, drawn = _taken(Patches(task), data, torch.zeros(20, dtype=torch.long), numpy_random_state(0))
+    _, drawn = _samples(Patches(task), data, torch.zeros(20, dtype=torch.long), numpy_random_state(0))
     assert drawn.shape == (20, 2, 8, 8, 8) and drawn.dtype == torch.float32
     assert 4 < drawn[:, 0].flatten(1).any(1).sum() < 17
     _, (_, windows) = next(Patches(task).in_order(data, 2))
@@ -106,5 +106,5 @@ def test_pictures_can_be_patches_as_well(make_task: Callable[..., TaskConfig]) -
     task = make_task(image_mode="patch", size=[8, 8])
     images = tuple(torch.rand(1, side, 12) for side in (9, 20))
     data = Split(images, tuple((image[0] > 0.5).long() for image in images), ("p", "q"), ("p", "q"))
-    assert _taken(of_task(task), data, torch.tensor([0, 1]), np.random.RandomState(0))[0].shape == (2, 1, 8, 8)
+    assert _samples(image_mode_of(task), data, torch.tensor([0, 1]), np.random.RandomState(0))[0].shape == (2, 1, 8, 8)
     assert windows_of(images[1], (8, 8)).shape == (6, 1, 8, 8)

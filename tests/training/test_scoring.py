@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from helpers.picture_sites import numbered_site
-from medflare.data.splits import Batch
 from medflare.tasks.config import TaskConfig
-from medflare.training.scoring import answers, evaluating, scoring_batch
+from medflare.training.scoring import evaluating, scoring_batch
 
 TaskOf = Callable[..., TaskConfig]
 
@@ -18,18 +17,13 @@ def test_at_least_eight_images_at_once(make_task: TaskOf) -> None:
     assert scoring_batch(make_task(batch_size=2)) == 8 and scoring_batch(make_task(batch_size=32)) == 32
 
 
-def test_outputs_stand_in_the_order_of_the_batches(make_task: TaskOf) -> None:
-    batches = [Batch(torch.full((2, 1, 4, 4), float(number)), torch.zeros(2), torch.arange(2)) for number in range(3)]
-    outputs = torch.cat([p for p, _, _ in answers(lambda images: images.double() / 2, batches, make_task(), 8)])
-    assert outputs.shape == (6, 1, 4, 4) and outputs.dtype == torch.float32
-    assert outputs[:, 0, 0, 0].tolist() == [0, 0, 0.5, 0.5, 1, 1]
-
-
-def test_no_gradients(make_task: TaskOf) -> None:
-    weight = nn.Parameter(torch.ones(1))
-    batches = [Batch(torch.ones(1, 1), torch.ones(1), torch.zeros(1))]
-    assert not any(p.requires_grad for p, _, _ in answers(lambda images: images * weight, batches, make_task(), 8))
-    assert torch.is_grad_enabled()
+def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> None:
+    site, weight = numbered_site(make_task()), nn.Parameter(torch.ones(1))
+    probabilities, _, rows = (
+        torch.cat(parts) for parts in zip(*site.predictions(lambda images: images.double() * weight, "test"), strict=True)
+    )
+    assert rows.tolist() == list(range(site.n["test"])) and probabilities.dtype == torch.float32 and not probabilities.requires_grad
+    assert torch.equal(probabilities, site.data.test.images) and torch.is_grad_enabled()
 
 
 def test_metrics_that_are_asked_for(make_task: TaskOf) -> None:

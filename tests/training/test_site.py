@@ -12,7 +12,7 @@ from helpers.picture_sites import numbered_site
 from helpers.small_tasks import predicted, score
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.rng import numpy_random_state
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.tasks.config import TaskConfig
 from medflare.training.scoring import scoring_batch
 from medflare.training.site import Site

@@ -14,10 +14,10 @@ from nibabel import orientations
 
 from helpers.volume_sites import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.cache import _memory
+from medflare.data.decoding import _decoded_sites
 from medflare.data.loading import load_site_data
+from medflare.data.local import CacheSettings
 from medflare.data.reading import series_grid
-from medflare.data.settings import CacheSettings
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import load_task
 from medflare.training.check import check_site
@@ -29,7 +29,7 @@ Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, image_mode: str) -> None:
     task, folder = cube_task(image_mode=image_mode), make_volumes(tmp_path / "A")
     first = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
-    _memory.clear()
+    _decoded_sites.clear()
     again = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     for data in (first, again):
         assert [len(data.train), len(data.validation), len(data.test)] == [3, 2, 2]
@@ -86,7 +86,7 @@ def test_a_mask_or_a_channel_may_be_stored_along_other_axes(name: str, changes: 
     """It says so, and lies where its image lies; tools that draw masks turn them at will."""
     folder, task = make_volumes(tmp_path / "A"), cube_task(**changes)
     expected = load_site_data("A", task, folder).train
-    _memory.clear()
+    _decoded_sites.clear()
     stored = nibabel.load(folder / f"p0_{name}.nii.gz")
     turn = orientations.ornt_transform(orientations.io_orientation(stored.affine), orientations.axcodes2ornt(("S", "L", "A")))
     nibabel.save(stored.as_reoriented(turn), folder / f"p0_{name}.nii.gz")

@@ -23,7 +23,6 @@ from medflare.cli.startup_kit import (
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.loading import site_folder
 from medflare.data.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
-from medflare.data.settings import placed
 from medflare.tasks.config import TaskConfig
 from medflare.training.check import check_site
 from medflare.training.opening import usable_devices
@@ -165,7 +164,7 @@ def _settings(kit: Kit) -> str:
 
 def _disk(kit: Kit, local: LocalSettings | None) -> str:
     folders = [kit.folder]
-    if kit.kind == "site" and local is not None and (cache := placed(local.cache, kit.folder / CACHE)) is not None:
+    if kit.kind == "site" and local is not None and (cache := cache_with_folder(local.cache, kit.folder / CACHE)) is not None:
         folders.append(_existing(Path(cache.folder)))
     free, folder = min((shutil.disk_usage(folder).free / _GB, folder) for folder in folders)
     text = f"{free:.1f} GB free at {folder}"

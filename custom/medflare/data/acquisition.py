@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
-from medflare.data.geometry import by
-from medflare.data.reading import Image, differ
+from medflare.data.geometry import format_shape
+from medflare.data.reading import Image, is_coloured
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -70,15 +70,15 @@ def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
     array = image.array
     sides: tuple[int, ...] = array.shape[1:]
     spacing: Spacing | None = None
-    if task.spatial_dims == 3 and image.stored is not None:
-        here = image.stored.turned(task.orientation)
+    if task.spatial_dims == 3 and image.stored_grid is not None:
+        here = image.stored_grid.turned(task.orientation)
         sides, spacing = here.shape, here.spacing
     elif task.spatial_dims == 2:
         sides = tuple(sorted(side for axis, side in enumerate(sides) if array.ndim == 3 or axis != task.slices.axis))
     flat = array.reshape(len(array), -1)
     drawn = flat[:, np.linspace(0, flat.shape[1] - 1, min(flat.shape[1], _DRAWN)).astype(int)].astype(np.float64)
     low, median, high = np.percentile(drawn, (5, 50, 95), axis=1) if len(array) <= _MOST_CHANNELS else np.zeros((3, 0))
-    coloured = differ(drawn) if len(array) == 3 and not task.channel_names and not task.pick else image.coloured
+    coloured = is_coloured(drawn) if len(array) == 3 and not task.channel_names and not task.pick else image.coloured
     return Acquisition(tuple(map(float, sides)), spacing, tuple(median.tolist()), tuple((high - low).tolist()), coloured)
 
 
@@ -259,7 +259,7 @@ def _beyond(values: Sequence[float], ends: Sequence[Sequence[float]], factor: fl
 
 
 def _sides(values: Sequence[float]) -> str:
-    return by([f"{value:.4g}" for value in values])
+    return format_shape([f"{value:.4g}" for value in values])
 
 
 def _range(ends: Sequence[Sequence[float]]) -> str:

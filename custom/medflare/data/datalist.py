@@ -1,13 +1,12 @@
-"""A site's `datalist.json` (MONAI / Decathlon layout) and its splits, which no patient ever crosses."""
+"""A site's `datalist.json` (MONAI / Decathlon layout) and its splits. All images of a patient are in one split."""
 
 import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from stat import S_ISDIR
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,13 +19,13 @@ from medflare.core.text import printable
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
-SHARES = {"training": 7, "validation": 1, "test": 2}  # of the patients, where splits are drawn and nobody says otherwise
+SHARES = {"training": 7, "validation": 1, "test": 2}  # of the patients, where splits are drawn by default
 _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class _Listed:
-    """What the file says of an image that is classified."""
+    """An entry of the file for classification."""
 
     image: Annotated[
         str | Annotated[tuple[str | None, ...], Field(min_length=1)],
@@ -38,19 +37,19 @@ class _Listed:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class _ListedWithMasks(_Listed):
-    """What the file says of an image that is segmented."""
+    """An entry of the file for segmentation."""
 
     label: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], takes("a mask file or a list of them, as the task segments")]
 
 
 @dataclass(frozen=True)
 class DatalistItem:
-    """One line of the datalist."""
+    """An image of the datalist."""
 
     image: Path
     label: Any  # Path or list of Paths (segmentation), int or list of 0/1 (classification)
-    patient: str  # the file's own name where the datalist names no patient
-    split: str  # the list that it stands in, until `assign_splits` has drawn another
+    patient: str  # the image's file name where the datalist names no patient
+    split: str  # the list that it is in, or the split that `assign_splits` has drawn
     place: str  # "DIR/datalist.json training[3]", for messages
     channels: tuple[Path | None, ...] = ()  # a file for every channel, None for one that is missing; empty where one file holds all
 
@@ -66,12 +65,15 @@ class DatalistItem:
 
     @property
     def masks(self) -> list[Path]:
-        """Its mask files, where the task segments."""
+        """Its mask files (segmentation)."""
         return self.label if isinstance(self.label, list) else [self.label]
 
 
+# -- folders ---------------------------------------------------------------------------------------------------------------
+
+
 def site_folders(root: Path) -> list[Path]:
-    """The folders of the sites below a data root: itself where it is one's, else those within it, sorted.
+    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted.
 
     Raises:
         DataError: there is none.
@@ -88,67 +90,68 @@ def site_folders(root: Path) -> list[Path]:
 
 
 def site_name(folder: Path) -> str:
-    """What the site of a folder is called: as the folder is, be it a link, since links of several sites may lead to folders of one name.
-
-    Args:
-        folder: of the site; one that ends without a name, as "." does, is called as the folder that it means.
-    """
+    """A site's name: that of its folder. A link keeps its own name; "." and ".." are resolved."""
     return folder.resolve().name if folder.name in ("", "..") else folder.name
 
 
-def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
-    """All entries, in file order.
+# -- the file --------------------------------------------------------------------------------------------------------------
 
-    Args:
-        folder: holds datalist.json.
-        kind: of the task, "segmentation" or "classification".
-        folders: where files may lie beside `folder`; links are followed before it is judged where a file lies.
+
+def read_content(folder: Path) -> Mapping[str, Any]:
+    """The JSON object of a site's datalist.json; its entries are not checked.
 
     Raises:
-        DataError: the file is missing, not JSON or without any of the three lists (they may be empty), or an entry lacks its image or
-            label, or names a file elsewhere.
+        DataError: the file is missing, not JSON in UTF-8, or has none of the three lists.
     """
     path = folder / FILE
-    homes = [home.resolve() for home in (folder, *folders)]
     try:
-        content = content_of(path)
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; a site's folder needs a datalist.json that the site's account may read") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON in UTF-8 ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
-    entries: dict[str, DatalistItem] = {}
-    for entry in _listed_entries(folder, content, kind):
-        if (first := entries.setdefault(str(entry.image), entry)) is not entry:  # before a long list is looked up on the disk
-            raise _twice(entry, first)
+    return content
+
+
+def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
+    """All items, in the order of the file.
+
+    Args:
+        folder: holds datalist.json.
+        kind: of the task, "segmentation" or "classification".
+        folders: further folders in which files may be. Links are resolved first.
+
+    Raises:
+        DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or names a file in another folder.
+    """
+    content, allowed = read_content(folder), [path.resolve() for path in (folder, *folders)]
+    entries: dict[Path, DatalistItem] = {}
+    for split in SPLITS:
+        listed = [] if content.get(split) is None else content[split]
+        if not isinstance(listed, list):
+            raise DataError(f"{folder / FILE}: {split!r} must be a list of entries, found {type(listed).__name__}")
+        for number, item in enumerate(listed):
+            entry = _entry(folder, item, split, f"{folder / FILE} {split}[{number}]", kind)
+            if (first := entries.setdefault(entry.image, entry)) is not entry:
+                raise _listed_twice(entry, first)
     places: dict[Path, str] = {}
     for entry in entries.values():
         for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
             places.setdefault(file, entry.place)
     for file, place in places.items():
-        _refuse_elsewhere(file, homes, place)
+        _check_folder(file, allowed, place)
     return list(entries.values())
 
 
-def _listed_entries(folder: Path, content: Mapping[str, Any], kind: str) -> Iterator[DatalistItem]:
-    path = folder / FILE
-    for split in SPLITS:
-        listed = content.get(split)
-        if listed is None:
-            continue
-        if not isinstance(listed, list):
-            raise DataError(f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}")
-        yield from (_entry(folder, item, split, f"{path} {split}[{number}]", kind) for number, item in enumerate(listed))
-
-
-def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
-    """A datalist that came from somebody else must not read what else the account can read."""
+def _check_folder(file: Path, allowed: Sequence[Path], place: str) -> None:
+    """A datalist from somebody else must not read other files that the account can read."""
     try:
-        found = file.resolve()
-        inside = any(found.is_relative_to(home) for home in homes)
-        there = inside and found.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # not allowed, a name that is none, or links in a circle
+        resolved = file.resolve()
+        inside = any(resolved.is_relative_to(folder) for folder in allowed)
+        exists = inside and resolved.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, no valid name, or a circle of links
         reason = getattr(error, "strerror", None) or error
         raise DataError(
             f"{place}: {str(file)!r:.300} cannot be opened ({reason}); correct the path, or let the site's account read it"
@@ -158,23 +161,28 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
             f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "
             "(without one: in MEDFLARE_DATA_FOLDERS)"
         )
-    if not there and "\\" in file.name:
+    if not exists and "\\" in file.name:
         raise DataError(f"{place}: {file.name} is one name here, not a path; write / between folders, and paths relative to the datalist")
 
 
-def content_of(path: Path) -> Any:
-    """What a datalist holds, unchecked, but with every patient's id written one way, see `patient_id`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or no UTF-8.
-        RecursionError: it is nested too deep.
-    """
-    return json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_with_one_id)
-
-
-def _with_one_id(found: dict[str, Any]) -> dict[str, Any]:
-    return found | {"patient": patient_id(found["patient"])} if "patient" in found else found
+def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
+    if not isinstance(item, Mapping):
+        raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
+    layout = _ListedWithMasks if kind == "segmentation" else _Listed
+    values = {field.name: item[field.name] for field in fields(layout) if field.name in item}
+    if values.get("label") is None:
+        values.pop("label", None)
+    listed = checked(layout, values, place, error=DataError, remedy=_REMEDY)
+    label = item["label"]
+    if kind == "segmentation":
+        label = [folder / name for name in label] if isinstance(label, list) else folder / label
+    names = (listed.image,) if isinstance(listed.image, str) else listed.image
+    first = next((name for name in names if name is not None), None)
+    if first is None:
+        raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
+    channels = () if isinstance(listed.image, str) else tuple(None if name is None else folder / name for name in names)
+    patient = str(patient_id(listed.patient)) if "patient" in item else printable(first)
+    return DatalistItem(folder / first, label, patient, split, place, channels)
 
 
 def patient_id(value: Any) -> Any:
@@ -190,14 +198,14 @@ def patient_id(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def names_in(labels: Any) -> dict[str, list[int]]:
-    """What "labels" of a datalist call the numbers of classes or structures: name -> its numbers.
+def class_numbers(labels: Any) -> dict[str, list[int]]:
+    """Name -> numbers of the classes or structures, by "labels" of a datalist.
 
     Args:
-        labels: {"1": "liver"}, as Decathlon has it, or {"liver": 1, "organ": [1, 2]}, as nnU-Net has it; what is neither is left out.
+        labels: {"1": "liver"} (Decathlon) or {"liver": 1, "organ": [1, 2]} (nnU-Net); anything else is ignored.
 
     Examples:
-        >>> names_in({"0": "background", "1": "liver"}), names_in({"liver": 1, "organ": [1, 2]}), names_in(None)
+        >>> class_numbers({"0": "background", "1": "liver"}), class_numbers({"liver": 1, "organ": [1, 2]}), class_numbers(None)
         ({'background': [0], 'liver': [1]}, {'liver': [1], 'organ': [1, 2]}, {})
     """
     names: defaultdict[str, list[int]] = defaultdict(list)
@@ -209,118 +217,81 @@ def names_in(labels: Any) -> dict[str, list[int]]:
     return {name: numbers for name, numbers in names.items() if numbers}
 
 
-def names_of_masks(names: Mapping[str, Sequence[int]]) -> list[str]:
-    """Structures that have a mask file each, in the order of the files: that of their numbers, without a background.
+def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
+    """Structures with a mask file each, in the order of their numbers, without a background.
 
     Examples:
-        >>> names_of_masks({"cup": [2], "disc": [1], "background": [0]})
+        >>> mask_names({"cup": [2], "disc": [1], "background": [0]})
         ['disc', 'cup']
     """
     return [name for name in sorted(names, key=lambda name: min(names[name])) if name.lower() != "background"]
 
 
-def listed_splits(folder: Path) -> tuple[str, ...]:
-    """Splits that the datalist gives, be they empty."""
-    content = content_of(folder / FILE)
-    return tuple(split for split in SPLITS if content.get(split) is not None)
+def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
+    """ "annotated" of a datalist: the structures that the site annotated, by the task's names; None where it is left out.
 
-
-def listed_names(folder: Path) -> dict[str, list[int]]:
-    """What the datalist's "labels" call the numbers of classes or structures, see `names_in`."""
-    return names_in(content_of(folder / FILE).get("labels"))
-
-
-def listed_annotated(folder: Path) -> tuple[str, ...] | None:
-    """The structures that the site annotated, by the task's names for them; None where the datalist does not say.
+    Args:
+        content: see `read_content`.
+        folder: for messages.
 
     Raises:
-        DataError: "annotated" is no list of names.
+        DataError: it is no list of names.
     """
-    content = content_of(folder / FILE)
     if "annotated" not in content:
         return None
     names = content["annotated"]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        remedy = "list the structures that somebody annotated here, or leave it out"
+        remedy = "list the structures that were annotated here, or leave it out"
         raise DataError(f'{folder / FILE}: "annotated" must be a list of names, got {json.dumps(names)[:80]}; {remedy}')
     return tuple(names)
 
 
-def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
-    if not isinstance(item, Mapping):
-        raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
-    layout = _ListedWithMasks if kind == "segmentation" else _Listed
-    given = {field.name: item[field.name] for field in fields(layout) if field.name in item}
-    if given.get("label") is None:
-        given.pop("label", None)
-    listed = checked(layout, given, place, error=DataError, remedy=_REMEDY)
-    label = item["label"]
-    if kind == "segmentation":
-        label = [folder / name for name in label] if isinstance(label, list) else folder / label
-    named = (listed.image,) if isinstance(listed.image, str) else listed.image
-    files = tuple(None if name is None else folder / name for name in named)
-    first = next((name for name in named if name is not None), None)
-    if first is None:
-        raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
-    channels = () if isinstance(listed.image, str) else files
-    return DatalistItem(folder / first, label, str(listed.patient) if "patient" in item else printable(first), split, place, channels)
+# -- splits ----------------------------------------------------------------------------------------------------------------
 
 
 def check_patients(entries: Iterable[DatalistItem]) -> None:
-    """Refuse what would let training see a test patient.
+    """Refuse data that would leak test patients into training.
 
     Raises:
-        DataError: a patient stands in two splits, or an image is listed twice, be it as channels of another patient's.
+        DataError: a patient is in two splits, an image is listed twice, or all its files are channels of another patient's image.
     """
-    home: dict[str, DatalistItem] = {}
-    firsts: dict[Any, DatalistItem] = {}
-    listed, files = list(entries), []
-    for entry in listed:
-        first = home.setdefault(entry.patient, entry)
+    patients: dict[str, DatalistItem] = {}
+    images: dict[Path, DatalistItem] = {}
+    owners: defaultdict[Path, list[DatalistItem]] = defaultdict(list)  # file -> the images that have it as a channel
+    files = [([file.resolve() for file in entry.files if file is not None], entry) for entry in entries]
+    for resolved, entry in files:
+        first = patients.setdefault(entry.patient, entry)
         if first.split != entry.split:
             raise DataError(f"{entry.place}: patient {entry.patient} is also in {first.place}; keep all of a patient's images in one split")
-        files.append([_one_file(file) for file in entry.files if file is not None])
-        if firsts.setdefault(files[-1][0], entry) is not entry:
-            raise _twice(entry, firsts[files[-1][0]])
-    owners: defaultdict[Any, set[int]] = defaultdict(set)  # file -> the numbers of the images that have it as a channel
-    for number, found in enumerate(files):
-        for file in found:
-            owners[file].add(number)
-    for entry, found in zip(listed, files, strict=True):
-        within = sorted(set.intersection(*sorted((owners[file] for file in found), key=len)))
-        if other := next((listed[number] for number in within if listed[number].patient != entry.patient), None):
-            raise _twice(entry, other)
+        if (other := images.setdefault(resolved[0], entry)) is not entry:
+            raise _listed_twice(entry, other)
+        for file in resolved:
+            owners[file].append(entry)
+    for resolved, entry in files:
+        for other in min((owners[file] for file in resolved), key=len):
+            if other.patient != entry.patient and all(other in owners[file] for file in resolved):
+                raise _listed_twice(entry, other)
 
 
-def _one_file(file: Path) -> Any:
-    """The same for all names of one file: where links lead, and of a file with hard links its place on the disk."""
-    found = file.resolve()
-    try:
-        known = found.stat()
-    except OSError:  # said when it is read
-        return found
-    return (known.st_dev, known.st_ino) if known.st_nlink > 1 and known.st_ino and not S_ISDIR(known.st_mode) else found
-
-
-def _twice(entry: DatalistItem, other: DatalistItem) -> DataError:
+def _listed_twice(entry: DatalistItem, other: DatalistItem) -> DataError:
     return DataError(f"{entry.place}: image {entry.name} is also in {other.place}; list it once")
 
 
 def assign_splits(
     entries: list[DatalistItem], listed: tuple[str, ...], site: str, *, outside: bool = False, resplit: int | None = None
 ) -> list[DatalistItem]:
-    """Entries with the split they are used for.
+    """The items with the splits that they are used for.
 
-    A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is missing; `resplit` draws
-    all lists anew with as many patients in each as before. An outside site, which never trains, needs a test list only;
-    where it gives none it is tested on all its images.
+    A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is missing. `resplit` draws all lists again
+    with as many patients in each as before. An outside site, which never trains, needs a test list only; without one it is tested on all
+    its images.
 
     Args:
-        entries: all entries of a site.
-        listed: the splits that the datalist gives.
-        site: its name, one key of the random draws.
+        entries: all items of a site.
+        listed: the splits that the datalist has.
+        site: its name, a key of the random draws.
         outside: whether the site never trains.
-        resplit: seed of a new draw, or None.
+        resplit: seed of the new draw.
 
     Raises:
         DataError: a patient in two splits, no training list, or too few patients to draw from.
@@ -333,7 +304,13 @@ def assign_splits(
         if "training" in missing:
             raise DataError(f"site {site}: datalist.json has no list 'training'; add it, or give the site the role outside")
         entries = _draw_missing(entries, missing, site, resplit or 0)
-    return entries if resplit is None else _redraw(entries, site, resplit)
+    if resplit is None:
+        return entries
+    splits = {entry.patient: entry.split for entry in entries}
+    patients = sorted(splits)
+    order = numpy_generator(resplit, site, "resplit").permutation(len(patients))
+    drawn = {patients[index]: split for index, split in zip(order, sorted(splits.values(), key=SPLITS.index), strict=True)}
+    return [replace(entry, split=drawn[entry.patient]) for entry in entries]
 
 
 def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, seed: int) -> list[DatalistItem]:
@@ -345,20 +322,11 @@ def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, se
             f"list {' and '.join(missing)} in datalist.json or add patients"
         )
     total = sum(SHARES[split] for split in drawn)
-    counts = {split: max(1, round(len(patients) * SHARES[split] / total)) for split in missing}
     order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
-    home = dict.fromkeys(order, "training")
+    splits = dict.fromkeys(order, "training")
     start = 0
     for split in missing:
-        home.update(dict.fromkeys(order[start : start + counts[split]], split))
-        start += counts[split]
-    return [replace(entry, split=home[entry.patient]) if entry.split == "training" else entry for entry in entries]
-
-
-def _redraw(entries: list[DatalistItem], site: str, seed: int) -> list[DatalistItem]:
-    home = {entry.patient: entry.split for entry in entries}
-    patients = sorted(home)
-    places = sorted(home.values(), key=SPLITS.index)  # as many patients in each split as before
-    order = numpy_generator(seed, site, "resplit").permutation(len(patients))
-    new = {patients[index]: split for index, split in zip(order, places, strict=True)}
-    return [replace(entry, split=new[entry.patient]) for entry in entries]
+        count = max(1, round(len(patients) * SHARES[split] / total))
+        splits.update(dict.fromkeys(order[start : start + count], split))
+        start += count
+    return [replace(entry, split=splits[entry.patient]) if entry.split == "training" else entry for entry in entries]

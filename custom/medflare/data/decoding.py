@@ -1,69 +1,302 @@
-"""From files, or generated pictures, to tensors of the network's size."""
+"""Images of a site as tensors of the network's size: read, checked and resized once, then kept in memory or in a cache folder.
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+The cache has one safetensors file for each image, named by a hash of everything that its tensors depend on. Files are written atomically
+and never changed. They may be deleted at any time: an image without a file is decoded again.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+from stat import S_ISDIR
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from medflare.core.errors import DataError
+from medflare.core.packages import versions
+from medflare.core.store import write_atomically
+from medflare.data import phantom
 from medflare.data.acquisition import acquisition_of
-from medflare.data.datalist import DatalistItem
-from medflare.data.geometry import by
-from medflare.data.reading import Image
-from medflare.data.sources import Source
-from medflare.data.targets import annotation_of, encode_label, encode_mask, with_empty_masks
+from medflare.data.datalist import SPLITS, DatalistItem, annotated_names, class_numbers, read_content, read_datalist
+from medflare.data.geometry import format_shape
+from medflare.data.local import CacheSettings
+from medflare.data.progress import counted
+from medflare.data.reading import Image, ImageBounds, channel_files, read_image, read_mask
+from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, encode_mask, stored_values, with_empty_masks
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
+_FORMAT: Final = 10  # increase when the meaning of cached tensors or the checks of images change
+_KEPT_SITES: Final = 16  # sites whose decoded images one process keeps
+_GB: Final = 10**9
+_ENDING: Final = ".safetensors"
+_DTYPES: Final = {"F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}  # names in the safetensors format
+_ROWS: Final = "rows"  # metadata of a cache file: name, spacing, acquisition, class counts and bytes of each row
+_DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")  # another release may read a file differently
+_SETTINGS: Final = (
+    *("kind", "target", "labels", "channels", "size", "intensity", "slices", "label_values", "unlisted_labels", "spatial_dims"),
+    *("image_mode", "orientation", "spacing", "missing_channels", "pick"),
+)
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Decoded:
-    """All images of a site in datalist order, before they are divided into splits."""
 
-    images: Images  # see `data.splits.Split`, of all splits together
-    targets: Images
-    entries: list[int]  # row -> index of its entry (a volume that is cut into slices gives many rows)
-    names: list[str]  # row -> name
-    spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures
-    failed: dict[int, str]  # index of an entry that cannot be used -> why
-    acquired: Tensor  # float64 (rows, ...), `data.acquisition.Acquisition.row` of every row's file
+# -- where images come from ------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """A site's images and masks at their stored size."""
+
+    def entries(self) -> list[DatalistItem]:
+        """The items of the datalist, in its order."""
+
+    def listed(self) -> tuple[str, ...]:
+        """Splits that the datalist has; they may be empty."""
+
+    def names(self) -> Mapping[str, Sequence[int]]:
+        """Name -> numbers of the site's classes or structures, see `datalist.class_numbers`."""
+
+    def annotated(self) -> tuple[str, ...] | None:
+        """Structures that the site annotated, see `datalist.annotated_names`."""
+
+    def image(self, entry: DatalistItem) -> Image:
+        """The item's image."""
+
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
+        """int64 (M, ...), laid out as the image."""
+
+    def state(self, entry: DatalistItem) -> Any:
+        """JSON that changes whenever the item's image or mask does, or the bounds by which they are refused."""
+
+
+class FileSource:
+    """A site's folder with its datalist.json.
+
+    Args:
+        root: the folder.
+        task: what the images are for.
+        folders: further folders that the datalist may name files in.
+        bounds: how large an image may be.
+    """
+
+    def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] = (), bounds: ImageBounds = ImageBounds()):
+        self._root, self._task = root, task
+        self._folders, self._bounds = tuple(folders), bounds
+
+    @cached_property
+    def _content(self) -> Mapping[str, Any]:
+        return read_content(self._root)
+
+    def entries(self) -> list[DatalistItem]:
+        """The items of datalist.json."""
+        return read_datalist(self._root, self._task.kind, self._folders)
+
+    def listed(self) -> tuple[str, ...]:
+        """Splits that datalist.json has; they may be empty."""
+        return tuple(split for split in SPLITS if self._content.get(split) is not None)
+
+    def names(self) -> Mapping[str, Sequence[int]]:
+        """Name -> numbers of classes or structures, by "labels" of datalist.json."""
+        return class_numbers(self._content.get("labels"))
+
+    def annotated(self) -> tuple[str, ...] | None:
+        """The structures that datalist.json calls annotated."""
+        return annotated_names(self._content, self._root)
+
+    def image(self, entry: DatalistItem) -> Image:
+        """The item's image, see `reading.read_image`.
+
+        Raises:
+            DataError: it cannot be read, is larger than this site allows, is constant, or its channels are not those of the task.
+        """
+        task = self._task
+        image = read_image(channel_files(entry.channels, task, entry.place) if entry.channels else entry.files, task, self._bounds)
+        single_slice = image.array.ndim == 3 and task.kind == "segmentation"  # may be empty, for example above the head
+        if not single_slice and all(channel.min() == channel.max() for channel in image.array):
+            raise DataError(f"{entry.image}: empty, all pixels have one value; export the image again or leave it out")
+        return image
+
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
+        """The item's mask or masks, see `reading.read_mask`.
+
+        Raises:
+            DataError: a mask cannot be read, lies on another grid than its image, or the masks differ in size.
+        """
+        mask_per_label = self._task.target == "multilabel" and not self._task.label_values
+        several = mask_per_label and len(entry.masks) == 1 < len(self._task.labels)
+        masks = []
+        for file in entry.masks:
+            mask, segments = read_mask(file, entry.image, image, self._task, self._bounds, several=several)
+            masks.append(self._single_mask(mask, segments, file) if segments and not mask_per_label else mask)
+            if mask.shape[1:] != masks[0].shape[1:]:
+                first = f"{entry.masks[0].name} is {format_shape(masks[0].shape[1:])}"
+                raise DataError(f"{file}: the mask is {format_shape(mask.shape[1:])}, {first}; store masks of one size")
+        return np.concatenate(masks)
+
+    def _single_mask(self, masks: np.ndarray, segments: list[tuple[str, int]], path: Path) -> np.ndarray:
+        """Segments as one mask of label values: a segment named like a label has that label's value, others their number."""
+        task = self._task
+        if (masks.sum(axis=0) > 1).any():
+            raise DataError(f"{path}: segments overlap, a {task.target} task has one label a voxel; separate them, or make it multilabel")
+        values = {label: stored[0] for label, stored in zip(task.labels, stored_values(task), strict=True)}
+        return np.einsum("m...,m->...", masks, np.array([values.get(label, number) for label, number in segments]))[None]
+
+    def state(self, entry: DatalistItem) -> Any:
+        """The bounds of an image, and name, size and modification time of every file of the item."""
+        masks = entry.masks if self._task.kind == "segmentation" else []
+        bounds = [getattr(self._bounds, field.name) for field in fields(ImageBounds)]  # without those of `local.Bounds`
+        return [bounds, [[_file_state(file) for file in [*filter(None, entry.files), *masks]]]]
+
+
+class PhantomSource:
+    """The embedded federation: generated images, see `data.phantom`."""
+
+    def __init__(self, site: str, task: TaskConfig):
+        self._site, self._task = site, task
+
+    def entries(self) -> list[DatalistItem]:
+        """The site's generated images, with their grade for classification."""
+        grades, place = self._task.kind == "classification", f"phantom {self._site}"
+        return [
+            DatalistItem(Path(item.name), item.grade if grades else Path(item.name), item.patient, item.split, place)
+            for item in _photographs(self._site).values()
+        ]
+
+    def listed(self) -> tuple[str, ...]:
+        """All three splits."""
+        return SPLITS
+
+    def names(self) -> Mapping[str, Sequence[int]]:
+        """None: the numbers are the task's."""
+        return {}
+
+    def annotated(self) -> tuple[str, ...] | None:
+        """None: all are."""
+        return None
+
+    def image(self, entry: DatalistItem) -> Image:
+        """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""
+        picture = _photographs(self._site)[entry.name].image.astype(np.float32)
+        array = picture.transpose(2, 0, 1) if self._task.image_channels == 3 else picture.mean(axis=2)[None]
+        return Image(array, coloured=True)
+
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
+        """int64 (1, 64, 64): 0 background, 1 disc rim, 2 cup."""
+        return _photographs(self._site)[entry.name].mask.astype(np.int64)[None]
+
+    def state(self, entry: DatalistItem) -> Any:
+        """The names that decide the image."""
+        return ["phantom", self._site, [entry.name]]
+
+
+@lru_cache(maxsize=_KEPT_SITES)
+def _photographs(site: str) -> dict[str, phantom.Photograph]:
+    """A site's photographs by name; they take half a second and a megabyte."""
+    return {photograph.name: photograph for photograph in phantom.photographs(site)}
+
+
+def _file_state(file: Path) -> list[Any]:
+    """Name, size and modification time of a file; of a folder those of its slices too, which change without the folder."""
+    try:
+        status = file.stat()
+        inner = [(slice_file, slice_file.stat()) for slice_file in sorted(file.iterdir())] if S_ISDIR(status.st_mode) else []
+        return [str(file), status.st_size, status.st_mtime_ns, *([path.name, stat.st_size, stat.st_mtime_ns] for path, stat in inner)]
+    except OSError:
+        return [str(file), None, None]
+
+
+# -- from images to tensors ------------------------------------------------------------------------------------------------
 
 
 class DecodedRow(NamedTuple):
-    """A row of `Decoded`: float32 (C, ...) with its target."""
+    """A picture, a volume, or a slice of a volume, with its target.
 
-    image: Tensor
-    target: Tensor
+    Attributes:
+        image: float32 (C, ...); None where it stays on the disk.
+        target: see `loading.Split.targets`; None where it stays on the disk.
+        entry: index of its item in the datalist.
+        place: its index among the rows of that item.
+        name: file name; slices end in "[number]".
+        spacing: millimetres between the voxels of a volume; None for pictures and where it is unknown.
+        acquired: of its file, see `acquisition.Acquisition.row`.
+        counts: of its classes, see `targets.class_counts`.
+        nbytes: of image and target.
+    """
+
+    image: Any
+    target: Any
     entry: int
+    place: int
     name: str
     spacing: Spacing | None
     acquired: list[float]
+    counts: list[int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """All images of a site in the order of its datalist.
+
+    Attributes:
+        rows: see `DecodedRow`.
+        failed: index of an item that cannot be used -> why.
+        read: reads "image" or "target" of a row whose tensors stay on the disk.
+    """
+
+    rows: list[DecodedRow]
+    failed: dict[int, str]
+    read: Callable[[DecodedRow, str], Tensor] | None = None
+
+    def tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> Images:
+        """Field "image" or "target" of some rows: one tensor if all images of the task have one size, else a sequence.
+
+        Args:
+            rows: some of these rows.
+            name: "image" or "target".
+            task: decides about sizes.
+        """
+        values = [getattr(row, name) for row in rows]
+        if any(getattr(row, name) is None for row in self.rows):
+            read, counts = self.read, torch.tensor([row.counts for row in rows], dtype=torch.int64) if name == "target" else None
+            assert read is not None
+            return LazyTensors(len(rows), lambda index: read(rows[index], name), counts)
+        one_size = task.spatial_dims == 2 and task.image_mode == "resize"
+        if one_size or (name == "target" and task.kind == "classification"):
+            return torch.stack(values or [getattr(self.rows[0], name)])[: len(values)]
+        return tuple(values)
 
 
 def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) -> Decoded:
-    """Every picture, and every kept slice of every volume, read, checked and resized, in memory.
-
-    Args:
-        task: decides kind, size, channels and slices.
-        source: gives pictures and masks.
-        entries: of the datalist.
-    """
+    """Every picture or volume, and every used slice of volumes that are cut, read, checked and resized, in memory."""
     failed: dict[int, str] = {}
-    return gathered(decoded_rows(task, source, entries, failed), task, failed)
+    return Decoded(list(decoded_rows(task, source, entries, failed)), failed)
 
 
 def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]) -> Iterator[DecodedRow]:
-    """The rows of `decode` one after the other, no more than one file's at a time.
+    """The rows of `decode` one by one; no more than one file is in memory.
 
     Args:
-        task: see `decode`.
-        source: see `decode`.
-        entries: see `decode`.
-        failed: takes the number of every entry that cannot be used, and why.
+        task: decides kind, size, channels and slices.
+        source: gives images and masks.
+        entries: of the datalist.
+        failed: receives the index of every item that cannot be used, and why.
+
+    Raises:
+        DataError: an item cannot be used, and the task's `unreadable` is "error".
     """
     preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries):
@@ -76,67 +309,25 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
             failed[number] = str(error)
             continue
         acquired = acquisition_of(image, task).row()
-        for name, picture, label in pictures_of(task, entry, image.array, target):
-            ready = preprocessing.image(picture)
-            wanted = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
-            here = image.here if task.spatial_dims == 3 else None
-            spacing = resized_spacing(here.spacing if here else None, picture.shape[1:], ready.shape[1:])
-            yield DecodedRow(ready, wanted, number, name, spacing, acquired)
-
-
-def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str]) -> Decoded:
-    """Rows in memory, stacked where the task's images have one size.
-
-    Args:
-        rows: of `decoded_rows`.
-        task: says so.
-        failed: see `Decoded`; complete when the rows have come to their end.
-    """
-    kept = list(rows)
-    images, targets = [row.image for row in kept], [row.target for row in kept]
-    numbers, names = [row.entry for row in kept], [row.name for row in kept]
-    spacings = [row.spacing for row in kept] if task.spatial_dims == 3 else []
-    acquired = torch.tensor([row.acquired for row in kept], dtype=torch.float64)
-    if task.spatial_dims == 3 or task.image_mode == "patch":
-        return Decoded(images, targets, numbers, names, spacings, failed, acquired)
-    if not images:
-        empty = torch.zeros(0, task.image_channels, *task.size)
-        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), numbers, names, spacings, failed, acquired)
-    return Decoded(torch.stack(images), torch.stack(targets), numbers, names, spacings, failed, acquired)
-
-
-def resized_spacing(spacing: Spacing | None, before: Sequence[int], after: Sequence[int]) -> Spacing | None:
-    """Millimetres between voxels after a volume was resized.
-
-    Args:
-        spacing: before; None where nobody knows.
-        before: the volume's sides in voxels.
-        after: its sides now.
-
-    Examples:
-        >>> resized_spacing((1.0, 2.0), (10, 10), (5, 10))
-        (2.0, 2.0)
-    """
-    if spacing is None:
-        return None
-    return tuple(side * old / new for side, old, new in zip(spacing, before, after, strict=True))
+        for place, (name, picture, label) in enumerate(pictures_of(task, entry, image.array, target)):
+            resized = preprocessing.image(picture)
+            encoded = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
+            spacing = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
+            if spacing is not None:
+                spacing = tuple(side * old / new for side, old, new in zip(spacing, picture.shape[1:], resized.shape[1:], strict=True))
+            counts = class_counts(encoded[None], task).tolist()
+            yield DecodedRow(resized, encoded, number, place, name, spacing, acquired, counts, resized.nbytes + encoded.nbytes)
 
 
 def _for_loss(target: Tensor, task: TaskConfig) -> Tensor:
-    """A target of one image as losses take it: one float channel a label (multilabel), or numbers of classes."""
+    """Target of one image as losses take it: a float channel for each label (multilabel), or class numbers."""
     if task.target == "multilabel":
         return target.to(torch.float32)
     return target[0] if task.kind == "segmentation" else target
 
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
-    """The entry's target at its stored size.
-
-    Args:
-        task: decides what a target is.
-        source: gives the mask.
-        entry: of the datalist, one that has a target.
-        image: the entry's image.
+    """The item's target at its stored size.
 
     Returns:
         int64: masks (M, ...); or a label (), multilabel (C,).
@@ -146,23 +337,23 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
     """
     if task.kind == "classification":
         target = encode_label(entry.label, task, entry.place)
-        assert target is not None  # entries without a target were left out before
+        assert target is not None  # items without a target were left out before
         return target
     mask, place = source.mask(entry, image), str(entry.masks[0])
     if task.target == "multilabel" and not task.label_values and (annotation := annotation_of(source.annotated(), task, entry.place)):
         mask = with_empty_masks(mask, annotation)
-    sides = image.array.shape[1:]
-    if mask.shape[1:] != sides:
-        raise DataError(f"{place}: the mask is {by(mask.shape[1:])}, its image {entry.image} is {by(sides)}; store both at one size")
+    if mask.shape[1:] != image.array.shape[1:]:
+        sides = format_shape(image.array.shape[1:])
+        raise DataError(f"{place}: the mask is {format_shape(mask.shape[1:])}, its image {entry.image} is {sides}; store both at one size")
     return encode_mask(mask, task, place)
 
 
 def pictures_of(
     task: TaskConfig, entry: DatalistItem, image: np.ndarray, target: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The picture or volume itself, or the kept slices of a volume, with their targets.
+    """The picture or volume itself, or the used slices of a volume, with their targets.
 
-    A label chooses slices for training alone: where a model is measured, what it finds on slices without a structure counts.
+    Slices without foreground are left out of training alone: predictions on them count where a model is measured.
 
     Args:
         task: decides about slices.
@@ -177,8 +368,170 @@ def pictures_of(
         yield entry.name, image, target
         return
     axis = task.slices.axis + 1
-    segmentation, every = task.kind == "segmentation", task.slices.keep == "all" or entry.split != "training"
+    segmentation, use_all = task.kind == "segmentation", task.slices.keep == "all" or entry.split != "training"
     for position in range(image.shape[axis]):
         label = np.take(target, position, axis=axis) if segmentation else target
-        if every or label.any():
+        if use_all or label.any():
             yield f"{entry.name}[{position}]", np.take(image, position, axis=axis), label
+
+
+# -- decoded once ----------------------------------------------------------------------------------------------------------
+
+_decoded_sites: OrderedDict[tuple[str, CacheSettings | None], Decoded] = OrderedDict()
+
+
+def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem], cache: CacheSettings | None) -> Decoded:
+    """The decoded images of `entries`: from this process, else from the cache folder, else from the source.
+
+    Args:
+        site: its name, for messages.
+        task: decides kind, size, channels and slices.
+        source: gives images and masks.
+        entries: of the datalist.
+        cache: the folder, and how much of it comes into memory; None decodes into memory.
+
+    Raises:
+        DataError: an image cannot be used, or the images fit neither into memory nor into the cache.
+    """
+    keys = _keys(task, source, entries)
+    key = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16).hexdigest(), cache
+    decoded = _decoded_sites.pop(key, None)
+    if decoded is None:
+        numbers = counted(range(len(entries)), len(entries), f"site {site}, images read")
+        if cache is None:
+            decoded = decode(task, source, (entries[number] for number in numbers))
+        else:
+            decoded = _CachedImages(task, source, entries, keys, cache).decoded(site, numbers)
+    _decoded_sites[key] = decoded
+    while len(_decoded_sites) > _KEPT_SITES:
+        _decoded_sites.popitem(last=False)
+    return decoded
+
+
+def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list[str]:
+    settings = task.to_dict()
+    shared = [_FORMAT, versions(_DECODERS), {name: settings[name] for name in _SETTINGS}, source.annotated()]
+    common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
+    keys = []
+    for entry in entries:
+        split = [entry.split] if task.slices.keep == "foreground" else []  # slices are chosen for training alone
+        digest = common.copy()
+        digest.update(json.dumps([source.state(entry), str(entry.label), entry.name, *split]).encode())
+        keys.append(digest.hexdigest())
+    return keys
+
+
+class _CachedImages:
+    """The cached images of a site."""
+
+    def __init__(self, task: TaskConfig, source: Source, entries: list[DatalistItem], keys: list[str], cache: CacheSettings):
+        self._task, self._source, self._entries, self._cache = task, source, entries, cache
+        self._paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
+        self._write_error = ""
+        self._bytes_left: int | None = None  # that may still be written; None: not yet known
+        self._unused: list[Path] = []  # files of other sites and tasks, least recently used first
+
+    def decoded(self, site: str, numbers: Iterable[int]) -> Decoded:
+        """All images: in memory if they fit, else read when they are used."""
+        task, limit = self._task, self._cache.memory_gb * _GB
+        failed: dict[int, str] = {}
+        rows: list[DecodedRow] = []
+        nbytes, fits = 0, True
+        for number in numbers:
+            try:
+                new = self._rows(number, images=fits)
+            except DataError as error:
+                if task.unreadable == "error":
+                    raise
+                failed[number] = str(error)
+                continue
+            rows += new if fits else map(self._on_disk, new)
+            nbytes += sum(row.nbytes for row in new)
+            if fits and nbytes > limit:
+                fits, rows = False, [self._on_disk(row) for row in rows]
+            if not fits and self._write_error:
+                raise DataError(
+                    f"site {site}: its decoded images take more than memory_gb = {self._cache.memory_gb:g}, and the cache "
+                    f"{self._cache.folder} cannot take them ({self._write_error}); give it room in local/medflare.json, or raise memory_gb"
+                )
+        return Decoded(rows, failed, None if fits else self._read)
+
+    def _on_disk(self, row: DecodedRow) -> DecodedRow:
+        return row._replace(image=None, target=row.target if self._task.kind == "classification" else None)
+
+    def _rows(self, number: int, *, images: bool) -> list[DecodedRow]:
+        """The rows of an item: with their tensors if `images`, else with labels alone. An image without a file is decoded and cached."""
+        names = ["image", "target"] if images else ["target"] if self._task.kind == "classification" else []
+        try:
+            with safe_open(self._paths[number], "pt") as file:
+                described = json.loads(file.metadata()[_ROWS])
+                tensors = {name: file.get_tensor(name).clone() for name in names if described}
+            with suppress(OSError):
+                os.utime(self._paths[number])
+            pictures, targets = (tensors.get(name, [None] * len(described)) for name in ("image", "target"))
+            return [
+                DecodedRow(picture, self._unpacked(target), number, place, name, tuple(spacing) if spacing else None, *others)
+                for place, (picture, target, (name, spacing, *others)) in enumerate(zip(pictures, targets, described, strict=True))
+            ]
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            return self._decode(number)
+
+    def _read(self, row: DecodedRow, name: str) -> Tensor:
+        try:
+            tensor = _read_tensor(self._paths[row.entry], row.place, name)
+        except (OSError, ValueError, KeyError):
+            tensor = getattr(self._decode(row.entry)[row.place], name)
+        return tensor if name == "image" else self._unpacked(tensor)
+
+    def _decode(self, number: int) -> list[DecodedRow]:
+        failed: dict[int, str] = {}
+        rows = [row._replace(entry=number) for row in decoded_rows(self._task, self._source, [self._entries[number]], failed)]
+        if failed:
+            raise DataError(failed[0])
+        if not self._write_error:
+            try:
+                self._write(self._paths[number], rows)
+            except OSError as error:
+                self._write_error = error.strerror or str(error)
+                _log.warning("cache %s cannot be written (%s); the next process decodes again", self._cache.folder, self._write_error)
+        return rows
+
+    def _write(self, path: Path, rows: Sequence[DecodedRow]) -> None:
+        stacked = {name: torch.stack([getattr(row, name) for row in rows]) for name in ("image", "target")} if rows else {}
+        if rows:
+            small = stacked["target"].to(torch.uint8)  # one byte for a label, where that loses nothing
+            stacked["target"] = small if torch.equal(small.to(stacked["target"].dtype), stacked["target"]) else stacked["target"]
+        content = save(stacked, {_ROWS: json.dumps([[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows])})
+        self._make_room(len(content))
+        write_atomically(path, content)
+
+    def _make_room(self, count: int) -> None:
+        """Delete the least recently used files of other sites and tasks until `count` more bytes fit."""
+        if self._bytes_left is None:
+            used = {path.name for path in self._paths}
+            files = [(path.stat(), path) for path in Path(self._cache.folder).glob(f"*{_ENDING}")]
+            self._unused = [path for _, path in sorted(files, key=lambda item: item[0].st_mtime) if path.name not in used]
+            self._bytes_left = int(self._cache.limit_gb * _GB) - sum(stat.st_size for stat, _ in files)
+        self._bytes_left -= count
+        while self._bytes_left < 0:
+            if not self._unused:
+                raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self._cache.limit_gb:g}")
+            with suppress(OSError):
+                oldest = self._unused.pop(0)
+                size = oldest.stat().st_size
+                oldest.unlink()
+                self._bytes_left += size
+
+    def _unpacked(self, target: Tensor | None) -> Any:
+        return None if target is None else target.to(torch.float32 if self._task.target == "multilabel" else torch.int64)
+
+
+def _read_tensor(path: Path, place: int, name: str) -> Tensor:
+    """One row of a tensor of a safetensors file: three times as fast as `safe_open` for images of some kilobytes."""
+    with path.open("rb", buffering=0) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")  # length of the header, header, tensors
+        described = json.loads(file.read(start - 8))[name]
+        dtype, shape = _DTYPES[described["dtype"]], described["shape"][1:]
+        count = dtype.itemsize * math.prod(shape)
+        file.seek(start + described["data_offsets"][0] + place * count)
+        return torch.from_numpy(np.fromfile(file, np.uint8, count)).view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Where the voxels of a volume lie. An affine maps voxel numbers (i, j, k) to millimetres in RAS, as NIfTI has it."""
+"""The grid of a volume's voxels. An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI."""
 
 import math
 from collections.abc import Sequence
@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.tasks.config import TaskConfig
 
-if TYPE_CHECKING:  # a site's own settings are read without torch
-    from medflare.tasks.metrics import Spacing
+if TYPE_CHECKING:  # local settings are read without torch
+    from torch import Tensor
 
-_OBLIQUE: Final = 30.0  # degrees that an axis may lean away from the patient's; tilted scans do
-_SAME: Final = 0.5  # of the shortest side of a voxel: two grids that lie this near are one, voxel by voxel
+_OBLIQUE: Final = 30.0  # degrees between an axis and the nearest axis of the patient; tilted scans have up to that
+_SAME: Final = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the voxels of a volume lie.
+    """The positions of a volume's voxels.
 
     Attributes:
         shape: voxels along each axis.
-        affine: float64 (4, 4), voxel numbers to millimetres in RAS.
-        known: whether the file gives it; else the affine is the identity.
+        affine: float64 (4, 4), voxel indices to millimetres in RAS.
+        known: whether the file gives the affine; else it is the identity.
     """
 
     shape: tuple[int, ...]
@@ -32,13 +33,13 @@ class Grid:
     known: bool = True
 
     @property
-    def spacing(self) -> "Spacing | None":
-        """Millimetres between voxels along each axis; None where the place is not known."""
+    def spacing(self) -> tuple[float, ...] | None:
+        """Millimetres between voxels along each axis; None where the affine is not known."""
         return tuple(float(side) for side in self._sides) if self.known else None
 
     @property
     def codes(self) -> str:
-        """The patient's axes along which the voxels run, as "RAS"."""
+        """The patient's axes along which the voxels run, for example "RAS"."""
         from nibabel import orientations
 
         return "".join(map(str, orientations.aff2axcodes(self.affine)))
@@ -48,13 +49,13 @@ class Grid:
         return np.sqrt(np.square(self.affine[:3, :3]).sum(axis=0))
 
     def turn(self, orientation: str) -> Any:
-        """How axes are exchanged and flipped to run along an orientation, as nibabel's `apply_orientation` takes it."""
+        """The permutation and flips of axes to an orientation, for nibabel's `apply_orientation`."""
         from nibabel import orientations
 
         return orientations.ornt_transform(orientations.io_orientation(self.affine), orientations.axcodes2ornt(tuple(orientation)))
 
     def turned(self, orientation: str) -> "Grid":
-        """The same places, numbered along an orientation; itself where they are not known."""
+        """The same positions with axes along an orientation; unchanged if the affine is not known."""
         from nibabel import orientations
 
         if not self.known:
@@ -64,39 +65,101 @@ class Grid:
         return Grid(shape, self.affine @ orientations.inv_ornt_aff(turn, self.shape))
 
     def difference(self, other: "Grid") -> str:
-        """How another grid differs, "" where its voxels are the same: no corner lies half a voxel away."""
+        """How another grid differs; "" if no corner is half a voxel away."""
         if self.shape != other.shape:
-            return f"{by(other.shape)} voxels, not {by(self.shape)}"
+            return f"{format_shape(other.shape)} voxels, not {format_shape(self.shape)}"
         if self.known != other.known:
-            return "only one of them says where it lies"
+            return "only one of them has an affine"
         corners = np.array([[*np.multiply(place, np.subtract(self.shape, 1)), 1] for place in np.ndindex(2, 2, 2)])
         distance = np.abs(corners @ (self.affine - other.affine).T).max()
         return f"up to {distance:.3g} mm away" if distance > _SAME * self._sides.min() else ""
 
     def check(self, path: Path) -> None:
-        """Refuse an affine of which it would be a guess which axis is which.
+        """Refuse an affine whose axes cannot be assigned to the patient's.
 
         Raises:
-            DataError: an axis without length, NaN, or an axis that leans too far away from each of the patient's.
+            DataError: an axis without length, NaN, or more than 30 degrees between an axis and each of the patient's.
         """
         sides = self._sides
         if not (np.isfinite(self.affine).all() and (sides > 0).all()):
-            raise DataError(f"{path}: spacing {by(sides)} mm, each must be above 0; correct the file's header")
-        leaning = math.degrees(float(np.arccos(np.abs(self.affine[:3, :3] / sides).max(axis=0).clip(max=1)).max()))
-        if leaning > _OBLIQUE or len(set(np.abs(self.affine[:3, :3]).argmax(axis=0))) < 3:
+            raise DataError(f"{path}: spacing {format_shape(sides)} mm, each must be above 0; correct the file's header")
+        cosines = np.abs(self.affine[:3, :3] / sides)
+        angle = math.degrees(float(np.arccos(cosines.max(axis=0).clip(max=1)).max()))
+        if angle > _OBLIQUE or len(set(cosines.argmax(axis=0))) < 3:
             raise DataError(
-                f"{path}: oblique affine, an axis leans {leaning:.0f} degrees away from the patient's; "
+                f"{path}: oblique affine, an axis leans {angle:.0f} degrees away from the patient's; "
                 "resample the volume along the patient's axes, for example with nibabel.processing.conform"
             )
 
 
+def check_same_grid(file: Path, grid: Grid | None, other: Path, other_grid: Grid | None) -> None:
+    """Refuse a mask or channel that lies on another grid than its image; files without a grid pass.
+
+    Raises:
+        DataError: it does.
+    """
+    if grid is not None and other_grid is not None and (difference := other_grid.difference(grid)):
+        raise DataError(f"{file}: lies on another grid than {other.name} ({difference}); resample one to the other")
+
+
 def apply_turn(array: np.ndarray, turn: Any) -> np.ndarray:
-    """A volume (C, i, j, k) with its axes exchanged and flipped by `Grid.turn`."""
+    """A volume (C, i, j, k) with its axes permuted and flipped by `Grid.turn`."""
     from nibabel import orientations
 
     return np.stack([orientations.apply_orientation(channel, turn) for channel in array])
 
 
-def by(sides: Sequence[Any] | np.ndarray) -> str:
+def to_task_grid(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: bool = False) -> tuple[np.ndarray, Grid]:
+    """A volume (C, i, j, k) with the task's orientation and spacing, and its new grid.
+
+    Args:
+        array: as stored.
+        grid: its grid.
+        task: gives orientation and spacing.
+        labels: resample by the nearest voxel and keep the dtype; else linearly.
+    """
+    if not grid.known:
+        return array, grid
+    array, grid = np.ascontiguousarray(apply_turn(array, grid.turn(task.orientation))), grid.turned(task.orientation)
+    if task.spacing is None:
+        return array, grid
+    import torch
+    from monai.data.meta_tensor import MetaTensor
+    from monai.transforms.spatial.array import Spacing
+
+    volume: Any = MetaTensor(torch.as_tensor(array, dtype=torch.float32), affine=torch.as_tensor(grid.affine))
+    volume = Spacing(task.spacing, mode="nearest" if labels else "bilinear", padding_mode="border")(volume)
+    values = volume.numpy().round().astype(array.dtype) if labels else volume.numpy()
+    return values, Grid(tuple(values.shape[1:]), volume.affine.numpy().astype(np.float64))
+
+
+def restore_grid(values: "Tensor", grid: Grid, stored: Grid, task: TaskConfig) -> "Tensor":
+    """The inverse of `to_task_grid`, exact but for resampling.
+
+    Args:
+        values: float32 (C, ...) on the grid of `to_task_grid`.
+        grid: that grid.
+        stored: the grid of the file.
+        task: as for `to_task_grid`.
+
+    Returns:
+        float32 (C, i, j, k) on the stored grid.
+    """
+    import torch
+    from monai.data.meta_tensor import MetaTensor
+    from monai.transforms.spatial.array import SpatialResample
+
+    if not stored.known:
+        return values
+    turned = stored.turned(task.orientation)
+    if task.spacing is not None:
+        volume = MetaTensor(values, affine=torch.as_tensor(grid.affine))
+        resample = SpatialResample(mode="bilinear", padding_mode="border")
+        resampled = resample(volume, dst_affine=torch.as_tensor(turned.affine), spatial_size=turned.shape)
+        values = torch.as_tensor(resampled).as_subclass(torch.Tensor)
+    return torch.as_tensor(apply_turn(values.cpu().numpy(), turned.turn(stored.codes)))
+
+
+def format_shape(sides: Sequence[Any] | np.ndarray) -> str:
     """ "64 x 48", for messages."""
     return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)

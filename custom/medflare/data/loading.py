@@ -1,77 +1,162 @@
-"""A site's data: found, read, checked, brought to the network's size once per process, and split by patient."""
+"""A site's data: the folder found, images decoded once per process, and training, validation and test split by patient."""
 
 import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
-from medflare.data.cache import decoded_once
-from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, names_of_masks, site_name
-from medflare.data.decoding import Decoded
+from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
+from medflare.data.decoding import Decoded, FileSource, PhantomSource, Source, decoded_once
+from medflare.data.local import CacheSettings
 from medflare.data.reading import ImageBounds
-from medflare.data.settings import CacheSettings
-from medflare.data.sources import FileSource, PhantomSource, Source
-from medflare.data.splits import SiteData, Split
-from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, plain_name, stored_values
+from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, renumbering
 from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Images
+from medflare.tasks.metrics import Images, Spacing
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
-FOLDERS = "MEDFLARE_DATA_FOLDERS"  # as PATH has them
+FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 
-def resolve_data_root(site: str, task: TaskConfig, own: str = "", given: Path | str | None = None) -> Path | None:
-    """The folder that holds a site's datalist.json, or None where the task's embedded data stand in.
+@dataclass(frozen=True, eq=False)
+class Split(Dataset[tuple[Tensor, Tensor]]):
+    """The images of a split with their targets and patients, in memory or on disk.
 
-    First of: `given` by the caller, the site's `own`, the environment variable MEDFLARE_DATA_ROOT. Within it, the subfolder
-    named like the site where there is one.
+    Attributes:
+        images: float32 (N, C, H, W), ready for the network; or a sequence of (C, ...) where sizes differ or images are on disk.
+        targets: segmentation long (N, H, W), multilabel float (N, C, H, W); classification long (N,), multilabel float (N, C); or a
+            sequence likewise.
+        patients: patient of every image.
+        names: file of every image; slices of a volume end in "[number]".
+        spacings: millimetres between the voxels of every volume, None where unknown; empty for pictures.
+    """
 
-    Args:
-        site: its name.
-        task: what the data are for.
-        own: "data_root" of the site's own local/medflare.json; "" where it names none.
-        given: overrides every other way of naming the data.
+    images: Images
+    targets: Images
+    patients: tuple[str, ...]
+    names: tuple[str, ...]
+    spacings: tuple[Spacing | None, ...] = ()
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all images are in memory."""
+        parts = self.images.datasets if isinstance(self.images, ConcatDataset) else [self.images]
+        return not any(isinstance(part, LazyTensors) for part in parts)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.images[row], self.targets[row]
+
+    def image(self, row: int) -> Tensor:
+        """One image, float32 (C, ...)."""
+        return self.images[row]
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Images (B, C, ...) and targets (B, ...) of rows, long (B,), that have one size."""
+        return _take(self.images, rows), _take(self.targets, rows)
+
+
+def _take(tensors: Images, rows: Tensor) -> Tensor:
+    if isinstance(tensors, Tensor):
+        return tensors[rows]
+    return torch.stack([tensors[row] for row in rows.tolist() or [0]])[: len(rows)]  # no rows: the size is that of the first image
+
+
+def joined(parts: Sequence[Split], names: Sequence[str]) -> Split:
+    """Several splits of one task as one; patients and files get the prefix `names[i]/`."""
+    patients = tuple(f"{name}/{patient}" for name, part in zip(names, parts, strict=True) for patient in part.patients)
+    files = tuple(f"{name}/{file}" for name, part in zip(names, parts, strict=True) for file in part.names)
+    spacings = tuple(spacing for part in parts for spacing in part.spacings)
+    return Split(_joined([part.images for part in parts]), _joined([part.targets for part in parts]), patients, files, spacings)
+
+
+def _joined(parts: list[Images]) -> Images:
+    return torch.cat(parts) if all(isinstance(part, Tensor) for part in parts) else ConcatDataset(parts)
+
+
+class Batch(NamedTuple):
+    """Images and targets on the site's device, and their rows in the split (on the CPU)."""
+
+    images: Tensor
+    targets: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """The three splits of a site.
+
+    Attributes:
+        notes: remarks about the data, one line each.
+        left_out: one line for each unusable image.
+        annotated: the structures that the site annotated; None: it does not say, and all count as annotated.
+        absent: structures in none of the training masks of a site without "annotated", one line each with the remedy.
+        acquired: float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it was not computed.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    annotated: tuple[str, ...] | None = None
+    absent: tuple[str, ...] = ()
+    acquired: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+
+    def split(self, name: str) -> Split:
+        """A split by name: "train" (or "training"), "validation", "test"."""
+        return {"train": self.train, "training": self.train, "validation": self.validation, "test": self.test}[name]
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------------
+
+
+def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: Path | str | None = None) -> Path | None:
+    """The folder that holds a site's datalist.json, see `site_folder`; None where the task has embedded data and no root is set.
 
     Raises:
-        DataError: a root that holds no data for the site, or no root at all for a task without embedded data.
+        DataError: a root without data of the site, or no root for a task without embedded data.
     """
-    folder = site_folder(site, own, given)
+    folder = site_folder(site, local, data_root)
     if folder is not None or task.embedded:
         return folder
     remedy = f'give --data-root FOLDER, write {{"data_root": FOLDER}} to the site\'s local/medflare.json, or set {ENVIRONMENT}'
     raise DataError(f"site {site}: no data root for task {task.name}; {remedy}")
 
 
-def site_folder(site: str, own: str = "", given: Path | str | None = None) -> Path | None:
-    """The folder that holds a site's datalist.json, see `resolve_data_root`; None where nobody names a data root.
+def site_folder(site: str, local: str = "", data_root: Path | str | None = None) -> Path | None:
+    """The folder that holds a site's datalist.json: the data root, or its subfolder named like the site.
 
     Args:
         site: its name.
-        own: see `resolve_data_root`.
-        given: see there.
+        local: "data_root" of the site's local/medflare.json; "" where it has none.
+        data_root: of the caller; comes first, then `local`, then MEDFLARE_DATA_ROOT.
+
+    Returns:
+        None where no data root is set.
 
     Raises:
-        DataError: a root that holds no data for the site.
+        DataError: a root without data of the site.
     """
-    named = [
-        (given, "data_root"),
-        (own, '"data_root" of local/medflare.json'),
+    roots = [
+        (data_root, "data_root"),
+        (local, '"data_root" of local/medflare.json'),
         (os.environ.get(ENVIRONMENT), f"--data-root or {ENVIRONMENT}"),
     ]
-    for value, origin in named:
-        if value:
-            return _folder_within(Path(value).expanduser(), site, origin)
-    return None
-
-
-def _folder_within(root: Path, site: str, origin: str) -> Path:
+    root, origin = next(((Path(value).expanduser(), origin) for value, origin in roots if value), (None, ""))
+    if root is None:
+        return None
     if not root.is_dir():
         raise DataError(f"site {site}: data root {root} ({origin}) is not a folder; correct the path")
     for folder in (root / site, root):
@@ -79,20 +164,23 @@ def _folder_within(root: Path, site: str, origin: str) -> Path:
             return folder
     if (root / site).is_dir():
         raise DataError(f"site {site}: {root / site} holds no {FILE}; `medflare data init` writes one")
-    known = sorted(site_name(path.parent) for path in root.glob(f"*/{FILE}"))
-    if known:
-        raise DataError(no_such("site", site, known, f"data root {root} ({origin})"))
+    sites = sorted(site_name(path.parent) for path in root.glob(f"*/{FILE}"))
+    if sites:
+        raise DataError(no_such("site", site, sites, f"data root {root} ({origin})"))
     raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
 
 
-def allowed_folders(own: Sequence[str] = ()) -> tuple[Path, ...]:
-    """The folders beside its own that a site's datalist may name files in: the site's `own`, else those of MEDFLARE_DATA_FOLDERS.
+def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
+    """Folders beside the site's own in which its datalist may name files: `local`, else those of MEDFLARE_DATA_FOLDERS.
 
     Args:
-        own: "data_folders" of the site's own local/medflare.json.
+        local: "data_folders" of the site's local/medflare.json.
     """
-    named = own or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
-    return tuple(Path(folder).expanduser() for folder in named)
+    folders = local or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
+    return tuple(Path(folder).expanduser() for folder in folders)
+
+
+# -- data ------------------------------------------------------------------------------------------------------------------
 
 
 def load_site_data(
@@ -107,49 +195,61 @@ def load_site_data(
 ) -> SiteData:
     """A site's data, ready for the network.
 
-    Decoding happens once per process, and with `cache` once per site: later processes read the decoded tensors from that
-    folder unless a file, the datalist or the task's data settings changed. What is too large for the memory stays there.
+    Images are decoded once per process, and with `cache` once per site: later processes read the decoded tensors from its folder unless a
+    file, the datalist or the task's data settings changed. Images beyond `cache.memory_gb` stay on disk.
 
     Args:
         site: its name.
         task: what is learnt.
         root: from `resolve_data_root`; None generates the embedded federation.
-        role: "inside" needs images in every split, "outside" only in the test split.
-        cache: with its folder, see `settings.placed`; None keeps decoded tensors in this process alone.
+        role: "inside" needs images in every split, "outside" in the test split alone.
+        cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
         folders: see `allowed_folders`.
         bounds: how large an image may be.
 
     Raises:
-        DataError: anything wrong with the data; the message names the file or value and the remedy.
+        DataError: the data cannot be used; the message names the file or value and the remedy.
     """
-    source = source_of(site, task, root, folders, bounds)
-    entries, notes = used_entries(site, task, source, role=role)
+    source = open_source(site, task, root, folders, bounds)
+    entries, notes = usable_entries(site, task, source, role=role)
     annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
-    _refuse_empty(Counter(entry.split for entry in entries), site, role)
+    _check_not_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
-    refuse_too_many(decoded.failed, len(entries), task, site)
-    splits = {name: _split(decoded, entries, name) for name in SPLITS}
-    _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
-    named = None if annotation is None else annotation.names
+    check_unreadable(decoded.failed, len(entries), task, site)
+    _check_not_empty(Counter(entries[row.entry].split for row in decoded.rows), site, role)
+    train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
     if annotation is not None and annotation.missing:
         notes.append(f"not annotated, so left out of losses and metrics: {', '.join(annotation.missing)}")
     absent: list[str] = []
     if role == "inside":
-        counts = class_counts(splits["training"].targets, task)
-        missing = [name for name, n in zip(task.classes, counts, strict=True) if n == 0]
+        missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if count == 0]
         if annotation is None and task.kind == "segmentation":
-            absent = unexplained(missing, task)
+            absent = absent_structures(missing, task)
         else:
             missing = [name for name in missing if annotation is None or name not in annotation.missing]
             notes += [f"class {name} is absent from the training images" for name in missing]
-    first = {number: row for row, number in reversed([*enumerate(decoded.entries)]) if entries[number].split == "training"}
-    acquired = decoded.acquired[sorted(first.values())]
-    told, left_out = (*notes, *absent), tuple(decoded.failed.values())
-    return SiteData(splits["training"], splits["validation"], splits["test"], told, left_out, named, tuple(absent), acquired)
+    acquired = {row.entry: row.acquired for row in decoded.rows if entries[row.entry].split == "training"}
+    return SiteData(
+        train,
+        validation,
+        test,
+        notes=(*notes, *absent),
+        left_out=tuple(decoded.failed.values()),
+        annotated=None if annotation is None else annotation.names,
+        absent=tuple(absent),
+        acquired=torch.tensor(list(acquired.values()), dtype=torch.float64),
+    )
 
 
-def unexplained(missing: Collection[str], task: TaskConfig) -> list[str]:
-    """What is to be said of structures that no training mask shows at a site that does not say what it annotated, one line each.
+def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:
+    rows = [row for row in decoded.rows if entries[row.entry].split == name]
+    images, targets = (decoded.tensors(rows, part, task) for part in ("image", "target"))
+    patients, names = tuple(entries[row.entry].patient for row in rows), tuple(row.name for row in rows)
+    return Split(images, targets, patients, names, tuple(row.spacing for row in rows) if task.spatial_dims == 3 else ())
+
+
+def absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
+    """One line with the remedy for each structure that no training mask shows, at a site whose datalist has no "annotated".
 
     Args:
         missing: labels that no training mask shows.
@@ -158,13 +258,13 @@ def unexplained(missing: Collection[str], task: TaskConfig) -> list[str]:
     Examples:
         >>> from types import SimpleNamespace
         >>> task = SimpleNamespace(kind="segmentation", target="multiclass", labels=("background", "liver", "spleen"))
-        >>> for line in unexplained(["spleen"], task): print(line[:59])
+        >>> for line in absent_structures(["spleen"], task): print(line[:59])
         spleen is in no training mask and is trained as background;
     """
     structures = structures_of(task)
-    shown = [name for name in structures if name not in missing]
-    if_not = f"{_annotated(shown)} if nobody annotated it, " if shown else "take the site out if nobody annotated it, "
-    remedy = f"write to {FILE} {if_not}{_annotated(structures)} if it is not there"
+    present = [name for name in structures if name not in missing]
+    remedy = f"write to {FILE} {_annotated(structures)} if it does not occur here, "
+    remedy += f"{_annotated(present)} if it was not annotated" if present else "take the site out if it was not annotated"
     return [f"{name} is in no training mask and is trained as background; {remedy}" for name in structures if name in missing]
 
 
@@ -172,54 +272,29 @@ def _annotated(names: Sequence[str]) -> str:
     return f'"annotated": {json.dumps(list(names), ensure_ascii=False)}'
 
 
-def source_of(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
-    """Where a site's images come from, as they are stored.
-
-    Args:
-        site: its name.
-        task: what the images are for.
-        root: see `load_site_data`.
-        folders: see `allowed_folders`.
-        bounds: how large an image may be.
-    """
+def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
+    """A site's images at their stored size; arguments as for `load_site_data`."""
     return PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
 
 
-def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
-    """The entries that the task can use, each with its split.
-
-    Args:
-        site: its name.
-        task: what is learnt.
-        source: the site's data.
-        role: see `load_site_data`.
-
-    Returns:
-        The entries, and notes: what their classes are called at the site, and how many others have no label that the task lists.
+def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
+    """The items that the task can use, each with its split; and notes on renamed classes and left out images.
 
     Raises:
-        DataError: see `datalist.assign_splits` and `known_entries`, or a label that the task does not know.
+        DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task does not list.
     """
-    found, notes = known_entries(site, task, source)
-    kept = [entry for entry in found if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
-    if dropped := len(found) - len(kept):
+    entries, notes = renumbered_entries(site, task, source)
+    used = [entry for entry in entries if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
+    if dropped := len(entries) - len(used):
         notes.append(f"{dropped} images left out: label_values lists no label for them")
-    return assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit), notes
+    return assign_splits(used, source.listed(), site, outside=role == "outside", resplit=task.resplit), notes
 
 
-def known_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:
-    """All entries, their classes numbered as the task numbers them, see `renumbering`.
-
-    Args:
-        site: its name.
-        task: what is learnt.
-        source: the site's data.
-
-    Returns:
-        The entries, and a note where the site's names or numbers of classes are others than the task's.
+def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:
+    """All items with the task's class numbers, and a note where the site's names or numbers differ, see `targets.renumbering`.
 
     Raises:
-        DataError: see `datalist.read_datalist` and `renumbering`.
+        DataError: see `datalist.read_datalist` and `targets.renumbering`.
     """
     entries = source.entries()
     used = {entry.label for entry in entries if type(entry.label) is int}
@@ -229,77 +304,11 @@ def known_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[Dat
     return entries, [note] if note else []
 
 
-def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task: TaskConfig, place: str) -> tuple[dict[int, int], str]:
-    """How a site's numbers of classes become the task's.
-
-    Every site numbers its classes by itself: one that lacks a class numbers those behind it otherwise, and by numbers alone they
-    would be taken for others. So names decide where the datalist gives some. Where none is the task's (but for a background's), and
-    each of its labels has another, they are taken for the same in other words. Where some are the task's and one is not, nobody can
-    tell what that one is, unless the task's label_values say so. Structures are never renumbered, since masks stay as they are. Case
-    does not matter, nor "_" in place of a space.
+def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
+    """Compare the number of unusable images with the task's `unreadable_limit`.
 
     Args:
-        names: what the datalist calls its numbers, see `datalist.names_in`; none where it does not say.
-        used: the numbers that images of a classification have.
-        task: gives the labels and their values.
-        place: the beginning of a message.
-
-    Returns:
-        Number of the datalist -> number that the task takes for it, where they differ; and a note where a class counts under another
-        name or number, else "".
-
-    Raises:
-        DataError: a name that the task has for another number, or one that it does not have beside others that it has.
-    """
-    values = dict(zip(task.labels, stored_values(task), strict=True))
-    meant = {number: label for label, numbers in values.items() for number in numbers}
-    own: defaultdict[str, set[int]] = defaultdict(set)
-    for label, numbers in values.items():
-        own[plain_name(label)].update(numbers)
-    a_mask_each = task.kind == "segmentation" and task.target == "multilabel" and not task.label_values
-    called = list(enumerate(names_of_masks(names))) if a_mask_each else sorted((n, name) for name, of in names.items() for n in of)
-    background = {0} if task.target == "binary" or (task.kind == "segmentation" and not a_mask_each) else set()
-    classes = meant.keys() - background
-
-    same = {number for number, name in called if number in own.get(plain_name(name), ())}
-    moved = {number: name for number, name in called if plain_name(name) in own and number not in own[plain_name(name)]}
-    strange = {number: name for number, name in called if plain_name(name) not in own and name != str(number) and number in classes}
-    if moved and task.kind == "classification" and task.target == "multiclass" and set(used) & meant.keys() <= same | moved.keys():
-        theirs = {number: min(own[plain_name(name)]) for number, name in moved.items()}
-        return theirs, _counted_as((number, name, theirs[number], meant[theirs[number]]) for number, name in moved.items())
-    in_other_words = same <= background and classes <= dict(called).keys()
-    if not moved and (not strange or in_other_words or task.label_values):  # a task that says what numbers mean may name them otherwise
-        return {}, _counted_as((number, name, number, meant[number]) for number, name in strange.items())
-    number, name = min((moved or strange).items())
-    has = ", ".join(f"{number} {label}" for number, label in sorted(meant.items()))
-    remedy = "write the task's name there if it means the same, or say in the task's label_values what numbers mean"
-    raise DataError(f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {has}; {remedy}')
-
-
-def _counted_as(classes: Iterable[tuple[int, str, int, str]]) -> str:
-    listed = ", ".join(f"{number} {name} as {wanted} {label}" for number, name, wanted, label in classes)
-    return f'"labels" of {FILE} count so: {listed}' if listed else ""
-
-
-def _split(decoded: Decoded, entries: list[DatalistItem], name: str) -> Split:
-    rows = [row for row, number in enumerate(decoded.entries) if entries[number].split == name]
-    patients = tuple(entries[decoded.entries[row]].patient for row in rows)
-    names = tuple(decoded.names[row] for row in rows)
-    spacings = tuple(decoded.spacings[row] for row in rows if decoded.spacings)
-    return Split(_part(decoded.images, rows), _part(decoded.targets, rows), patients, names, spacings)
-
-
-def _part(tensors: Images, rows: list[int]) -> Images:
-    if isinstance(tensors, Tensor):
-        return tensors[rows]
-    return tensors.part(rows) if isinstance(tensors, LazyTensors) else tuple(tensors[row] for row in rows)
-
-
-def refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
-    """Nothing where the task's `unreadable_limit` allows that so many images are left out.
-
-    Args:
-        failed: number of an entry that cannot be used -> why.
+        failed: index of an item that cannot be used -> why.
         images: how many there are in all.
         task: gives the limit.
         site: its name.
@@ -316,7 +325,7 @@ def refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, si
         )
 
 
-def _refuse_empty(counts: Mapping[str, int], site: str, role: str) -> None:
+def _check_not_empty(counts: Mapping[str, int], site: str, role: str) -> None:
     for split in SPLITS if role == "inside" else ("test",):
         if not counts.get(split):
             raise DataError(f"site {site}: split {split!r} holds no image; list some in {FILE}, or drop the list to have it drawn")

@@ -1,7 +1,9 @@
-"""What a site decides for itself, in its own local/medflare.json, and where its files lie. Light to import: it needs no torch."""
+"""The settings that a site makes in its own local/medflare.json, and its folders. Imported without torch."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -12,21 +14,24 @@ from medflare.core.errors import ConfigError
 from medflare.core.packages import untrusted
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.reading import ImageBounds
-from medflare.data.settings import CacheSettings
 
 LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
 PLACE: Final = f"local/{LOCAL_FILE}"
-FOLDER: Final = "medflare"  # see `private_folder`; at the server also below the job's folder: the results
+FOLDER: Final = "medflare"  # see `private_folder`; at the server also the results' folder in the job's folder
 CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
-PROGRESS: Final = "status.json"  # beside it: the step at hand, or the last one
+PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
 MODELS_GB: Final = 2.0
+_CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------------
 
 
 def private_folder(run_folder: Path) -> Path:
-    """Where a party keeps what is its own of a job: beside the jobs' folders, which FLARE hands to what a job names.
+    """A party's own files of a job: beside the jobs' folders, which FLARE gives to the components of a job.
 
-    In the container of a job nothing else outlives the job than its folder, which is mounted there: then that holds it.
+    In a job's container nothing but the job's folder is mounted and outlives the job; there the files are in that folder.
 
     Args:
         run_folder: the job's folder, named after its id.
@@ -38,14 +43,41 @@ def private_folder(run_folder: Path) -> Path:
     return run_folder / FOLDER if run_folder.is_mount() else run_folder.parent / FOLDER / run_folder.name
 
 
-def kept_of(run_folder: Path) -> Path:
-    """Where that is of a job that may be an earlier medflare's, which kept it in the job's folder.
+def find_private_folder(run_folder: Path) -> Path:
+    """`private_folder` of a job that ran here or in a container."""
+    folder, in_job = private_folder(run_folder), run_folder / FOLDER
+    return in_job if in_job.exists() and not folder.exists() else folder
+
+
+# -- settings --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=STRICT)
+class CacheSettings:
+    """The cache of decoded images.
+
+    Attributes:
+        folder: of the cache; "" for MEDFLARE_CACHE, else the engine's folder.
+        limit_gb: most that all files take on disk, in gigabytes; the least recently used are deleted.
+        memory_gb: images of a site that take more memory, in gigabytes, stay on disk and are read batch by batch.
+    """
+
+    folder: str = ""
+    limit_gb: Annotated[float, Field(gt=0)] = 100.0
+    memory_gb: Annotated[float, Field(ge=0)] = 4.0
+
+
+def cache_with_folder(cache: CacheSettings | None, default: Path | None = None) -> CacheSettings | None:
+    """The settings with the folder that is used; None for no cache on disk.
 
     Args:
-        run_folder: as for `private_folder`.
+        cache: the site's settings; None where it wants no cache.
+        default: the engine's folder, where neither the site nor MEDFLARE_CACHE names one.
     """
-    own, earlier = private_folder(run_folder), run_folder / FOLDER
-    return earlier if earlier.exists() and not own.exists() else own
+    if cache is None:
+        return None
+    folder = cache.folder or os.environ.get(_CACHE_VARIABLE) or default
+    return replace(cache, folder=str(Path(folder).expanduser())) if folder else None
 
 
 def _trains(size: int) -> int:
@@ -68,7 +100,7 @@ def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _spelt_out(cache: Any) -> Any:
-    """true for the settings as they are, a text for the folder, false for no cache, which null must not be taken for."""
+    """Shorthands: true for the defaults, a text for the folder, false for no cache."""
     if isinstance(cache, bool):
         return CacheSettings() if cache else None
     if isinstance(cache, str):
@@ -80,11 +112,11 @@ def _spelt_out(cache: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class OutboundLimits:
-    """What may leave the site, beyond what every method declares.
+    """Limits of what may leave the site, beyond what the method declares.
 
     Attributes:
-        entries: names of a message's entries that may leave; None for all that the method declares, none for an empty list.
-        bytes: most bytes of tensors in one reply; None for no limit.
+        entries: names of a message's entries that may leave; None: all that the method declares.
+        bytes: most bytes of tensors in one reply; None: no limit.
     """
 
     entries: tuple[str, ...] | None = None
@@ -93,7 +125,7 @@ class OutboundLimits:
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacyLimit:
-    """The most that the site gives away of its patients' privacy over all jobs.
+    """The site's privacy budget over all jobs.
 
     Attributes:
         epsilon: limit of the privacy loss ε at `delta`.
@@ -107,15 +139,15 @@ class PrivacyLimit:
 
 @dataclass(frozen=True, config=STRICT)
 class Bounds(ImageBounds):
-    """The most that a job may ask of the site, beside how large an image may be. The defaults are beyond what an honest job asks.
+    """Limits of what a job may demand of the site, and of the size of images.
 
     Attributes:
         epochs: passes over the training images in a round.
-        hours: of the site's work on one job, waiting for others aside; then it takes part no longer, but for the final models.
+        hours: of the site's work on one job, without waiting times; after them it only receives the final models.
         memory: GiB that a training step needs at least; a transform of one image may take a quarter of it.
         minutes: of one step of the federation.
         model_bytes: of the task's network.
-        batch: the task's images a step, batches whose gradient a step follows, or patches an image gives in an epoch.
+        batch: largest `batch_size`, `accumulate` and `patches_per_image` of a task.
     """
 
     epochs: Annotated[int, Field(ge=1)] = 1000
@@ -133,21 +165,20 @@ class LocalSettings:
     Attributes:
         batch_size: most images that go through a network at once; None as the task says.
         bounds: the most that an image may be, and that a job may ask.
-        cache: where decoded images are kept; true for the engine's folder, a text for another one, false for none.
-        channels_last: whether networks keep their channels last in memory, which suits the convolutions of most GPUs.
-        compile: whether torch compiles networks when they are first used; needs a C++ compiler.
-        data_folders: folders beside the data's own in which a datalist may name files.
-        data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
-        device: where networks run, as torch spells it; a list of GPUs shares every batch among them.
-        keep: what is deployed here in the end: its "global" or its "personal" model; left out: what the method deploys.
-        minimum_patients: of how many a metric must be for it to leave the site.
-        models_gb: at the server: gigabytes that a model of every site may take for all models to lie in memory; beyond, their large tensors
-            lie in files beside the checkpoints, which the operating system keeps in memory as far as it can.
+        cache: of decoded images; true for the engine's folder, a text for another folder, false for none.
+        channels_last: whether networks use torch's channels-last memory format, faster on most GPUs.
+        compile: whether torch compiles networks at their first use; needs a C++ compiler.
+        data_folders: further folders in which a datalist may name files.
+        data_root: folder of the data, see `data.loading.site_folder`.
+        device: torch device; with a list of GPUs every batch is divided among them.
+        keep: the model that is deployed here in the end, "global" or "personal"; None: the method's choice.
+        minimum_patients: metrics of fewer patients do not leave the site.
+        models_gb: at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files
+            beside the checkpoints.
         outbound: limits of what leaves the site.
         packages: installed packages whose networks ("package.module:name") and methods a job may name.
-        privacy: limit of what training gives away; None for no limit.
-        weights: at the server: the file that a task's network starts from, or the folder of such files; "" for the environment's
-            MEDFLARE_WEIGHTS.
+        privacy: the site's budget; None for no limit.
+        weights: at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS.
     """
 
     batch_size: Annotated[int, AfterValidator(_trains)] | None = None
@@ -185,7 +216,7 @@ def read_local(path: Path) -> dict[str, Any]:
 
 
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:
-    """The settings as JSON has them, checked: one that is misspelt must not be taken for none.
+    """The validated settings of local/medflare.json.
 
     Args:
         content: the JSON object of the file.
@@ -194,7 +225,7 @@ def local_settings(content: Mapping[str, Any]) -> LocalSettings:
         ConfigError: a setting that is unknown, missing, of another type or outside its range.
     """
     if nulls := list(_null_limits(content)):
-        raise ConfigError(f"{PLACE}: {nulls[0]} must not be null, which looks like a limit and is none; leave it out where none is meant")
+        raise ConfigError(f"{PLACE}: {nulls[0]} must not be null; leave it out for no limit")
     return checked(LocalSettings, content, PLACE)
 
 

@@ -1,8 +1,8 @@
-"""Image files as arrays: pictures by Pillow, NIfTI by nibabel, DICOM files and series by pydicom. There is one reader for all.
+"""Image files as arrays: pictures by Pillow, NIfTI by nibabel, DICOM files and series by pydicom.
 
-A stored image is (C, i, j) or (C, i, j, k), with i along the columns of a picture or of a DICOM slice, or along a NIfTI file's first axis.
-A task of volumes takes it along its own orientation and spacing, a task of pictures as slices (C, rows, columns, slices). Then NIfTI
-volumes are turned to LPS, so that rows run to posterior and columns to the patient's left, as DICOM slices of the same scan lie.
+A stored image is (C, i, j) or (C, i, j, k), i along the columns of a picture or DICOM slice, or along the first axis of a NIfTI file.
+3-D tasks take it in their orientation and spacing, 2-D tasks as slices (C, rows, columns, slices). NIfTI volumes that are cut into slices
+are turned to LPS first: rows run to posterior and columns to the patient's left, as in DICOM slices of the same scan.
 """
 
 import math
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -20,19 +20,16 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.packages import require
 from medflare.core.settings import STRICT
 from medflare.data import dicom
-from medflare.data.geometry import Grid, apply_turn, by
+from medflare.data.geometry import Grid, apply_turn, check_same_grid, format_shape, to_task_grid
 from medflare.tasks.config import TaskConfig
-
-if TYPE_CHECKING:  # a site's own settings are read without torch
-    from torch import Tensor
 
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI: Final = (".nii", ".nii.gz")
 DICOM: Final = (".dcm", ".dicom", ".ima")
-GREY: Final = ("1", "L", "I", "F")  # Pillow's modes, I;16 too, that are read as they are; every other becomes RGB
+GREY: Final = ("1", "L", "I", "F")  # Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB
 LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
-_SLICES: Final = "LPS"  # how volumes lie that are cut into slices
-_COLOURED: Final = 0.02  # share of the brightest value by which channels differ from which a picture counts as coloured
+_SLICES: Final = "LPS"  # orientation of volumes that are cut into slices
+_COLOURED: Final = 0.02  # mean difference of the channels of a coloured picture, as a fraction of the brightest value
 _PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
 _OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}  # NIfTI's codes of lengths that are not millimetres
 _RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
@@ -40,94 +37,105 @@ _RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predic
 
 @dataclass(frozen=True, config=STRICT)
 class ImageBounds:
-    """The most that one image may be, as stored: a file of a megabyte can hold many gigabytes.
+    """The largest image that is read: a file of a megabyte can hold many gigabytes.
 
     Attributes:
-        pixels: of a picture, 8192 x 8192 unless a site says otherwise.
-        voxels: of a volume with all its channels, 512 x 512 x 1024 unless a site says otherwise.
+        pixels: of a picture; 8192 x 8192 by default.
+        voxels: of a volume with all its channels; 512 x 512 x 1024 by default.
     """
 
     pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26
     voxels: Annotated[int, Field(ge=1)] = 2**28
 
     def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
-        """Refuse an image by the size that its header gives, before anything is unpacked.
+        """Refuse an image by the size in its header, before its pixels are read.
 
         Raises:
             DataError: it is larger.
         """
-        unit, most = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
-        if math.prod(shape) > most:
+        unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
+        if math.prod(shape) > limit:
             memory = math.prod(shape) * 4 / 2**30  # float32
             raise DataError(
-                f"{path}: {by(shape)} {unit}, {memory:.3g} GiB once unpacked, above the bound of {most}; "
+                f"{path}: {format_shape(shape)} {unit}, {memory:.3g} GiB once unpacked, above the bound of {limit}; "
                 f"store the image smaller, or {_RAISE.format(unit)}"
             )
 
     def check_task(self, task: TaskConfig, place: str) -> None:
-        """Refuse a task by the size of the images that it feeds its network.
+        """Refuse a task by the size of its network's images.
 
         Raises:
             ConfigError: they are larger.
         """
-        unit, most = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
-        if math.prod(task.size) > most:
-            raise ConfigError(f"{place}: task {task.name} has size {by(task.size)}, more than {most} {unit}; {_RAISE.format(unit)}")
+        unit, limit = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
+        if math.prod(task.size) > limit:
+            size = format_shape(task.size)
+            raise ConfigError(f"{place}: task {task.name} has size {size}, more than {limit} {unit}; {_RAISE.format(unit)}")
 
     def check_resampled(self, path: Path, grid: Grid, task: TaskConfig) -> None:
-        """Refuse a volume by the size that it has with the task's spacing, as where the header's millimetres are none.
+        """Refuse a volume by its size at the task's spacing, as where the header's millimetres are wrong.
 
         Raises:
-            DataError: it would be larger, or an axis would be left with one voxel.
+            DataError: it would be larger.
         """
-        if task.spacing is None or not grid.known:
+        spacing = grid.turned(task.orientation).spacing
+        if task.spacing is None or spacing is None:
             return
-        here = grid.turned(task.orientation)
-        assert here.spacing is not None
-        pairs = zip(here.spacing, here.shape, task.spacing, strict=True)
-        shape = [math.floor(side * (count - 1) / wanted + 0.5) + 1 for side, count, wanted in pairs]
-        stored = f"with the task's spacing it has {by(shape)} voxels; its header says {by(grid.spacing or ())} mm"
+        sides = zip(spacing, grid.turned(task.orientation).shape, task.spacing, strict=True)
+        shape = [math.floor(old * (count - 1) / new + 0.5) + 1 for old, count, new in sides]
         if task.image_channels * math.prod(shape) > self.voxels:
+            stored = f"with the task's spacing it has {format_shape(shape)} voxels; its header says {format_shape(grid.spacing or ())} mm"
             raise DataError(f"{path}: {stored}; correct one of them, or {_RAISE.format('voxels')}")
-        if any(new == 1 < old for old, new in zip(here.shape, shape, strict=True)):
-            raise DataError(f"{path}: {stored}; correct one of them")
 
 
 class Image(NamedTuple):
-    """An image as a task takes it, before its intensities and size are changed.
+    """An image before its intensities and size are changed.
 
     Attributes:
         array: float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes.
-        stored: where the voxels lie as stored; None of pictures.
-        here: where those of the array lie; None of pictures.
-        coloured: whether it is one grey channel of a picture in colours.
+        stored_grid: of the voxels in the file; None for pictures.
+        grid: of the voxels of `array`; None for pictures.
+        coloured: whether `array` is the luminance of a picture in colours.
     """
 
     array: np.ndarray
-    stored: Grid | None = None
-    here: Grid | None = None
+    stored_grid: Grid | None = None
+    grid: Grid | None = None
     coloured: bool = False
 
 
 class Stored(NamedTuple):
-    """What a file or a series holds: (C, i, j[, k]), the place of its voxels, and whether channels are red, green and blue."""
+    """The content of a file or series: (C, i, j[, k]), its grid, and whether channels are red, green and blue."""
 
     array: np.ndarray
     grid: Grid | None = None
     colours: bool = False
     nifti: bool = False
 
+    @property
+    def slice_grid(self) -> Grid | None:
+        """The grid of the slices of a 2-D task; a DICOM series keeps its own axes."""
+        if self.grid is None or not self.grid.known:
+            return None
+        return self.grid.turned(_SLICES) if self.nifti else self.grid
+
+    def as_slices(self, array: np.ndarray) -> np.ndarray:
+        """(C, i, j[, k]) on this grid as pictures (C, rows, columns[, slices])."""
+        if self.nifti and self.grid is not None:
+            array = apply_turn(array, self.grid.turn(_SLICES))
+        return array.swapaxes(1, 2)
+
 
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
 def suffix(path: PurePath) -> str:
-    """A file's suffix in lower case, ".nii.gz" as a whole."""
+    """A file's suffix in lower case; ".nii.gz" is one suffix."""
     return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
 
 
 def stem(path: PurePath) -> str:
-    """A file's name without its suffix, ".nii.gz" as a whole; one that is no image's stays, as the end of a DICOM file's number does.
+    """A file's name without the suffix of an image; the end of a DICOM file's number is none.
 
     Examples:
         >>> stem(Path("a/scan.1.NII.gz")), stem(Path("1.2.840.10008")), stem(Path(".png"))
@@ -137,7 +145,7 @@ def stem(path: PurePath) -> str:
 
 
 def is_dicom(path: Path) -> bool:
-    """Whether a file is DICOM: by its suffix, and where that says nothing (many archives give none), by its content."""
+    """Whether a file is DICOM: by its suffix, without a known suffix by its content."""
     if suffix(path) in DICOM:
         return True
     if suffix(path) in (*PICTURES, *NIFTI) or not path.is_file():
@@ -147,7 +155,7 @@ def is_dicom(path: Path) -> bool:
 
 
 def dicom_images(files: Iterable[Path]) -> Iterator[Path]:
-    """Those that are DICOM and hold rows of pixels: directories, reports and presentation states hold none. Opened when asked for."""
+    """Those that are DICOM images: directories, reports and presentation states have no rows."""
     return (file for file in files if file.is_file() and is_dicom(file) and _has_rows(file))
 
 
@@ -161,28 +169,20 @@ def _has_rows(path: Path) -> bool:
 
     try:
         return "Rows" in dcmread(path, stop_before_pixels=True, specific_tags=["Rows"])
-    except Exception:  # its reader will say what is wrong with the file
+    except Exception:  # `read_stored` will raise the error
         return True
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Whatever goes wrong while a file is read, as one line that names it. A pipe or a device, which may never end, is not opened.
-
-    Raises:
-        DataError: something did, or it is neither a file nor a folder.
-    """
+    """Errors while a file is read as a DataError of one line that names the file."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise DataError(f"{path}: is neither a regular file nor a folder (a pipe, a socket or a device); replace it or leave it out")
         yield
     except DataError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{path}: file not found; correct the path (upper case counts) or restore the file") from error
-    except PermissionError as error:
-        raise DataError(f"{path}: may not be read; let the account that runs the site read it, and the folders above it") from error
-    except Exception as error:  # decoders raise whatever they like on a damaged file
+    except Exception as error:  # decoders raise any exception on a damaged file
         raise DataError(f"{path}: cannot be read as an image ({one_line(error)}); replace the file or leave it out") from error
 
 
@@ -190,12 +190,12 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool = False) -> Stored:
-    """What a file, or a folder with one DICOM series, holds. Its header is checked before its pixels are unpacked.
+    """The content of a file, or of a folder with one DICOM series. Its size is checked before its pixels are read.
 
     Args:
         path: of the file or folder.
-        bounds: how large it may be.
-        mask: whether its numbers are labels, which no palette and no inversion changes.
+        bounds: of its size.
+        mask: whether its numbers are labels, to which no palette and no inversion applies.
 
     Raises:
         DataError: it is missing, unreadable, too large, of an unknown format or no image.
@@ -212,8 +212,8 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
             stored = _read_picture(path, bounds, mask)
         else:
             path.stat()
-            known = ", ".join((*PICTURES, *NIFTI, *DICOM))
-            raise DataError(f"{path}: unknown image format {suffix(path)!r}; known are {known} and folders with a DICOM series")
+            formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
+            raise DataError(f"{path}: unknown image format {suffix(path)!r}; known are {formats} and folders with a DICOM series")
     array = stored.array
     if array.ndim not in (3, 4) or not array.size:
         raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
@@ -227,14 +227,12 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     from PIL import ImageOps
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the site's own bound decides
+        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # `bounds` decides
         with Pillow.open(path) as image:
             bounds.check(path, (image.height, image.width), volume=False)
             if getattr(image, "n_frames", 1) > 1 and image.format == "TIFF":
                 raise DataError(f"{path}: the file holds {image.n_frames} pages; store pages as files or as a NIfTI volume")
-            image = ImageOps.exif_transpose(image)  # a camera held upright stores the picture lying
-            if mask and "A" in image.getbands() and len(set(image.getchannel("A").getextrema())) > 1:
-                raise DataError(f"{path}: the mask is drawn in its transparency; store label values in one grey mask")
+            image = ImageOps.exif_transpose(image)
             if image.mode == "LA":
                 image = image.convert("L")
             elif image.mode.split(";")[0] not in GREY and not (mask and image.mode == "P"):
@@ -246,11 +244,13 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 
 def _read_nifti(path: Path, bounds: ImageBounds) -> Stored:
-    with quiet_nibabel():
-        import nibabel
+    import nibabel
+    from nibabel.imageglobals import LoggingOutputSuppressor
 
+    with LoggingOutputSuppressor():  # of what nibabel repairs in a header
         image: Any = nibabel.load(path)
-        _check_unit(path, image.header)
+        if unit := _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7):  # the three lowest bits: the unit of length
+            raise DataError(f"{path}: the header gives lengths in {unit}, expected mm; convert spacing and affine to mm and set xyzt_units")
         bounds.check(path, image.shape, volume=True)
         array = np.asanyarray(image.dataobj)
     array = array.squeeze(axis=tuple(axis for axis in range(3, array.ndim) if array.shape[axis] == 1))
@@ -261,44 +261,26 @@ def _read_nifti(path: Path, bounds: ImageBounds) -> Stored:
     return Stored(np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None], grid, nifti=True)
 
 
-def _check_unit(path: Path, header: Any) -> None:
-    """Reject a file whose lengths are in metres or micrometres; an unknown unit counts as millimetres."""
-    if unit := _OTHER_UNITS.get(int(header["xyzt_units"]) & 7):  # the three lowest bits: the unit of length
-        raise DataError(f"{path}: the header gives lengths in {unit}, expected mm; convert spacing and affine to mm and set xyzt_units")
-
-
-@contextmanager
-def quiet_nibabel() -> Iterator[None]:
-    """nibabel logs what it repairs in a header."""
-    from nibabel.imageglobals import logger
-
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     from pydicom import dcmread
 
     slices = []
-    for file in _files_of_series(path):
+    for file in _series_files(path):
         with explained(file):
             slices.append(dcmread(file))
-    frames = [int(one.get("NumberOfFrames") or 1) for one in slices]
-    if len(slices) > 1 and max(frames) > 1:
+    frames = max(int(dataset.get("NumberOfFrames") or 1) for dataset in slices)
+    if len(slices) > 1 and frames > 1:
         raise DataError(f"{path}: {len(slices)} files lie in the folder, of several frames each; name the one that is meant")
-    shape = (len(slices) * max(frames), int(slices[0].Rows), int(slices[0].Columns))
+    shape = (len(slices) * frames, int(slices[0].Rows), int(slices[0].Columns))
     bounds.check(path, shape if shape[0] > 1 else shape[1:], volume=shape[0] > 1)
     slices = dicom.in_order(slices, path)
-    arrays, colours = zip(*(dicom.pixels(one, mask=mask) for one in slices), strict=True)
+    arrays, colours = zip(*(dicom.pixels(dataset, mask=mask) for dataset in slices), strict=True)
     array = arrays[0] if len(slices) == 1 else np.stack(arrays, axis=2)
     grid = dicom.grid_of(slices) if len(slices) > 1 else None
     return Stored(np.moveaxis(array, -1, 0) if colours[0] else array[None], grid, colours=colours[0])
 
 
-def _files_of_series(path: Path) -> list[Path]:
+def _series_files(path: Path) -> list[Path]:
     files = dicom_files(path)
     if not files:
         raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
@@ -306,7 +288,7 @@ def _files_of_series(path: Path) -> list[Path]:
 
 
 def series_grid(path: Path) -> Grid:
-    """Where the voxels (column, row, slice) of a DICOM file or series lie, by its headers alone.
+    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone.
 
     Raises:
         DataError: see `dicom.in_order`.
@@ -314,55 +296,51 @@ def series_grid(path: Path) -> Grid:
     from pydicom import dcmread
 
     with explained(path):
-        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(dicom.HEADER)) for file in _files_of_series(path)]
+        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(dicom.HEADER)) for file in _series_files(path)]
         return dicom.grid_of(dicom.in_order(slices, path))
 
 
-# -- images and masks ------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------------------------------
 
 
-def files_of(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """The files of an image's channels, None for a channel that is to be zeros.
+def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
+    """The files of an image's channels, None for a channel of zeros.
 
     Args:
-        listed: a file for each channel; None, or one that does not exist, for a channel that is missing.
-        task: gives the channels, and what a missing one means.
+        listed: a file for each channel; None, or a file that does not exist, for a missing channel.
+        task: gives the channels and `missing_channels`.
         place: the beginning of a message.
 
     Raises:
-        DataError: other channels than the task's, a missing one, one file for two of them, or none at all.
+        DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
     """
-    named, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
-    if len(listed) != len(named):
-        raise DataError(f"{place}: {len(listed)} files for {len(named)} channels ({', '.join(named)}); list one for each")
-    found = tuple(file if file is not None and (file.exists() or not zeros) else None for file in listed)
-    if None in found and not zeros:
-        missing = named[found.index(None)]
+    names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
+    if len(listed) != len(names):
+        raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")
+    files = tuple(file if file is not None and (file.exists() or not zeros) else None for file in listed)
+    if None in files and not zeros:
+        missing = names[files.index(None)]
         raise DataError(f"{place}: channel {missing} is missing; add its file, or say missing_channels 'zeros' in the task")
-    if not any(found):
+    resolved = [file.resolve() for file in files if file is not None]
+    if not resolved:
         raise DataError(f"{place}: none of the image's files exists; correct the paths or restore the files")
-    first: dict[Path, str] = {}
-    for name, file in zip(named, found, strict=True):
-        if file is not None and (other := first.setdefault(file.resolve(), name)) != name:
-            raise DataError(
-                f"{place}: channels {other} and {name} are one file, {file}; list each channel's own, or null for one that is missing"
-            )
-    return found
+    if double := next((file for file in resolved if resolved.count(file) > 1), None):
+        raise DataError(f"{place}: two channels are one file, {double}; list each channel's own, or null for one that is missing")
+    return files
 
 
 def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Image:
-    """An image of one file, or of a file for each channel, as the task takes it.
+    """An image of one file, or of a file for each channel, in the task's channels, orientation and spacing.
 
-    Where a task of pictures takes one channel, colours become luminance; where it takes three, grey is repeated. Volumes of a 4-D file are
-    no colours: they are the channels, or those of them that the task picks.
+    In 2-D tasks colours become luminance for one channel, and grey is repeated for three. The volumes of a 4-D file are channels.
 
     Args:
-        files: None stands for zeros. The other channels are turned as the first one lies.
+        files: None stands for zeros. The other channels are turned to the orientation of the first one.
         task: gives channels, orientation and spacing.
-        bounds: how large an image may be.
+        bounds: of its size.
 
     Raises:
-        DataError: a file that cannot be read, is too large, holds NaN, or has other channels than the task; channels on different grids.
+        DataError: a file cannot be read, is too large, contains NaN, or has other channels than the task; channels on different grids.
     """
     arrays: list[np.ndarray | None] = []
     path, first, coloured = Path(), Stored(np.zeros(0)), False
@@ -373,29 +351,30 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
         stored = read_stored(file, bounds)
         if task.spatial_dims == 3:
             _check_volume(stored, file)
-        array, seen = _channels(stored, task, 1 if len(files) > 1 else task.image_channels, file)
+        array, has_colours = _channels(stored, task, 1 if len(files) > 1 else task.image_channels, file)
         if task.spatial_dims == 2:
-            array = _as_slices(array, stored)
-        coloured = coloured or seen
+            array = stored.as_slices(array)
+        coloured = coloured or has_colours
         if not first.array.size:
             path, first = file, stored
         elif task.spatial_dims == 3 and first.grid is not None and stored.grid is not None:
-            refuse_apart(file, stored.grid.turned(first.grid.codes), path, first.grid)
+            check_same_grid(file, stored.grid.turned(first.grid.codes), path, first.grid)
             array = apply_turn(array, stored.grid.turn(first.grid.codes))
         else:
-            refuse_apart(file, _grid_of_slices(stored), path, _grid_of_slices(first))
-        like = next((one for one in arrays if one is not None), array)
+            check_same_grid(file, stored.slice_grid, path, first.slice_grid)
+        like = next((other for other in arrays if other is not None), array)
         if array.shape[1:] != like.shape[1:]:
-            raise DataError(f"{file}: {by(array.shape[1:])}, {path.name} is {by(like.shape[1:])}; store all channels at one size")
+            sides, others = format_shape(array.shape[1:]), format_shape(like.shape[1:])
+            raise DataError(f"{file}: {sides}, {path.name} is {others}; store all channels at one size")
         arrays.append(array)
     like = next(array for array in arrays if array is not None)
-    array = like if len(arrays) == 1 else np.concatenate([np.zeros_like(like[:1]) if one is None else one for one in arrays])
+    array = like if len(arrays) == 1 else np.concatenate([np.zeros_like(like[:1]) if other is None else other for other in arrays])
     if task.spatial_dims == 2:
-        return Image(array, first.grid, _grid_of_slices(first), coloured)
+        return Image(array, first.grid, first.slice_grid, coloured)
     assert first.grid is not None
     bounds.check_resampled(path, first.grid, task)
-    array, here = resampled(array, first.grid, task)
-    return Image(array, first.grid, here, coloured)
+    array, grid = to_task_grid(array, first.grid, task)
+    return Image(array, first.grid, grid, coloured)
 
 
 def _check_volume(stored: Stored, path: Path) -> None:
@@ -404,127 +383,55 @@ def _check_volume(stored: Stored, path: Path) -> None:
     stored.grid.check(path)
 
 
-def _channels(stored: Stored, task: TaskConfig, wanted: int, path: Path) -> tuple[np.ndarray, bool]:
-    """So many channels as float32, and whether one of them stands for colours that differ."""
-    with np.errstate(over="ignore"):  # what float32 does not hold becomes infinite
+def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple[np.ndarray, bool]:
+    """`count` channels as float32, and whether one of them is the luminance of colours."""
+    with np.errstate(over="ignore"):  # beyond float32: infinite
         array = stored.array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
-    coloured = stored.colours and wanted == 1 and differ(array.reshape(len(array), -1))
-    if task.pick and wanted == task.image_channels and stored.nifti:
+    coloured = stored.colours and count == 1 and is_coloured(array.reshape(len(array), -1))
+    if task.pick and count == task.image_channels and stored.nifti:
         if max(task.pick) >= len(array):
             raise DataError(f"{path}: the image has {len(array)} channels, the task picks number {max(task.pick)} (from 0)")
         array = array[list(task.pick)]
-    elif task.spatial_dims == 2 and stored.colours and wanted == 1:
+    elif task.spatial_dims == 2 and stored.colours and count == 1:
         array = np.tensordot(np.array(LUMA, np.float32), array.swapaxes(1, 2), axes=1)[None].astype(np.float32).swapaxes(1, 2)
-    elif task.spatial_dims == 2 and len(array) == 1 and wanted == 3:
+    elif task.spatial_dims == 2 and len(array) == 1 and count == 3:
         array = np.repeat(array, 3, axis=0)
-    if len(array) != wanted:
-        more = ", or say in the task which of them it means (pick)" if len(array) > wanted else ""
+    if len(array) != count:
+        more = ", or say in the task which of them it means (pick)" if len(array) > count else ""
         raise DataError(
-            f"{path}: the image has {len(array)} channels, the task takes {wanted}; correct the file or the task's channels{more}"
+            f"{path}: the image has {len(array)} channels, the task takes {count}; correct the file or the task's channels{more}"
         )
     return array, coloured
 
 
-def _grid_of_slices(stored: Stored) -> Grid | None:
-    """Where the voxels lie whose slices are pictures; a series' own axes are taken as they are."""
-    if stored.grid is None or not stored.grid.known:
-        return None
-    return stored.grid.turned(_SLICES) if stored.nifti else stored.grid
-
-
-def _as_slices(array: np.ndarray, stored: Stored) -> np.ndarray:
-    """(C, i, j[, k]) as pictures (C, rows, columns[, slices])."""
-    if stored.nifti and stored.grid is not None:
-        array = apply_turn(array, stored.grid.turn(_SLICES))
-    return array.swapaxes(1, 2)
-
-
-def refuse_apart(file: Path, grid: Grid | None, other: Path, there: Grid | None) -> None:
-    """Refuse a mask or channel that lies on another grid than its image, of those files that say where they lie.
-
-    Raises:
-        DataError: it does.
-    """
-    if grid is not None and there is not None and (difference := there.difference(grid)):
-        raise DataError(f"{file}: lies on another grid than {other.name} ({difference}); resample one to the other")
-
-
-def differ(channels: np.ndarray) -> bool:
+def is_coloured(channels: np.ndarray) -> bool:
     """Whether colour channels (C, P) differ by more than what compression does to a grey picture.
 
     Examples:
-        >>> differ(np.array([[0, 100], [0, 100], [0, 101]])), differ(np.array([[0, 100], [0, 50], [0, 0]]))
+        >>> is_coloured(np.array([[0, 100], [0, 100], [0, 101]])), is_coloured(np.array([[0, 100], [0, 50], [0, 0]]))
         (False, True)
     """
     span = channels.max(axis=0) - channels.min(axis=0)
     return bool(span.mean() > _COLOURED * np.abs(channels).max())
 
 
-def resampled(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: bool = False) -> tuple[np.ndarray, Grid]:
-    """A volume (C, i, j, k) along the task's axes and with its spacing, and where it lies then.
-
-    Args:
-        array: as stored.
-        grid: where it lies.
-        task: gives orientation and spacing.
-        labels: take the nearest voxel where it is resampled, and keep the type; else interpolate.
-    """
-    if not grid.known:
-        return array, grid
-    array, here = np.ascontiguousarray(apply_turn(array, grid.turn(task.orientation))), grid.turned(task.orientation)
-    if task.spacing is None:
-        return array, here
-    import torch
-    from monai.data.meta_tensor import MetaTensor
-    from monai.transforms.spatial.array import Spacing
-
-    volume: Any = MetaTensor(torch.as_tensor(array, dtype=torch.float32), affine=torch.as_tensor(here.affine))
-    volume = Spacing(task.spacing, mode="nearest" if labels else "bilinear", padding_mode="border")(volume)
-    values = volume.numpy().round().astype(array.dtype) if labels else volume.numpy()
-    return values, Grid(tuple(values.shape[1:]), volume.affine.numpy().astype(np.float64))
-
-
-def turned_back(values: "Tensor", here: Grid, stored: Grid, task: TaskConfig) -> "Tensor":
-    """What `resampled` did to a volume undone, exactly but for what resampling loses.
-
-    Args:
-        values: float32 (C, ...) on the grid that `resampled` gave.
-        here: that grid.
-        stored: where the volume was.
-        task: as for `resampled`.
-
-    Returns:
-        float32 (C, i, j, k) on the stored grid.
-    """
-    import torch
-    from monai.data.meta_tensor import MetaTensor
-    from monai.transforms.spatial.array import SpatialResample
-
-    if not stored.known:
-        return values
-    there = stored.turned(task.orientation)
-    if task.spacing is not None:
-        volume = MetaTensor(values, affine=torch.as_tensor(here.affine))
-        resample = SpatialResample(mode="bilinear", padding_mode="border")
-        found = resample(volume, dst_affine=torch.as_tensor(there.affine), spatial_size=there.shape)
-        values = torch.as_tensor(found).as_subclass(torch.Tensor)
-    return torch.as_tensor(apply_turn(values.cpu().numpy(), there.turn(stored.codes)))
+# -- masks -----------------------------------------------------------------------------------------------------------------
 
 
 def read_mask(
-    path: Path, image: Path, place: Image | None, task: TaskConfig, bounds: ImageBounds = ImageBounds(), *, several: bool = False
+    path: Path, image_path: Path, image: Image | None, task: TaskConfig, bounds: ImageBounds = ImageBounds(), *, several: bool = False
 ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-    """Label values as the task takes them, laid out as their image; and label and number of every segment of a DICOM segmentation.
+    """Label values laid out as their image; and label and number of every segment of a DICOM segmentation.
 
     Args:
         path: of the mask.
-        image: file of its image, for messages.
-        place: where the image lies; None: it is not compared.
+        image_path: of its image.
+        image: gives the grid to compare with; None: grids are not compared.
         task: gives axes, orientation and spacing.
-        bounds: how large a mask may be.
-        several: whether each channel is a structure's own mask; else channels that are alike are one mask, saved in colours.
+        bounds: of its size.
+        several: whether each channel is a structure's own mask; else equal channels are one mask, saved in colours.
 
     Returns:
         int64 (M, ...), and the segments; none of other files.
@@ -532,33 +439,33 @@ def read_mask(
     Raises:
         DataError: as `read_image`, or values that are not whole numbers, or a mask on another grid than its image.
     """
-    named: list[tuple[str, int]] = []
+    segments: list[tuple[str, int]] = []
     if is_segmentation(path):
-        stored, named = _read_segmentation(path, image, place)
+        stored, segments = _read_segmentation(path, image_path, image)
     else:
         stored = read_stored(path, bounds, mask=True)
-    whole = label_values(stored.array, path, several=several or bool(named))
+    masks = label_values(stored.array, path, several=several or bool(segments))
     if task.spatial_dims == 2:
-        if place is not None:
-            refuse_apart(path, _grid_of_slices(stored), image, place.here)
-        return _as_slices(whole, stored), named
+        if image is not None:
+            check_same_grid(path, stored.slice_grid, image_path, image.grid)
+        return stored.as_slices(masks), segments
     _check_volume(stored, path)
     assert stored.grid is not None
-    if place is not None and place.stored is not None:
-        refuse_apart(path, stored.grid.turned(task.orientation), image, place.stored.turned(task.orientation))
-    return resampled(whole, stored.grid, task, labels=True)[0], named
+    if image is not None and image.stored_grid is not None:
+        check_same_grid(path, stored.grid.turned(task.orientation), image_path, image.stored_grid.turned(task.orientation))
+    return to_task_grid(masks, stored.grid, task, labels=True)[0], segments
 
 
 def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.ndarray:
-    """Masks (M, ...) as int64; one of them where all are alike, unless several are meant.
+    """Masks (M, ...) as int64; one of them if all are equal, unless several are meant.
 
     Raises:
         DataError: values that are not whole numbers.
     """
-    whole = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
-    if not (whole == array).all():
+    masks = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
+    if not (masks == array).all():
         raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")
-    return whole[:1] if not several and (whole == whole[:1]).all() else whole
+    return masks[:1] if not several and (masks == masks[:1]).all() else masks
 
 
 def is_segmentation(path: Path) -> bool:
@@ -571,12 +478,12 @@ def is_segmentation(path: Path) -> bool:
         return str(dcmread(path, stop_before_pixels=True, specific_tags=["SOPClassUID"]).get("SOPClassUID", "")) == dicom.SEGMENTATION
 
 
-def _read_segmentation(path: Path, image: Path, place: Image | None) -> tuple[Stored, list[tuple[str, int]]]:
+def _read_segmentation(path: Path, image_path: Path, image: Image | None) -> tuple[Stored, list[tuple[str, int]]]:
     from pydicom import dcmread
 
-    if place is None or place.stored is None or not image.is_dir():
+    if image is None or image.stored_grid is None or not image_path.is_dir():
         raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series")
     with explained(path):
-        series = dcmread(dicom_files(image)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
-        masks, named = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), place.stored)
-    return Stored(masks, place.stored), named
+        series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
+        masks, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
+    return Stored(masks, image.stored_grid), segments

@@ -1,6 +1,7 @@
-"""Stored labels as training targets: which stored value means which label, and a clear refusal of any other value; targets counted."""
+"""Stored labels as training targets: which stored value means which label; and how often each class occurs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -8,9 +9,12 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, DataError
+from medflare.data.datalist import FILE, mask_names
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images
+
+_SCARCE: Final = 3  # training images; a class with fewer is hardly learnt
 
 
 def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
@@ -33,26 +37,26 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
                 f"{place}: {len(masks)} mask(s) or channel(s) for {len(task.labels)} labels ({', '.join(task.labels)}); "
                 "give one mask file per label, or say in the task's label_values which values mean which label"
             )
-        _refuse_unlisted(masks, [0, 1], task, place)
+        _check_listed(masks, [0, 1], task, place)
         return (masks == 1).astype(np.int64)
     if len(masks) != 1:
         raise DataError(f"{place}: {len(masks)} masks or colour channels where one is expected; store label values in one grey mask")
     values = stored_values(task)
     background = [] if task.target == "multiclass" else [0]
-    _refuse_unlisted(masks, [*background, *(value for listed in values for value in listed)], task, place)
+    _check_listed(masks, [*background, *(value for stored in values for value in stored)], task, place)
     if task.target == "multiclass":
         target = np.zeros_like(masks)
-        for index, listed in enumerate(values):
-            target[np.isin(masks, listed)] = index
+        for index, stored in enumerate(values):
+            target[np.isin(masks, stored)] = index
         return target
-    return np.concatenate([np.isin(masks, listed) for listed in values]).astype(np.int64)
+    return np.concatenate([np.isin(masks, stored) for stored in values]).astype(np.int64)
 
 
 def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
-    """Target of one image of a classification task: int64 () or, for multilabel, (C,) of 0/1; None where it is left out.
+    """Target of one image of a classification task: int64 () or, for multilabel, (C,) of 0/1; None for a value that the task drops.
 
     Args:
-        label: as the datalist has it.
+        label: from the datalist.
         task: gives target, labels and their stored values.
         place: the beginning of a message.
 
@@ -67,12 +71,22 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     if not isinstance(label, int) or isinstance(label, bool):
         raise DataError(f"{place}: the label must be a whole number, as the task classifies, got {label!r}")
     values = stored_values(task) if task.target == "multiclass" else [[0], stored_values(task)[0]]
-    for index, listed in enumerate(values):
-        if label in listed:
+    for index, stored in enumerate(values):
+        if label in stored:
             return np.array(index, np.int64)
-    if task.unlisted_labels == "drop":
-        return None
-    raise _out_of_range([label], sorted({value for listed in values for value in listed}), place)
+    _check_listed(np.array(label), [value for stored in values for value in stored], task, place)
+    return None
+
+
+def _check_listed(values: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:
+    if task.unlisted_labels == "drop" or np.isin(values, allowed).all():
+        return
+    strange = np.setdiff1d(values, allowed).tolist()
+    shown = ", ".join(map(str, strange[:4])) + (", ..." if len(strange) > 4 else "")
+    raise DataError(
+        f"{place}: label value {shown} out of range, the task knows {', '.join(map(str, sorted(set(allowed))))}; "
+        "correct the file, or the task's labels or label_values"
+    )
 
 
 def stored_values(task: TaskConfig) -> list[list[int]]:
@@ -82,11 +96,69 @@ def stored_values(task: TaskConfig) -> list[list[int]]:
     return [[1]] if task.target == "binary" else [[index] for index in range(len(task.labels))]
 
 
-def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> Annotation | None:
-    """The structures that a site says it annotated; None where it does not say.
+def plain_name(name: str) -> str:
+    """A label's name for comparison: lower case, "_" as a space."""
+    return " ".join(name.replace("_", " ").split()).casefold()
+
+
+# -- names of a site -------------------------------------------------------------------------------------------------------
+
+
+def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task: TaskConfig, place: str) -> tuple[dict[int, int], str]:
+    """The task's class numbers for those of a site, by the names in the site's datalist.
+
+    Sites number their classes independently: a site without one class gives others its number. So names decide where the datalist has
+    them; `plain_name` compares them. If no name is the task's (a background aside) and every class has a name, the names count as
+    translations and numbers stay. If only some names are the task's, the others are refused unless the task has `label_values`.
+    Structures are never renumbered, since masks are not.
 
     Args:
-        names: "annotated" of its datalist; case and "_" for a space do not matter.
+        names: see `datalist.class_numbers`; empty where the datalist has none.
+        used: the class numbers of the site's images.
+        task: gives the labels and their values.
+        place: the beginning of a message.
+
+    Returns:
+        Number of the datalist -> number of the task, where they differ; and a note where a class has another name or number, else "".
+
+    Raises:
+        DataError: a name that the task has for another number, or does not have while it has others.
+    """
+    values = dict(zip(task.labels, stored_values(task), strict=True))
+    labels = {number: label for label, numbers in values.items() for number in numbers}
+    numbers_of: defaultdict[str, set[int]] = defaultdict(set)
+    for label, numbers in values.items():
+        numbers_of[plain_name(label)].update(numbers)
+    mask_per_label = task.kind == "segmentation" and task.target == "multilabel" and not task.label_values
+    named = list(enumerate(mask_names(names))) if mask_per_label else sorted((n, name) for name, numbers in names.items() for n in numbers)
+    background = {0} if task.target == "binary" or (task.kind == "segmentation" and not mask_per_label) else set()
+    classes = labels.keys() - background
+
+    same = {number for number, name in named if number in numbers_of.get(plain_name(name), ())}
+    moved = {number: name for number, name in named if plain_name(name) in numbers_of and number not in same}
+    unknown = {number: name for number, name in named if plain_name(name) not in numbers_of and name != str(number) and number in classes}
+    if moved and task.kind == "classification" and task.target == "multiclass" and set(used) & labels.keys() <= same | moved.keys():
+        targets = {number: min(numbers_of[plain_name(name)]) for number, name in moved.items()}
+        return targets, _renamed((number, name, targets[number], labels[targets[number]]) for number, name in moved.items())
+    translated = same <= background and classes <= dict(named).keys()
+    if not moved and (not unknown or translated or task.label_values):
+        return {}, _renamed((number, name, number, labels[number]) for number, name in unknown.items())
+    number, name = min((moved or unknown).items())
+    expected = ", ".join(f"{number} {label}" for number, label in sorted(labels.items()))
+    remedy = "write the task's name there if it means the same, or say in the task's label_values what numbers mean"
+    raise DataError(f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}; {remedy}')
+
+
+def _renamed(classes: Iterable[tuple[int, str, int, str]]) -> str:
+    listed = ", ".join(f"{number} {name} as {target} {label}" for number, name, target, label in classes)
+    return f'"labels" of {FILE} count so: {listed}' if listed else ""
+
+
+def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> Annotation | None:
+    """The structures that a site annotated; None where its datalist does not say.
+
+    Args:
+        names: "annotated" of its datalist, compared by `plain_name`.
         task: gives the structures.
         place: the beginning of a message.
 
@@ -103,31 +175,29 @@ def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> 
 
 
 def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
-    """Masks of the annotated structures, one each, with an empty one for each of the others.
+    """Masks of the annotated structures, with an empty mask for each of the others.
 
     Args:
-        masks: (M, ...); as many as were annotated, in the task's order, or others, which stay as they are.
-        annotation: of a task that takes a mask for every label.
+        masks: (M, ...) in the task's order; returned as they are if M is not the number of annotated structures.
+        annotation: of a task with a mask for every label.
     """
     if annotation.complete or len(masks) != len(annotation.names):
         return masks
-    whole = np.zeros((len(annotation.task.labels), *masks.shape[1:]), masks.dtype)
-    whole[list(annotation.outputs)] = masks
-    return whole
+    complete = np.zeros((len(annotation.task.labels), *masks.shape[1:]), masks.dtype)
+    complete[list(annotation.outputs)] = masks
+    return complete
 
 
-def plain_name(name: str) -> str:
-    """A label's name as it is compared: without case, "_" a space."""
-    return " ".join(name.replace("_", " ").split()).casefold()
+# -- tensors ---------------------------------------------------------------------------------------------------------------
 
 
 class LazyTensors(Sequence[Tensor]):
-    """Images or targets that are read when they are asked for.
+    """Images or targets that are read from the disk when they are used.
 
     Args:
         size: how many.
         read: row -> image or target.
-        counts: of targets, int64 (size, classes), see `class_counts`; None where nobody has counted yet.
+        counts: of targets, int64 (size, classes), see `class_counts`; None for images.
     """
 
     def __init__(self, size: int, read: Callable[[int], Tensor], counts: Tensor | None = None):
@@ -139,16 +209,12 @@ class LazyTensors(Sequence[Tensor]):
     def __getitem__(self, row: Any) -> Any:
         return self._read(range(self._size)[row])
 
-    def part(self, rows: Sequence[int]) -> "LazyTensors":
-        """Some of them."""
-        return LazyTensors(len(rows), lambda row: self._read(rows[row]), None if self.counts is None else self.counts[list(rows)])
-
 
 def class_counts(targets: Images, task: TaskConfig) -> Tensor:
     """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives.
 
     Args:
-        targets: as in `splits.Split`.
+        targets: as in `loading.Split`.
         task: gives classes and target.
     """
     if not isinstance(targets, Tensor):
@@ -159,27 +225,19 @@ def class_counts(targets: Images, task: TaskConfig) -> Tensor:
 
 
 def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
-    """`class_counts` of every image by itself, int64 (images, classes).
-
-    Args:
-        targets: as in `splits.Split`.
-        task: gives classes and target.
-    """
+    """`class_counts` of every image, int64 (images, classes)."""
     if isinstance(targets, LazyTensors) and targets.counts is not None:
         return targets.counts
     counts = [class_counts(target[None], task) for target in targets]
     return torch.stack(counts) if counts else torch.zeros(0, len(task.classes), dtype=torch.int64)
 
 
-_SCARCE: Final = 3  # training images, below which a class is hardly learnt
-
-
 def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] | None = None) -> dict[str, int]:
-    """Classes that fewer than three training images show: name -> images; empty of a site without training images.
+    """Classes (segmentation: structures) in fewer than three training images: name -> images; empty without training images.
 
     Args:
-        targets: of the training images, as in `splits.Split`.
-        task: gives classes and target; in segmentation only its structures count.
+        targets: of the training images, as in `loading.Split`.
+        task: gives classes and target.
         annotated: the structures that the site annotated; None: all.
 
     Examples:
@@ -197,19 +255,12 @@ def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] |
 
 
 def scarce(images: Mapping[str, int]) -> dict[str, int]:
-    """Those of the classes that too few training images show.
-
-    Args:
-        images: class -> training images that show it.
-    """
+    """The classes with fewer than three training images, of class -> training images."""
     return {name: count for name, count in images.items() if count < _SCARCE}
 
 
 def scarce_line(classes: Mapping[str, int]) -> str:
-    """One line on `scarce_classes`.
-
-    Args:
-        classes: name -> images.
+    """One line about `scarce_classes`.
 
     Examples:
         >>> scarce_line({"severe": 1, "mild": 0})
@@ -217,17 +268,3 @@ def scarce_line(classes: Mapping[str, int]) -> str:
     """
     shown = ", ".join(f"{name!r} has {count or 'none'}" for name, count in classes.items())
     return f"fewer than {_SCARCE} training images of a class: {shown}"
-
-
-def _refuse_unlisted(masks: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:
-    if task.unlisted_labels == "drop" or np.isin(masks, allowed).all():
-        return
-    raise _out_of_range(np.setdiff1d(masks, allowed).tolist(), sorted(set(allowed)), place)
-
-
-def _out_of_range(found: list[int], allowed: list[int], place: str) -> DataError:
-    shown = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
-    return DataError(
-        f"{place}: label value {shown} out of range, the task knows {', '.join(map(str, allowed))}; "
-        "correct the file, or the task's labels or label_values"
-    )

@@ -20,7 +20,7 @@ import torch
 
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.packages import installed
-from medflare.data.geometry import by
+from medflare.data.geometry import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
@@ -47,7 +47,7 @@ def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "
     name, problem = _tried(json.dumps(task.to_dict(), sort_keys=True), memory, _SECONDS)
     if problem:
         remedy = "make its arguments smaller" + (f", or raise {setting} where it needs more than {memory:.3g} GiB" if setting else "")
-        raise ConfigError(f"{place}: {name}: one image of {by(task.size)} {problem}; {remedy}")
+        raise ConfigError(f"{place}: {name}: one image of {format_shape(task.size)} {problem}; {remedy}")
 
 
 @cache

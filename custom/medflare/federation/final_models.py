@@ -241,7 +241,7 @@ def _doubt(site: Site, metrics: Metrics, constant: Sequence[str], log: EventLog,
 
 
 def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases, tuple[str, ...]]:
-    measured = site.measured(site.answers(module, "test"), "test", site.task.metrics)
+    measured = site.measure(site.predictions(module, "test"), "test", site.task.metrics)
     scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{role} {metric}: {reason}")

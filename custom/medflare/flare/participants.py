@@ -22,7 +22,7 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.packages import untrusted
-from medflare.data.local import CACHE, LOCAL_FILE, kept_of, local_settings, read_local
+from medflare.data.local import CACHE, LOCAL_FILE, find_private_folder, local_settings, read_local
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
@@ -251,7 +251,7 @@ def left_behind(workspace: Workspace, job: str) -> str:
     Raises:
         ConfigError: it is no job id.
     """
-    return str(kept_of(Path(workspace.get_run_dir(interrupted(job))))) if job else ""
+    return str(find_private_folder(Path(workspace.get_run_dir(interrupted(job))))) if job else ""
 
 
 def anchor(variable: str) -> None:

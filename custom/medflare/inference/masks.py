@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
-from medflare.data.geometry import Grid
-from medflare.data.reading import NIFTI, is_dicom, series_grid, suffix, turned_back
+from medflare.data.geometry import Grid, restore_grid
+from medflare.data.reading import NIFTI, is_dicom, series_grid, suffix
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg, unwritable
 from medflare.inference.inputs import Input
@@ -56,7 +56,7 @@ def in_place(probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Gr
     if grids is None:
         return values
     stored, here = grids
-    return turned_back(values, here, stored, task)
+    return restore_grid(values, here, stored, task)
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:

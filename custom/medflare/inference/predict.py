@@ -26,7 +26,7 @@ from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
 from medflare.data.geometry import Grid
 from medflare.data.progress import counted
-from medflare.data.reading import ImageBounds, files_of, read_image
+from medflare.data.reading import ImageBounds, channel_files, read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
@@ -35,7 +35,7 @@ from medflare.inference.masks import in_place, label_map, pixels, sizes, write_m
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import usable_device
 from medflare.training.patches import windows_of
-from medflare.training.scoring import PatientWise, asks_patients, predict_each, scoring_batch
+from medflare.training.scoring import PatientPredictor, predict_each, predicts_by_patient, scoring_batch
 
 ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
 TABLE = "predictions.csv"
@@ -289,12 +289,12 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
         DataError: the file cannot be read as an image, or is too large.
     """
     preprocessing = Preprocessing(task)
-    files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
+    files = channel_files(source.channels, task, source.name) if source.channels else (source.path,)
     image = read_image(files, task, bounds)
     array, acquired = image.array, acquisition_of(image, task)
     if task.spatial_dims == 3:
-        assert image.stored is not None and image.here is not None
-        return Prepared(source, preprocessing.image(array)[None], image.here.shape, False, acquired, (image.stored, image.here))
+        assert image.stored_grid is not None and image.grid is not None
+        return Prepared(source, preprocessing.image(array)[None], image.grid.shape, False, acquired, (image.stored_grid, image.grid))
     volume, axis = array.ndim == 4, task.slices.axis + 1
     pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
     height, width = pictures[0].shape[1:]
@@ -335,7 +335,7 @@ def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig
             slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
             yield Prediction(whole, torch.stack(slid), ("",) * len(slid))
         return
-    for volumes, parts in groupby(prepared, lambda part: part.volume and asks_patients(model, images=1)):
+    for volumes, parts in groupby(prepared, lambda part: part.volume and predicts_by_patient(model, images=1)):
         if volumes:
             yield from (Prediction(part, *answers.together(part.images.to(device).split(size))) for part in parts)
         else:
@@ -382,8 +382,8 @@ class _Answers:
     @torch.no_grad()
     def together(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         """The same of all slices of one volume, of a model that looks at whole patients."""
-        assert isinstance(self.model, PatientWise)  # nobody else is asked so
-        outputs = self.model.together(parts).float().cpu()
+        assert isinstance(self.model, PatientPredictor)  # nobody else is asked so
+        outputs = self.model.predict_patient(parts).float().cpu()
         names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
         return outputs, tuple(names)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.training.site import Site
 
 

@@ -159,7 +159,7 @@ def _had(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _images(setting: Setting) -> dict[str, str]:
     """Site -> the checksum of its datalist, which stays the same where data move; "" where its images are embedded in the task."""
-    folders = {site: site_folder(site, given=setting.data_root) for site in setting.sites}
+    folders = {site: site_folder(site, data_root=setting.data_root) for site in setting.sites}
     return {site: "" if folder is None else file_digest(folder / FILE)[:16] for site, folder in folders.items()}
 
 

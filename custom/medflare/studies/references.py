@@ -12,14 +12,14 @@ from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.data.splits import SiteData, joined
+from medflare.data.loading import SiteData, joined
 from medflare.evaluation.results import FAILED, RunRecord, SiteRecord, build_results, mean_over_sites
 from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
 from medflare.methods.catalogue import build_deployed
 from medflare.studies.setting import Setting
 from medflare.tasks.classes import Cases
-from medflare.training.constant import best_answer, scores_of
+from medflare.training.constant import best_constant, score_constant
 from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site
 from medflare.training.site import Site
@@ -77,10 +77,10 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = (), hy
     scores: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
         judges = [site] if name in training else [sites[other] for other in training]
-        answers = {"global": best_answer(task, everybody, judges)}
+        answers = {"global": best_constant(task, everybody, judges)}
         if name in training:
-            answers["personal"] = best_answer(task, training[name], judges)
-        found = {model: scores_of(site, answer, "test", task.metrics) for model, answer in answers.items()}
+            answers["personal"] = best_constant(task, training[name], judges)
+        found = {model: score_constant(site, answer, "test", task.metrics) for model, answer in answers.items()}
         found["deployed"] = found.get("personal", found["global"])
         values = {model: {metric: finite_or_none(value) for metric, value in of.values.items()} for model, of in found.items()}
         records[name] = SiteRecord(roles[name], site.n, values)

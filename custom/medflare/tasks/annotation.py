@@ -98,7 +98,7 @@ class Annotation:
         return marginal_logits(logits, self.outputs) if self.task.target == "multiclass" else logits[:, list(self.outputs)]
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Targets of the task, as in `data.splits.Split`, as targets of `reduced`: structures that are not annotated are background."""
+        """Targets of the task, as in `data.loading.Split`, as targets of `reduced`: structures that are not annotated are background."""
         if self.complete:
             return targets
         if self.task.target == "multilabel":

@@ -1,6 +1,6 @@
 """Losses by name, on logits: ours and those of `monai.losses`.
 
-Every loss is a module called with logits (N, outputs, ...) and targets as in `data.splits.Split`; it returns a scalar.
+Every loss is a module called with logits (N, outputs, ...) and targets as in `data.loading.Split`; it returns a scalar.
 """
 
 import inspect

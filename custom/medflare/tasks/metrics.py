@@ -158,7 +158,7 @@ def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, ...), from targets as in `data.splits.Split`.
+    """True masks of the foreground classes, bool (N, C, ...), from targets as in `data.loading.Split`.
 
     Args:
         targets: (N, ...), multilabel (N, C, ...).

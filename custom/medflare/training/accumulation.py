@@ -72,7 +72,7 @@ class Steps:
 
 
 @contextmanager
-def unremembered(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Steps of the optimizer inside start from its moments, and leave these as they were."""
     before = {
         weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}

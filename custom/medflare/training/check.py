@@ -15,22 +15,19 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
 from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
-from medflare.data.decoding import target_of
-from medflare.data.geometry import by
-from medflare.data.loading import allowed_folders, known_entries, load_site_data
-from medflare.data.local import LocalSettings
+from medflare.data.decoding import FileSource, target_of
+from medflare.data.geometry import format_shape
+from medflare.data.loading import SiteData, allowed_folders, load_site_data, renumbered_entries
+from medflare.data.local import CacheSettings, LocalSettings, cache_with_folder
 from medflare.data.progress import counted
-from medflare.data.settings import CacheSettings, placed
-from medflare.data.sources import FileSource
-from medflare.data.splits import SiteData, middle_slice
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
-from medflare.data.transforms import Augmentation, Preprocessing
+from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
-from medflare.training.opening import refuse_large_batch, refuse_large_task
+from medflare.training.opening import check_batch_bounds, check_task_bounds
 
 _MOST_PROBLEMS = 10  # shown per site
 _LOOKED_AT: Final = 20  # images of a site
@@ -137,8 +134,8 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
         OSError: `out` cannot be made.
     """
     root = Path(root)
-    refuse_large_task(task, own.bounds, "this site")
-    refuse_large_batch(task, own.bounds, "this site")
+    check_task_bounds(task, own.bounds, "this site")
+    check_batch_bounds(task, own.bounds, "this site")
     check_task(task)
     folders = site_folders(root)
     if out is not None:
@@ -190,7 +187,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
     report = SiteReport()
     source = FileSource(folder, task, allowed_folders(own.data_folders), own.bounds)
     try:
-        entries, _ = known_entries(name, task, source)
+        entries, _ = renumbered_entries(name, task, source)
         check_patients(entries)
     except DataError as error:
         report.problems.append(str(error))
@@ -200,7 +197,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
         return report, None
     report.left_out, report.problems = report.problems, []
     try:
-        data = load_site_data(name, task, folder, cache=placed(CacheSettings()), folders=own.data_folders, bounds=own.bounds)
+        data = load_site_data(name, task, folder, cache=cache_with_folder(CacheSettings()), folders=own.data_folders, bounds=own.bounds)
     except DataError as error:
         report.problems.append(str(error))
         return report, None
@@ -235,7 +232,7 @@ def _read_everything(source: FileSource, entries: Iterable[DatalistItem], task: 
             report.problems.append(str(error))
             continue
         image = read.array
-        sizes[by(image.shape[1:])] += 1
+        sizes[format_shape(image.shape[1:])] += 1
         intensity.add(image)
         copies.add(image, entry)
         moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))

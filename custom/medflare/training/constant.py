@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.data.splits import Split
+from medflare.data.loading import Split
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Scores
-from medflare.training.scoring import Answer
+from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
 NEAR: Final = 0.01  # of a metric; a value this near to the constant answer's says no more than the constant does
@@ -35,19 +35,19 @@ def is_at_chance(value: float, constant: float) -> bool:
 def constant_value(site: Site) -> float | None:
     """The task's metric of the constant answer on a site's test images; None where it is undefined.
 
-    The answer is that of the site's training images, see `best_answer`. A site without any (one that never trains) takes the best, in
+    The answer is that of the site's training images, see `best_constant`. A site without any (one that never trains) takes the best, in
     hindsight, of those that need none: every class, no pixel, all of a structure.
 
     Args:
         site: whose images are answered for.
     """
     task, training = site.task, site.data.train
-    answers = [best_answer(task, training, [site])] if len(training) else list(plain_answers(task))
-    values = [scores_of(site, answer, "test", (task.metric,)).values[task.metric] for answer in answers]
+    answers = [best_constant(task, training, [site])] if len(training) else list(plain_constants(task))
+    values = [score_constant(site, answer, "test", (task.metric,)).values[task.metric] for answer in answers]
     return max((value for value in values if value is not None), default=None)
 
 
-def best_answer(task: TaskConfig, training: Split, judges: Sequence[Site]) -> Tensor:
+def best_constant(task: TaskConfig, training: Split, judges: Sequence[Site]) -> Tensor:
     """The constant answer that is best by the mean of the judges' validation metrics; ties go to the earliest.
 
     Args:
@@ -56,34 +56,34 @@ def best_answer(task: TaskConfig, training: Split, judges: Sequence[Site]) -> Te
         judges: sites with validation images.
 
     Returns:
-        Probabilities, see `answers_of`.
+        Probabilities, see `constant_predictions`.
     """
-    answers = list(answers_of(task, training.targets))
+    answers = list(constant_predictions(task, training.targets))
 
     def value(answer: Tensor) -> float:
-        found = [scores_of(judge, answer, "validation", (task.metric,)).values[task.metric] for judge in judges]
+        found = [score_constant(judge, answer, "validation", (task.metric,)).values[task.metric] for judge in judges]
         defined = [one for one in found if one is not None]
         return sum(defined) / len(defined) if defined else float("-inf")
 
     return answers[0] if len(answers) == 1 else max(answers, key=value)
 
 
-def scores_of(site: Site, answer: Tensor, split: str, metrics: Sequence[str]) -> Scores:
+def score_constant(site: Site, answer: Tensor, split: str, metrics: Sequence[str]) -> Scores:
     """The metrics of a constant answer on a split.
 
     Args:
         site: whose images are answered for.
-        answer: probabilities, see `answers_of`.
+        answer: probabilities, see `constant_predictions`.
         split: "validation" or "test".
         metrics: names, of `TaskConfig.metrics`.
     """
     samples = site.data.split(split)
     if not len(samples):
         return Scores(dict.fromkeys(metrics), cases=Cases())
-    return site.measured(_repeated(answer, samples, site.task), split, metrics).scores(samples.patients)
+    return site.measure(_repeated(answer, samples, site.task), split, metrics).scores(samples.patients)
 
 
-def _repeated(answer: Tensor, samples: Split, task: TaskConfig) -> Iterator[Answer]:
+def _repeated(answer: Tensor, samples: Split, task: TaskConfig) -> Iterator[BatchPrediction]:
     """The answer (outputs,) or (outputs, ...) for every image, one by one, in the size of its target."""
     sides = task.spatial_dims if task.kind == "segmentation" else 0
     for row in range(len(samples)):
@@ -93,15 +93,15 @@ def _repeated(answer: Tensor, samples: Split, task: TaskConfig) -> Iterator[Answ
         yield whole[None], target[None], torch.tensor([row])
 
 
-def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
+def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
     """The constant answers that training targets suggest.
 
-    Classification: the classes' shares of the training images, so that the majority class is chosen. Segmentation: `plain_answers`, and
+    Classification: the classes' shares of the training images, so that the majority class is chosen. Segmentation: `plain_constants`, and
     the mean of the training masks.
 
     Args:
         task: gives kind, target and classes.
-        targets: of the training images, as in `data.splits.Split`.
+        targets: of the training images, as in `data.loading.Split`.
 
     Yields:
         Probabilities (outputs,), or (outputs, H, W) for a mean mask, which needs targets of one size.
@@ -109,13 +109,13 @@ def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
     Examples:
         >>> from types import SimpleNamespace
         >>> grades = SimpleNamespace(kind="classification", target="multiclass", outputs=3)
-        >>> list(answers_of(grades, torch.tensor([0, 2, 2, 2])))
+        >>> list(constant_predictions(grades, torch.tensor([0, 2, 2, 2])))
         [tensor([0.2500, 0.0000, 0.7500])]
     """
     if task.kind == "classification":
         yield _frequencies(task, targets, task.outputs).mean(dim=0)
         return
-    yield from plain_answers(task)
+    yield from plain_constants(task)
     if task.image_mode == "resize" and len(targets):
         mean = sum((_frequencies(task, target[None], task.outputs)[0] for target in targets), torch.zeros(())) / len(targets)
         if task.target == "multiclass":
@@ -124,7 +124,7 @@ def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
             yield from ((mean > share).float() for share in _SHARES)
 
 
-def plain_answers(task: TaskConfig) -> Iterator[Tensor]:
+def plain_constants(task: TaskConfig) -> Iterator[Tensor]:
     """The constant answers that need no training image: one class for every image or pixel (multiclass), else nothing or everything.
 
     Args:

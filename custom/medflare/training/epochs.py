@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.training.accumulation import Steps, pack_scaling, unpack_scaling
 from medflare.training.batches import samples_in
 from medflare.training.site import Site
@@ -33,7 +33,7 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
 
 def samples_of_pass(site: Site) -> int:
     """Samples in one pass over the training images, of which each may give several patches."""
-    return samples_in(site.n["train"] * site.fitting.per_image, site.batch_size)
+    return samples_in(site.n["train"] * site.image_mode.per_image, site.batch_size)
 
 
 def run_epochs(

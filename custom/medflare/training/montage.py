@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.data.splits import SiteData
+from medflare.data.loading import SiteData
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
 from medflare.training.patches import Predictor
-from medflare.training.scoring import asks_patients, evaluating, predict_each
+from medflare.training.scoring import evaluating, predict_each, predicts_by_patient
 from medflare.training.site import Site
 
 _SIDE: Final = 320  # pixels of the longest side of a picture
@@ -82,11 +82,11 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     """True and predicted masks of a test image, bool (C, ...) each."""
     data, task = site.data.test, site.task
     image = data.image(row)[None].to(site.device)
-    if task.image_mode == "resize" and asks_patients(predictor, len(data)):
+    if task.image_mode == "resize" and predicts_by_patient(predictor, len(data)):
         rows = [other for other, name in enumerate(data.patients) if name == data.patients[row]]
         images = torch.stack([data.image(other) for other in rows]).to(site.device)
         with torch.no_grad(), evaluating(predictor):
-            probabilities = predictor.together(images.split(site.scoring_batch)).float().cpu()[[rows.index(row)]]
+            probabilities = predictor.predict_patient(images.split(site.scoring_batch)).float().cpu()[[rows.index(row)]]
     else:
         probabilities = predict_each(predictor, [image], task, site.scoring_batch)[0][None]
     return [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.loading import load_site_data, resolve_data_root, source_of
-from medflare.data.local import PLACE, Bounds, LocalSettings, local_settings
-from medflare.data.settings import placed
+from medflare.data.loading import load_site_data, open_source, resolve_data_root
+from medflare.data.local import PLACE, Bounds, LocalSettings, cache_with_folder, local_settings
 from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import meta_network
 from medflare.networks.dry_run import step_bytes
@@ -51,16 +50,16 @@ def open_site(
     used, *further = own_devices if device is None else (torch.device(device),)
     for one in (used, *further):
         check_precision(task.precision, one, f"site {name}")
-    refuse_large_task(task, own.bounds, f"site {name}")
-    root, kept = resolve_data_root(name, task, own.data_root, data_root), placed(own.cache, cache)
+    check_task_bounds(task, own.bounds, f"site {name}")
+    root, kept = resolve_data_root(name, task, own.data_root, data_root), cache_with_folder(own.cache, cache)
     data = load_site_data(name, task, root, role=role, cache=kept, folders=own.data_folders, bounds=own.bounds)
     site = Site(name, task, data, seed, used)
     site.computing = Computing(used, task.precision, tuple(further), own.channels_last, own.compile)
     site.batch_limit = own.batch_size
-    site.source = lambda other: source_of(name, other, root, own.data_folders, own.bounds)
+    site.source = lambda other: open_source(name, other, root, own.data_folders, own.bounds)
     if role == "inside":
         _refuse_large_step(site, own.bounds)
-        refuse_large_batch(task, own.bounds, f"site {name}")
+        check_batch_bounds(task, own.bounds, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
     return site
@@ -85,7 +84,7 @@ def usable_devices(own: LocalSettings) -> tuple[torch.device, ...]:
     return devices
 
 
-def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
+def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     """Nothing where a task asks no more of a site than its bounds allow; before any image is read.
 
     Args:
@@ -106,7 +105,7 @@ def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
     try_transforms(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
 
 
-def refuse_large_batch(task: TaskConfig, bounds: Bounds, place: str) -> None:
+def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     """Nothing where as much as a task trains on at once is within a site's bounds.
 
     Args:

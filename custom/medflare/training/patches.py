@@ -1,161 +1,108 @@
-"""How images of a split come to the network's size: whole, or as patches, with a window that slides over whole images.
+"""How images come to the network's size (`TaskConfig.image_mode`): resized as a whole, or cut into patches and windows.
 
-`Whole` is for `image_mode` "resize", where every image has the task's size already, `Patches` for "patch". Training, scoring, `predict` and
-the checks of exports go through here, so that a model sees the same windows everywhere.
+Training, scoring, `predict` and the checks of exports use these classes and functions, so that a model gets the same windows everywhere.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.data.splits import Split
+from medflare.data.loading import Split
 from medflare.data.transforms import plain_tensors
 from medflare.tasks.config import TaskConfig
 from medflare.training.batches import in_order, read_ahead
 
 Predictor = Callable[[Tensor], Tensor]  # images (N, C, ...) -> probabilities (N, outputs, ...) or (N, outputs)
-Validator = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)
-OVERLAP = 0.25  # of neighbouring windows, as a share of a side; MONAI's default
+Samples = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)
+OVERLAP = 0.25  # of neighbouring windows, as a fraction of a side; MONAI's default
 
 
-class Fitting(Protocol):
-    """Rows of a split as what the network is fed with."""
+class WholeImages:
+    """Images that have the task's size (`image_mode` "resize")."""
 
-    per_image: int  # samples that an image gives in an epoch
+    per_image = 1  # samples of an image in an epoch
 
     def read(self, data: Split, rows: Tensor) -> Any:
-        """The images of some rows, long (B,), from where they are kept; draws nothing, so that another thread may do it ahead."""
-
-    def samples(self, found: Any, random: np.random.RandomState) -> Validator:
-        """One sample of each image that was read, with draws from `random`."""
-
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
-        """Everything of a split in fixed order: rows, and samples, `size` at a time."""
-
-    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
-        """All images as a finished model is given them, see `windowed`."""
-
-
-class Whole:
-    """Images of the task's size, as they are."""
-
-    per_image = 1
-
-    def read(self, data: Split, rows: Tensor) -> Validator:
-        """The images of some rows.
-
-        Args:
-            data: the split.
-            rows: long (B,).
-        """
+        """The images of rows, long (B,); draws no random numbers, so that a thread may read ahead."""
         return data.take(rows)
 
-    def samples(self, found: Validator, random: np.random.RandomState) -> Validator:
-        """What was read.
+    def samples(self, images: Any, random: np.random.RandomState) -> Samples:
+        """One sample of each image that `read` returned, with random numbers from `random`."""
+        return images
 
-        Args:
-            found: see `read`.
-            random: not read.
-        """
-        return found
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+        """All samples of a split in fixed order: rows and samples, `size` at a time."""
+        return self.whole(data, size)
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
-        """All images.
-
-        Args:
-            data: the split.
-            size: of a batch.
-        """
+    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+        """All images of a split in fixed order, as a final model gets them, see `windowed`."""
         return read_ahead(data, in_order(len(data), size), data.take)
 
-    whole = in_order
 
-
-class Patches:
-    """Patches of images that are used at their own size; an image that is smaller is padded with zeros."""
+class Patches(WholeImages):
+    """Patches of images at their own size (`image_mode` "patch"); smaller images are padded with zeros."""
 
     def __init__(self, task: TaskConfig):
         self.size, self.per_image = task.size, task.patches_per_image
 
     def read(self, data: Split, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Image and target of every row, and those of the first image at the end: of no rows, they tell what an empty batch is of.
+        """Image and target of every row; then once more those of the first image, which give an empty batch its shape.
 
         Args:
             data: the split.
-            rows: long (B,); none, as DP-SGD may draw it.
+            rows: long (B,); DP-SGD may draw none.
         """
-        chosen = rows.tolist()
-        known = {row: (data.image(row), data.targets[row]) for row in dict.fromkeys(chosen or [0])}  # each once, however often drawn
-        return [known[row] for row in chosen] + [known[next(iter(known))]]
+        order = rows.tolist()
+        pairs = {row: (data.image(row), data.targets[row]) for row in dict.fromkeys(order or [0])}  # each once, however often drawn
+        return [pairs[row] for row in order] + [pairs[next(iter(pairs))]]
 
-    def samples(self, found: list[tuple[Tensor, Tensor]], random: np.random.RandomState) -> Validator:
-        """A patch of every image, around a voxel of the foreground as often as around one of the background.
-
-        Args:
-            found: see `read`.
-            random: source of the draws.
-        """
+    def samples(self, images: list[tuple[Tensor, Tensor]], random: np.random.RandomState) -> Samples:
+        """A patch of every image, centred on a foreground voxel as often as on a background voxel."""
         from monai.transforms.croppad.dictionary import RandCropByPosNegLabeld
 
-        *pairs, (like, label) = found
+        *pairs, (like, label) = images
         crop = RandCropByPosNegLabeld(["image", "target"], label_key="foreground", spatial_size=self.size).set_random_state(state=random)
-        images, targets = [like.new_zeros(0, len(like), *self.size)], [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
+        patches, targets = [like.new_zeros(0, len(like), *self.size)], [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
         with plain_tensors(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Num foregrounds")  # an image of background alone gives patches of background
+            warnings.filterwarnings("ignore", "Num foregrounds")  # images without foreground are expected
             for image, target in pairs:
-                (sample,) = crop(self._padded(image, target))
-                images.append(sample["image"][None])
-                targets.append(sample["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
-        return torch.cat(images), torch.cat(targets)
+                target = padded_to(target.reshape(-1, *image.shape[1:]).float(), self.size)
+                sample = {"image": padded_to(image, self.size), "target": target, "foreground": target.amax(dim=0, keepdim=True)}
+                (patch,) = crop(sample)
+                patches.append(patch["image"][None])
+                targets.append(patch["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
+        return torch.cat(patches), torch.cat(targets)
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
-        """Every image cut into windows side by side that cover it.
-
-        Args:
-            data: the split.
-            size: of a batch.
-        """
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+        """Adjacent windows that cover every image, `size` at a time."""
         waiting: list[tuple[int, Tensor, Tensor]] = []
-        for one, (images, targets) in self.whole(data, size):
-            (row,), image, target = one.tolist(), images[0], targets[0]
+        for (row,), (images, targets) in self.whole(data, size):
+            image, target = images[0], targets[0]
             windows = windows_of(image, self.size)
-            cut = windows_of(target.reshape(-1, *image.shape[1:]).float(), self.size).to(target.dtype)
-            waiting += zip([row] * len(windows), windows, cut.reshape(len(cut), *target.shape[: -len(self.size)], *self.size), strict=True)
+            masks = windows_of(target.reshape(-1, *image.shape[1:]).float(), self.size).to(target.dtype)
+            masks = masks.reshape(len(masks), *target.shape[: -len(self.size)], *self.size)
+            waiting += zip([int(row)] * len(windows), windows, masks, strict=True)
             while len(waiting) >= size or (waiting and row == len(data) - 1):
-                rows, pictures, masks = zip(*waiting[:size], strict=True)
+                rows, pictures, labels = zip(*waiting[:size], strict=True)
                 del waiting[:size]
-                yield torch.tensor(rows), (torch.stack(pictures), torch.stack(masks))
+                yield torch.tensor(rows), (torch.stack(pictures), torch.stack(labels))
 
-    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Validator]]:
-        """Row (1,), and image (1, C, ...) and target (1, ...), of every image, one by one.
-
-        Args:
-            data: the split.
-            size: not read.
-        """
-        return read_ahead(data, in_order(len(data), 1), data.take)
-
-    def _padded(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
-        target = target.reshape(-1, *image.shape[1:]).float()
-        padded = {"image": padded_to(image, self.size), "target": padded_to(target, self.size)}
-        return {**padded, "foreground": padded["target"].amax(dim=0, keepdim=True)}
+    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+        """Row (1,), image (1, C, ...) and target (1, ...) of every image: sizes differ."""
+        return super().whole(data, 1)
 
 
-def of_task(task: TaskConfig) -> Fitting:
+def image_mode_of(task: TaskConfig) -> WholeImages:
     """How the task's images come to the network's size."""
-    return Patches(task) if task.image_mode == "patch" else Whole()
+    return Patches(task) if task.image_mode == "patch" else WholeImages()
 
 
 def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:
     """An image (C, ...) with zeros on both sides where it is smaller than `size`.
-
-    Args:
-        image: of any size.
-        size: the least sides.
 
     Examples:
         >>> padded_to(torch.ones(1, 2, 1), (1, 3))
@@ -169,11 +116,7 @@ def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Windows (n, C, *size) side by side that cover an image (C, ...); the last ones are moved back to its border.
-
-    Args:
-        image: padded where it is smaller than a window.
-        size: of the window.
+    """Adjacent windows (n, C, *size) that cover an image (C, ...), padded if smaller; the last ones are shifted back to its border.
 
     Examples:
         >>> windows_of(torch.arange(5.0)[None], (3,))
@@ -189,10 +132,10 @@ def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
-    """A predictor of whole images: with `image_mode` "patch", a window slides over them and predictions are blended (MONAI, Gaussian).
+    """A predictor of whole images: with `image_mode` "patch", a sliding window whose predictions are blended (MONAI, Gaussian).
 
     Args:
-        predictor: of what the network is fed with.
+        predictor: of images of the network's size.
         task: gives `image_mode` and the window's size.
         batch: most windows at once.
     """

@@ -1,4 +1,4 @@
-"""A site as a method's site algorithm sees it: data in memory, networks, optimiser, batches, loss and metrics."""
+"""A site as a method's site algorithm uses it: data, networks, optimizer, batches, loss and metrics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
+from medflare.data.decoding import Source
+from medflare.data.loading import Batch, SiteData
 from medflare.data.progress import counted
-from medflare.data.sources import Source
-from medflare.data.splits import Batch, SiteData
 from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
@@ -23,9 +23,10 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
-from medflare.training import patches, scoring
-from medflare.training.batches import drawing_weights, in_random_order, read_ahead
+from medflare.training.batches import in_random_order, read_ahead, sampling_weights
 from medflare.training.computing import Computing
+from medflare.training.patches import image_mode_of
+from medflare.training.scoring import BatchPrediction, Predictor, measure_split, predict_split, scoring_batch
 
 
 class Site:
@@ -36,18 +37,18 @@ class Site:
         task: what is learnt.
         data: its three splits.
         seed: of the run.
-        device: where networks and batches go.
+        device: of networks and batches.
 
     Attributes:
-        abort: asked before every batch; where it answers True, whatever takes batches raises `Aborted`.
-        rate_factor: what the task's schedule makes of the learning rate in the round at hand; set before every step.
-        start: what the task's network starts from; None: a random draw.
-        source: task -> the site's images as they are stored, read as that task says; None where the site was made of data in memory.
-        computing: how networks and batches come to the device, and what they compute in there.
-        batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
+        abort: called before every batch; if it returns True, `Aborted` is raised.
+        rate_factor: factor of the learning rate in this round, by the task's schedule; set before every step.
+        start: initial weights of the task's network; None: drawn at random.
+        source: task -> the site's images at their stored size, read as that task says; None for a site made of data in memory.
+        computing: device, precision and memory format of networks and batches.
+        batch_limit: most images that go through a network at once here; None for no limit.
         annotation: the structures that losses and metrics are about.
-        fitting: how images come to the network's size.
-        notes: what is worth knowing about the data, one line each (absent classes, images left out).
+        image_mode: how images come to the network's size.
+        notes: remarks about the data, one line each (absent classes, images left out).
     """
 
     def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
@@ -60,11 +61,11 @@ class Site:
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
-        self._augmentation = Augmentation(task)
-        self.fitting = patches.of_task(task)
+        self.image_mode = image_mode_of(task)
         self.annotation = Annotation(task, data.annotated)
+        self._augmentation = Augmentation(task)
         self._loss = self.annotation.loss().to(self.device)
-        self._drawing = {"train": drawing_weights(task, data.train.targets)}
+        self._sampling_weights = {"train": sampling_weights(task, data.train.targets)}
 
     @property
     def n(self) -> dict[str, int]:
@@ -73,43 +74,46 @@ class Site:
 
     @property
     def batch_size(self) -> int:
-        """Images in a training batch: the task's number, or what this site can bear."""
-        return self._bearable(self.task.batch_size)
+        """Images in a training batch: the task's number, at most `batch_limit`."""
+        return self._limited(self.task.batch_size)
 
     @property
     def scoring_batch(self) -> int:
-        """How many images `predict` hands to a predictor at once, see `scoring.scoring_batch`."""
-        return self._bearable(scoring.scoring_batch(self.task))
+        """Images that a predictor gets at once, see `scoring.scoring_batch`."""
+        return self._limited(scoring_batch(self.task))
+
+    def _limited(self, size: int) -> int:
+        return size if self.batch_limit is None else min(size, self.batch_limit)
 
     def class_counts(self) -> Tensor:
         """Training images, or pixels (segmentation), of each of `task.classes`; int64 (C,)."""
         return class_counts(self.data.train.targets, self.task)
 
     def trained_on(self, minimum_patients: int = 0) -> TrainedOn | None:
-        """The range of its training images as they were acquired, see `acquisition.range_of`; None where it is not told."""
+        """The range of its training images as they were acquired, see `acquisition.range_of`."""
         patients = len(set(self.data.train.patients))
         return range_of(self.data.acquired, patients, self.task.spatial_dims, minimum_patients)
 
-    # -- what trains -------------------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------------------------------------
 
     def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`.
 
         Args:
-            purpose: sets its initial weights apart from those of other networks.
+            purpose: key of its initial weights.
             spec: the network; None: the task's.
             outputs: output channels; None: the task's.
         """
         return self.computing.placed(initial_network(self.task, self.seed, purpose, spec, outputs, self.start))
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
-        """The task's optimiser at the round's rate, clipping as the task says; `override` replaces or adds arguments, as lr=1e-4."""
+        """The task's optimizer with the round's learning rate and the task's clipping; `override` sets arguments, for example lr=1e-4."""
         settings = {**self.task.optimizer, **override}
         settings["lr"] *= self.rate_factor
         return build_optimizer(settings, parameters, f"task {self.task.name}", self.task.clip.norm, self.task.clip.value)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`. See `Annotation.loss`."""
+        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.loading.Split`. See `Annotation.loss`."""
         return self._loss(logits, targets)
 
     def batches(
@@ -119,77 +123,72 @@ class Site:
 
         Args:
             split: "train", "validation" or "test".
-            keys: what sets this pass apart, by habit round, purpose, epoch.
-            batch_size: other than the task's; the site's own limit holds for it too.
+            keys: of this pass, by convention round, purpose, epoch.
+            batch_size: other than the task's; `batch_limit` applies too.
             augment: whether the task's random transforms are applied.
-            drop_last: whether a last batch that is not full is left out (unless it is the only one).
+            drop_last: leave out a last batch that is not full (unless it is the only one).
         """
-        size, drawing = self._bearable(batch_size or self.task.batch_size), self._drawing.get(split)
+        data, size = self.data.split(split), self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        count = self.n[split] * self.fitting.per_image
-        orders = in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=drawing)
-        data = self.data.split(split)
-        told = counted(orders, len(orders), f"site {self.name}, batches of {split} images in this epoch")
-        portions = (order % len(data) for order in told)
-        for index, found in read_ahead(data, portions, lambda rows: self.fitting.read(data, rows)):
-            batch = self._batch(index, *self.fitting.samples(found, random))
+        count, weights = len(data) * self.image_mode.per_image, self._sampling_weights.get(split)
+        orders = in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=weights)
+        logged = counted(orders, len(orders), f"site {self.name}, batches of {split} images in this epoch")
+        for index, images in read_ahead(data, (order % len(data) for order in logged), lambda rows: self.image_mode.read(data, rows)):
+            batch = self._batch(index, *self.image_mode.samples(images, random))
             yield self.augmented(batch, random) if augment else batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
         """One pass in fixed order, without augmentation; with `image_mode` "patch", over the windows that cover the images."""
-        for index, taken in self.fitting.in_order(self.data.split(split), self._bearable(batch_size or self.task.batch_size)):
-            yield self._batch(index, *taken)
+        for index, samples in self.image_mode.in_order(self.data.split(split), self._limited(batch_size or self.task.batch_size)):
+            yield self._batch(index, *samples)
 
     def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
         """The images of the rows `index`, long (B,), on the site's device; with `image_mode` "patch", a patch of each from `random`."""
-        return self._batch(index, *self.fitting.samples(self.fitting.read(self.data.split(split), index), random))
+        return self._batch(index, *self.image_mode.samples(self.image_mode.read(self.data.split(split), index), random))
+
+    def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
+        """A batch of at least one image after the task's random transforms, with random numbers from `random`."""
+        return Batch(*self._augmentation(batch.images, batch.targets, random), batch.index)
 
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
             raise Aborted(f"site {self.name}: stopped on request")
         return Batch(self.computing.moved(images), self.computing.moved(targets), index)
 
-    def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
-        """A batch of at least one image after the task's random transforms, with draws from `random`."""
-        return Batch(*self._augmentation(batch.images, batch.targets, random), batch.index)
-
-    def _bearable(self, size: int) -> int:
-        return size if self.batch_limit is None else min(size, self.batch_limit)
-
     # -- scoring -----------------------------------------------------------------------------------------------------------------
 
     def predictor(self, model: nn.Module) -> Probabilities:
-        """A model that gives logits as one that gives the task's probabilities."""
+        """A model of logits as a model of the task's probabilities."""
         return Probabilities(model, self.task)
 
-    def answers(self, predictor: scoring.Predictor, split: str) -> Iterator[scoring.Answer]:
-        """Probabilities, targets and rows of a whole split, a batch at a time; of a model that looks at whole patients, patient by patient.
+    def predictions(self, predictor: Predictor, split: str) -> Iterator[BatchPrediction]:
+        """Probabilities, targets and rows of a split, see `scoring.predict_split`.
 
         Args:
-            predictor: images (N, C, H, W) to probabilities; a module is in evaluation mode while it answers.
+            predictor: images (N, C, H, W) to probabilities; a module is in evaluation mode meanwhile.
             split: "train", "validation" or "test".
         """
-        data, batch = self.data.split(split), self.scoring_batch
-        found = scoring.answers_of_split(predictor, data, self._batch, self.fitting, self.task, batch)
-        return counted(found, len(data), f"site {self.name}, {split} images measured", size=lambda answer: len(answer[2]))
+        data = self.data.split(split)
+        predictions = predict_split(predictor, data, self._batch, self.image_mode, self.task, self.scoring_batch)
+        return counted(predictions, len(data), f"site {self.name}, {split} images measured", size=lambda prediction: len(prediction[2]))
 
-    def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split, measured while it answers.
+    def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
+        """Metrics of a model on a split.
 
         Args:
-            predictor: see `answers`.
+            predictor: see `predictions`.
             split: "train", "validation" or "test".
-            metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
+            metrics: names; None: all of `task.metrics` on the test split, elsewhere those by which models are selected.
         """
-        chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
-        return self.measured(self.answers(predictor, split), split, chosen).scores(data.patients)
+        names = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
+        return self.measure(self.predictions(predictor, split), split, names).scores(self.data.split(split).patients)
 
-    def measured(self, answers: Iterable[scoring.Answer], split: str, metrics: Sequence[str]) -> Measured:
-        """What metrics of answers for a whole split are made of; of structures that were annotated here.
+    def measure(self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]) -> Measured:
+        """The parts of metrics, of predictions for a whole split; of the structures that were annotated here.
 
         Args:
-            answers: see `answers`.
+            predictions: see `predictions`.
             split: "train", "validation" or "test".
             metrics: names, of `TaskConfig.metrics`.
         """
-        return scoring.measured(answers, self.data.split(split), self.annotation, metrics)
+        return measure_split(predictions, self.data.split(split), self.annotation, metrics)

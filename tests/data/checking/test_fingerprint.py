@@ -14,7 +14,7 @@ from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
 from medflare.data.datalist import DatalistItem
-from medflare.data.sources import FileSource
+from medflare.data.decoding import FileSource
 from medflare.tasks.config import TaskConfig
 
 TaskOf = Callable[..., TaskConfig]

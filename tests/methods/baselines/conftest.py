@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.inference.deployed import build
 from medflare.training.site import Site
 

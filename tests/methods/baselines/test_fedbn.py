@@ -9,7 +9,7 @@ import pytest
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import batch_norm_entries, weighted_mean
-from medflare.data.splits import Split
+from medflare.data.loading import Split
 from medflare.methods.baselines.fedbn import METHOD, FedBNSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite

@@ -11,7 +11,7 @@ from torch import nn
 from helpers.fixture_types import Golden
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.methods.baselines.scaffold import METHOD, Correction, ScaffoldServer, ScaffoldSite, corrected_gradients
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg.server import FedAvgServer

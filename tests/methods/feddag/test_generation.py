@@ -11,7 +11,7 @@ from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.feddag.formulas import discrepancy
 from medflare.methods.feddag.generation import AdversarialGeneration, channel_deviations, initial_generator, sharpness_aware_step
 from medflare.methods.feddag.hyper import FedDAGSiteHyper

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.small_tasks import small_task
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.federation.local import run_local
 from medflare.training.site import Site
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from helpers.small_tasks import stacked
 from medflare.core.states import StateDict, copy_state
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.personalization import train_apfl, train_per_fedavg, train_pfedme
 from medflare.methods.fedsm.server import FedSMServer

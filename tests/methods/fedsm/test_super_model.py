@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.small_tasks import predicted
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.methods.fedsm.extra import ExtraSuperModel
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medflare.core.states import copy_state
 from medflare.methods.grace.formulas import coral, meta_trained
 from medflare.methods.grace.site import GraceSite, MetaLoss, optimizer_step
-from medflare.training.accumulation import unremembered
+from medflare.training.accumulation import preserved_moments
 from medflare.training.epochs import trainable
 from methods import squares
 
@@ -54,7 +54,7 @@ def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
     for model, steps in ((network, optimizer), (twin, other)):  # nonzero moments
         step(model, place.loss(model(images[:4]), targets[:4]), steps)
     start, moments = copy_state(network.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
-    with unremembered(optimizer):
+    with preserved_moments(optimizer):
         found = optimizer_step(dict(network.named_parameters()), lambda _: place.loss(network(images[4:]), targets[4:]), optimizer)
     step(twin, place.loss(twin(images[4:]), targets[4:]), other)
     for name, parameter in twin.named_parameters():

@@ -15,10 +15,9 @@ from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT
 from medflare.data.datalist import DatalistItem, site_folders, site_name
-from medflare.data.decoding import pictures_of, target_of
-from medflare.data.loading import refuse_too_many, source_of, used_entries
+from medflare.data.decoding import Source, pictures_of, target_of
+from medflare.data.loading import check_unreadable, open_source, usable_entries
 from medflare.data.progress import counted
-from medflare.data.sources import Source
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -117,7 +116,7 @@ def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]
         DataError: no site, no training image, or one that cannot be used (unless the task skips those).
     """
     places = [(site_name(folder), folder) for folder in site_folders(Path(root))]
-    found = [fingerprint_of(site, task, partial(source_of, site, root=folder)) for site, folder in places]
+    found = [fingerprint_of(site, task, partial(open_source, site, root=folder)) for site, folder in places]
     return [item for item in found if item is not None]
 
 
@@ -148,7 +147,7 @@ def fingerprint_of(
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
-    entries = [entry for entry in used_entries(site, task, source)[0] if entry.split == "training"]
+    entries = [entry for entry in usable_entries(site, task, source)[0] if entry.split == "training"]
     rows: list[_Row] = []
     drawn = min(_DRAWN, _MOST_DRAWN // max(1, len(entries)))
     overall, foreground = ([_Values(drawn) for _ in range(task.image_channels)] for _ in range(2))
@@ -162,7 +161,7 @@ def fingerprint_of(
             if task.unreadable == "error":
                 raise
             failed[number] = str(error)
-    refuse_too_many(failed, len(entries), task, site)
+    check_unreadable(failed, len(entries), task, site)
     if not rows:
         raise DataError(f"site {site}: no training image to look at; list some in datalist.json")
     patients = {row.patient for row in rows}
@@ -229,7 +228,7 @@ def _looked_at(
     """The rows of an entry, read here, so that no image is kept while the next one is read; its intensities are added by channel."""
     image = source.image(entry)
     target = target_of(task, source, entry, image)
-    spacing: Spacing | None = image.here.spacing if task.spatial_dims == 3 and image.here else None
+    spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
     rows = []
     pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
     for _, picture, label in pictures:

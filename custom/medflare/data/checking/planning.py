@@ -12,7 +12,7 @@ import numpy as np
 from medflare.core.errors import ConfigError
 from medflare.data.checking import rules
 from medflare.data.checking.fingerprint import DatasetFingerprint, Spread
-from medflare.data.geometry import by
+from medflare.data.geometry import format_shape
 from medflare.networks.dry_run import check_network, step_bytes
 from medflare.tasks.config import load_task
 
@@ -194,7 +194,7 @@ def _sized(found: Sequence[DatasetFingerprint], settings: dict[str, Any], geomet
     batch = rules.batch_size(int((budget - one) // (two - one)) + 1, smallest, geometry.median, size)
     needed = (one + (batch - 1) * (two - one)) / 2**30
     whole = all(side >= full for side, full in zip(size, geometry.median, strict=True))
-    median = f"the median image, {by(geometry.median)}"
+    median = f"the median image, {format_shape(geometry.median)}"
     cut = "whole" if whole else f"as long in millimetres along all axes, made smaller until two fit into {memory:g} GiB"
     return [
         Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings"),
@@ -221,7 +221,9 @@ def _fitting(settings: dict[str, Any], geometry: _Geometry, budget: float, memor
     while True:
         levels = rules.topology(size, geometry.spacing)
         if len(levels.strides) < _LEAST_LEVELS and size == largest:
-            raise ConfigError(f"the median image is {by(geometry.median)}, too small for {_LEAST_LEVELS} levels; write the task by hand")
+            raise ConfigError(
+                f"the median image is {format_shape(geometry.median)}, too small for {_LEAST_LEVELS} levels; write the task by hand"
+            )
         if len(levels.strides) < _LEAST_LEVELS:
             trusted = "" if set(geometry.spacing) == {1.0} else ", or plan with --voxels where the files' millimetres are not to be trusted"
             raise ConfigError(f"no patch with {_LEAST_LEVELS} levels fits into {memory:g} GiB; give more with --memory{trusted}")

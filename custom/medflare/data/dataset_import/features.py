@@ -19,7 +19,7 @@ from medflare.data.datalist import site_folders, site_name
 from medflare.data.dataset_import.finding import Item
 from medflare.data.dataset_import.writing import folder_of, refuse_existing, write_datalist
 from medflare.data.decoding import decoded_rows
-from medflare.data.loading import known_entries, refuse_too_many, source_of
+from medflare.data.loading import check_unreadable, open_source, renumbered_entries
 from medflare.data.progress import counted
 from medflare.data.targets import encode_label
 from medflare.networks.catalogue import initial_network
@@ -109,8 +109,8 @@ def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
 
 def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwork, to: Path) -> int:
     """The features of one site; the datalist comes last, so that a folder without one is not complete."""
-    source = source_of(site, task, folder)
-    known, _ = known_entries(site or site_name(folder), task, source)
+    source = open_source(site, task, folder)
+    known, _ = renumbered_entries(site or site_name(folder), task, source)
     entries = [entry for entry in known if encode_label(entry.label, task, entry.place) is not None]
     failed: dict[int, str] = {}
     read = counted(entries, len(entries), f"{site or site_name(folder)}, images through the network")
@@ -121,7 +121,7 @@ def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwo
         write_atomically(file, _picture(features))
         listed = entries[entry]
         items.append(Item((file,), listed.label, patient=listed.patient, split=listed.split))
-    refuse_too_many(failed, len(entries), task, site or str(folder))
+    check_unreadable(failed, len(entries), task, site or str(folder))
     write_datalist(to, items, to, splits=source.listed())
     return len(items)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Choice
-from medflare.data.datalist import FILE, SPLITS, DatalistItem, content_of, names_in, names_of_masks, read_datalist, site_folders
+from medflare.data.datalist import FILE, SPLITS, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
 from medflare.data.reading import NIFTI, PICTURES, explained, label_values, read_stored, suffix
 
 _RENAMED: Final = "the numbers of the datalist, which calls some of them otherwise"
@@ -87,7 +87,7 @@ def look(root: Path, said: Said) -> Seen:
 
 def _header(folder: Path) -> dict[str, Any]:
     read_datalist(folder, "classification")  # says what is wrong with the file; labels are looked at below
-    content: dict[str, Any] = content_of(folder / FILE)
+    content: dict[str, Any] = dict(read_content(folder))
     return content
 
 
@@ -110,7 +110,7 @@ def _classes(entries: Sequence[DatalistItem], header: Mapping[str, Any], said: S
     """Classes by the names that the datalist gives, else by their numbers."""
     several = isinstance(label, list)
     found = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
-    named = {number: name for name, numbers in names_in(header.get("labels")).items() for number in numbers}
+    named = {number: name for name, numbers in class_numbers(header.get("labels")).items() for number in numbers}
     labels = said.labels or tuple(named.get(number, f"class_{number}") for number in range(max(found, len(named))))
     if len(labels) < found or several:
         _refuse_other_count(said, found, "classes")
@@ -128,9 +128,9 @@ def _in_part(renamed: Mapping[str, str]) -> bool:
 
 def _structures(entries: Sequence[DatalistItem], header: Mapping[str, Any], said: Said, label: Any) -> Iterator[Choice]:
     """Structures by the names that the datalist gives, else by the values that masks hold."""
-    names = names_in(header.get("labels"))
+    names = class_numbers(header.get("labels"))
     if isinstance(label, list):
-        labels = said.labels or tuple(names_of_masks(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
+        labels = said.labels or tuple(mask_names(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
         _refuse_other_count(said, len(label), "mask files of an image")
         yield Choice("target", "multilabel", "a mask file for each structure")
         yield Choice("labels", list(labels), "as said" if said.labels else "in the order of the mask files")

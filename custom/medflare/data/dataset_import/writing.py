@@ -15,7 +15,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.dataset_import.cutting import check_picture, write_windows
 from medflare.data.dataset_import.finding import Item, named
-from medflare.data.geometry import by
+from medflare.data.geometry import format_shape
 from medflare.data.progress import counted
 from medflare.data.reading import NIFTI, PICTURES, explained, suffix
 
@@ -61,7 +61,7 @@ def _check_files(item: Item, root: Path) -> None:
     for file, size in sizes.items():
         first = sizes[item.first]
         if size and first and size != first:
-            raise DataError(f"{named(file, root)}: {by(size)}, {named(item.first, root)} is {by(first)}")
+            raise DataError(f"{named(file, root)}: {format_shape(size)}, {named(item.first, root)} is {format_shape(first)}")
 
 
 def _size(path: Path) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.rng import seeded
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.feddag.formulas import discrepancy, ema_update, sharpness_perturbation, similarity_loss
 from medflare.methods.feddag.generator import DomainGenerator, generated
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
@@ -122,7 +122,7 @@ class AdversarialGeneration:
         Args:
             images: the originals (N, C, H, W).
             x_hat: the generated images (N, C, H, W); None without.
-            targets: as in `data.splits.Split`.
+            targets: as in `data.loading.Split`.
             reference: f, features of the originals (N, D); None without generated images.
 
         Returns:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.data.splits import middle_slice
+from medflare.data.transforms import middle_slice
 
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}

@@ -12,7 +12,7 @@ from medflare.core.manifest import MetaSpec, Phase, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.settings import no_such
 from medflare.core.states import StateDict, moved
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.base import Capability, SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.feddag.formulas import sharpness_perturbation

@@ -12,8 +12,8 @@ from medflare.core.manifest import MetaSpec, Phase, TensorSpec, merged_phases, n
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
-from medflare.data.geometry import by
-from medflare.data.splits import Batch
+from medflare.data.geometry import format_shape
+from medflare.data.loading import Batch
 from medflare.methods.base import MEASURED, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
 from medflare.methods.feddag.formulas import round_decay
@@ -85,7 +85,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         """
         super().check(task, hyper, server_hyper)
         if hyper.ndag and min(task.size) < 2:
-            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {by(task.size)}; set ndag=false")
+            size = format_shape(task.size)
+            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {size}; set ndag=false")
 
     def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
         super().__init__(site, plan)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import MEASURED, Capability, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer

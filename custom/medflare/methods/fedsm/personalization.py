@@ -17,7 +17,7 @@ from medflare.core.manifest import MetaSpec, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.aggregation import Aggregation, site_models
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.site import GLOBAL, FedAvgSite
@@ -25,7 +25,7 @@ from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.fedsm.hyper import SHARED_META
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
-from medflare.training.accumulation import unremembered
+from medflare.training.accumulation import preserved_moments
 from medflare.training.epochs import epochs, finite_or_none, train_epochs, trainable
 from medflare.training.site import Site
 
@@ -144,7 +144,7 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: torch.
     for epoch in epochs(site, round, "personal"):
         for first, second in _pairs(epoch):
             start = [weight.detach().clone() for weight in weights]
-            with unremembered(optimizer):
+            with preserved_moments(optimizer):
                 _step(optimizer, weights, _gradients(model, site, first))
             gradients = _gradients(model, site, second)
             with torch.no_grad():

@@ -16,7 +16,7 @@ from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, weighted_mean
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm
 from medflare.methods.fedsm.formulas import adam_step, ridge_solution
 from medflare.networks.catalogue import meta_network, task_network

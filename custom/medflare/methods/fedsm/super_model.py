@@ -19,7 +19,7 @@ from medflare.networks.catalogue import task_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.training.patches import Predictor
-from medflare.training.scoring import Answer
+from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
 
@@ -95,11 +95,11 @@ class SuperModel(nn.Module):
         return self.answer(images, choice)
 
     @property
-    def of_patients(self) -> bool:
-        """Whether a patient's images are answered together, see `together`."""
+    def by_patient(self) -> bool:
+        """Whether a patient's images are answered together, see `predict_patient`."""
         return self.choose_by == "patient"
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
+    def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
         """Probabilities of all images of one patient, (N, outputs, ...), by the mean of their scores.
 
         Args:
@@ -265,18 +265,18 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     for gamma in GAMMAS:
         sure = sum(int((top > gamma).sum()) for top in tops) if gamma > GAMMAS[0] else -1
         if sure not in reached:
-            reached[sure] = _measured(site, site.answers(answered(gamma), "validation")).scores(site.data.validation.patients)
+            reached[sure] = _measured(site, site.predictions(answered(gamma), "validation")).scores(site.data.validation.patients)
         found[gamma] = reached[sure]
         if gamma == GAMMAS[0]:
             reached[sum(len(top) for top in tops)] = found[gamma]
     return found
 
 
-def _assigned(model: SuperModel, site: Site, places: Iterable[Tensor]) -> Iterator[Answer]:
+def _assigned(model: SuperModel, site: Site, places: Iterable[Tensor]) -> Iterator[BatchPrediction]:
     """What the networks that are chosen for each batch say of the validation images."""
     for batch, chosen in zip(site.ordered("validation"), places, strict=True):
         yield model.answer(batch.images, chosen).cpu(), batch.targets.cpu(), batch.index
 
 
-def _measured(site: Site, answers: Iterable[Answer]) -> Measured:
-    return site.measured(answers, "validation", [site.task.metric])
+def _measured(site: Site, answers: Iterable[BatchPrediction]) -> Measured:
+    return site.measure(answers, "validation", [site.task.metric])

@@ -29,7 +29,7 @@ from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
-from medflare.training.accumulation import unremembered
+from medflare.training.accumulation import preserved_moments
 from medflare.training.epochs import finite_or_none, train_epochs
 from medflare.training.site import Site
 
@@ -131,7 +131,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         def adapt(parameters: Parameters, task_loss: Callable[[Parameters], Tensor]) -> Parameters:
             if self.hyper.inner == "sgd":
                 return meta_trained(parameters, task_loss, float(optimizer.param_groups[0]["lr"]))
-            with unremembered(optimizer):
+            with preserved_moments(optimizer):
                 return optimizer_step(parameters, task_loss, optimizer)
 
         loss = MetaLoss(model, self.site.loss, adapt, penalty, self.hyper.swap)
@@ -261,7 +261,7 @@ def optimizer_step(
 ) -> dict[str, Tensor]:
     """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step, first order).
 
-    The step changes the optimizer's moments, unless it is inside `unremembered`.
+    The step changes the optimizer's moments, unless it is inside `preserved_moments`.
 
     Args:
         parameters: theta by name, the optimizer's leaves; unchanged afterwards.

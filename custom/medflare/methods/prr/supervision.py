@@ -44,7 +44,7 @@ def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
 
 
 def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
-    """Targets as in `data.splits.Split` as class indices (G, N, P) beside `class_logits`."""
+    """Targets as in `data.loading.Split` as class indices (G, N, P) beside `class_logits`."""
     groups = task.outputs if task.target == "multilabel" else 1
     return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
 
@@ -88,7 +88,7 @@ class SitePrototypes:
 
         Args:
             features: (N, D) or (N, D, ...).
-            targets: as in `data.splits.Split`.
+            targets: as in `data.loading.Split`.
         """
         dims = features.dim() - 2
         if dims and features.shape[2:] != targets.shape[-dims:]:
