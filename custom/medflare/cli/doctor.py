@@ -22,7 +22,7 @@ from medflare.cli.startup_kit import (
 )
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.loading import site_folder
-from medflare.data.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
+from medflare.data.local import CACHE, LOCAL_FILE, LocalSettings, cache_with_folder, local_settings, read_local
 from medflare.tasks.config import TaskConfig
 from medflare.training.check import check_site
 from medflare.training.opening import usable_devices
