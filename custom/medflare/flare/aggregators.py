@@ -7,7 +7,7 @@ its own, the aggregated model holds all of them, and `OwnPartFilter` hands each 
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.filter import Filter
@@ -19,7 +19,6 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper, halved
-from medflare.flare.names import by_name, named_classes
 from medflare.methods.catalogue import get_method
 
 if TYPE_CHECKING:
@@ -125,6 +124,42 @@ class MethodAggregator(ModelAggregator):
         self._models.clear()
 
 
+class WeightedAggregator(MethodAggregator):
+    """The weighted mean of FedAvg."""
+
+    default_method = "fedavg"
+
+
+class SoftPullAggregator(MethodAggregator):
+    """The soft pull of FedSM."""
+
+    default_method = "fedsm"
+
+
+class FourierAggregator(MethodAggregator):
+    """The progressive Fourier aggregation (PFA) of PRR-Imbalance."""
+
+    default_method = "prr"
+
+
+class ConsistencyAggregator(MethodAggregator):
+    """The consistency-based weights of GRACE."""
+
+    default_method = "grace"
+
+
+class SharpnessAggregator(MethodAggregator):
+    """The sharpness-aware hierarchical aggregation (SHA) of FedDAG."""
+
+    default_method = "sha"
+
+
+AGGREGATORS: Final[dict[str, type[MethodAggregator]]] = {  # method -> aggregator
+    aggregator.default_method: aggregator
+    for aggregator in (WeightedAggregator, SoftPullAggregator, FourierAggregator, ConsistencyAggregator, SharpnessAggregator)
+}
+
+
 def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
     """The site's part of what `MethodAggregator.combine` joined, or the one for any other site."""
     for owner in (site, _ANYBODY):
@@ -145,14 +180,6 @@ class OwnPartFilter(Filter):
             return shareable
         site = fl_ctx.get_peer_context().get_identity_name()
         return DXO(DataKind.WEIGHTS, own_part(dxo.data, site), dxo.meta).update_shareable(shareable)
-
-
-AGGREGATORS = named_classes(MethodAggregator, "aggregator", __name__)  # method -> aggregator
-
-
-def __getattr__(name: str) -> Any:
-    """The named aggregators, as a job spells them."""
-    return by_name(__name__, AGGREGATORS, name)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------------

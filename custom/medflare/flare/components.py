@@ -1,20 +1,22 @@
-"""What a job without code may have FLARE build at a party: the classes that the party's resources.json lists by their full names.
+"""Security: what a job may name at a party, and what it may not.
 
-FLARE itself takes an entry of `class_allow_list` for a prefix, and calls whatever callable a job names below it. `JobComponents`, which
-a party's resources.json names as its "app_validator", asks for more before anything is called: the full name, and an `FLComponent`.
-It looks twice: when a job arrives, so that the lead learns the reason and nothing is started, and in the job's process before each
-component is built. What it refuses and what it lets FLARE build stands in the party's audit.log.
+A job without code may have FLARE build the classes that the party's resources.json lists. FLARE takes an entry of `class_allow_list` for
+a prefix and calls any callable below it. `JobComponents`, the "app_validator" of resources.json, demands the full name and a class derived
+from `FLComponent`, before anything is called. It checks a job when it arrives, so that the lead learns the reason, and again before each
+component is built. What it refuses and what is built is recorded in the party's audit.log.
 
-A job that brings its own code (app/custom/) is FLARE's `byoc`: a party that allows it to the lead has trusted that code with everything.
+A method or a network of another distribution needs its package in `packages` of local/medflare.json (`authorize`).
+
+A job that brings code (app/custom/) is FLARE's `byoc`: a party that allows it trusts that code with everything.
 """
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from nvflare.apis.app_validation import AppValidator
+from nvflare.apis.app_validation import AppValidationKey, AppValidator
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, JobConstants, SiteType, WorkspaceConstants
@@ -25,13 +27,12 @@ from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils.class_loader import load_class
 from nvflare.fuel.utils.config_factory import ConfigFactory
 
-from medflare.core.errors import one_line
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import untrusted
 from medflare.data.local import LOCAL_FILE, local_settings, read_local
-from medflare.flare.names import BUILT, COMPONENTS, REFUSED
-from medflare.flare.participants import TASK_FILE, brings_code
+from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
 
-_PATHS: Final = ("path", "class_path", "name")  # FLARE's keys for what a component is, the first that is there counts
+_PATH_KEYS: Final = ("path", "class_path", "name")  # FLARE's keys for a component's class; FLARE takes the first one that is there
 _PLAIN: Final = re.compile(r"[\w.:]{1,200}", re.ASCII)
 
 
@@ -39,26 +40,26 @@ class JobComponents(FLComponent, AppValidator):
     """Refuses jobs that name what the party does not list, and FLARE's building of it."""
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
-        """Called by FLARE when a job arrives, before it is unpacked for good.
+        """FLARE calls this when a job arrives.
 
         Returns:
-            Why the job is refused, or "", and nothing more that FLARE should know of it.
+            Why the job is refused, or ""; and nothing else for FLARE.
         """
         folder = Path(app_folder).resolve()
-        if (folder / WorkspaceConstants.CUSTOM_FOLDER_NAME).exists():  # FLARE asks its own policy: byoc
+        if (folder / WorkspaceConstants.CUSTOM_FOLDER_NAME).exists():  # FLARE checks its own policy: byoc
             return "", {}
         name, job = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX), folder.parent.name
         workspace = Workspace(str(folder.parents[1]), name)
         try:
-            reason = _refusal_of_job(Path(workspace.get_app_config_dir(job)), workspace, name)
-        except Exception as error:  # what cannot be read is not run
+            reason = _job_refusal(Path(workspace.get_app_config_dir(job)), workspace, name)
+        except Exception as error:  # a job that cannot be read does not run
             reason = f"component configuration refused: {type(error).__name__}: {one_line(error)!a}"
         if reason:
-            note(workspace, name, job, REFUSED, reason)
+            _audit(workspace, name, job, REFUSED, reason)
         return reason, {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Before FLARE builds a component of a job: refuse it, or write down that it is built.
+        """Before FLARE builds a component of a job: refuse it, or record that it is built.
 
         Raises:
             UnsafeComponentError: it is refused; FLARE then ends the job.
@@ -66,106 +67,165 @@ class JobComponents(FLComponent, AppValidator):
         if event_type != EventType.BEFORE_BUILD_COMPONENT:
             return
         try:
-            self._decide(fl_ctx)
-        except UnsafeComponentError:
-            raise
-        except Exception as error:  # FLARE would go on after any other
+            workspace: Workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+            path, job = _path_of(fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG)), str(fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID))
+            reason = "" if brings_code(fl_ctx) else _refusal(path, _allow_list(workspace))
+            _audit(workspace, workspace.site_name, job, REFUSED if reason else BUILT, reason or f"component {_shown(path)}")
+        except Exception as error:  # FLARE would ignore any other exception
             raise UnsafeComponentError(f"component configuration refused: {type(error).__name__}: {one_line(error)}") from error
-
-    def _decide(self, fl_ctx: FLContext) -> None:
-        config = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG)
-        workspace: Workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
-        path, job = path_of(config), str(fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID))
-        reason = "" if brings_code(fl_ctx) else refusal(path, listed(workspace))
-        note(workspace, workspace.site_name, job, REFUSED if reason else BUILT, reason or f"component {_shown(path)}")
         if reason:
             raise UnsafeComponentError(reason)
 
 
 class UnfinishedJobs(FLComponent):
-    """Closes jobs that an earlier life of the server left unfinished, as FINISHED:ABANDONED, when the server starts.
+    """Marks jobs that a killed server left as running as FINISHED:ABANDONED when the server starts again.
 
-    FLARE would call them running for ever. A component of the server itself: one line in its local/resources.json.
+    FLARE would call them running for ever. A component of the server: one line in its local/resources.json.
     """
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """The server comes up: none of the jobs that are marked as running has a process."""
+        """When the server starts, no job has a process."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             fl_ctx.get_engine().job_runner.update_unfinished_jobs(fl_ctx)
 
 
-def unlisted(path: Any, allowed: Collection[str]) -> str:
-    """Why a job that names a component is refused, one line; "" where it is listed. Nothing is imported."""
-    return "" if path in allowed else f"component {_shown(path)} refused: class_allow_list in local/resources.json does not name it"
+# -- methods and networks of other packages ------------------------------------------------------------------------------------
 
 
-def refusal(path: Any, allowed: Collection[str]) -> str:
-    """Why a component may not be built, one line; "" where it may. Nothing is imported that is not listed."""
-    if reason := unlisted(path, allowed):
-        return reason
-    found = load_class(path)
-    if not (isinstance(found, type) and issubclass(found, FLComponent)):
-        return f"component {_shown(path)} refused: it is no class derived from FLARE's FLComponent"
+def authorize(methods: Iterable[str], network: Mapping[str, Any], fl_ctx: FLContext) -> str:
+    """Before a method or network of another distribution is imported: the party's local settings must name its package.
+
+    Args:
+        methods: names.
+        network: the task's; if it is of another package, its module is trusted in this process from now on.
+
+    Returns:
+        The module of a network of another package, else "".
+
+    Raises:
+        ConfigError: no such method, or this party does not trust the package.
+    """
+    from medflare.networks.own import own_module, trust
+
+    for name in dict.fromkeys(methods):
+        if module := foreign_module(name):
+            _require_trust(f"method {name!r}", module, fl_ctx)
+    if module := own_module(network):
+        _require_trust(f"network {network['name']!r}", module, fl_ctx)
+        trust(module)
+    return module
+
+
+def foreign_module(method: str) -> str:
+    """The module of a method of another distribution, which is not imported; "" for a method of medflare.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    from medflare.methods.catalogue import module_of
+
+    module = module_of(method)
+    return "" if module.split(".")[0] == "medflare" else module
+
+
+def refuse_result_filters(fl_ctx: FLContext) -> None:
+    """Raise if the job names task-result filters for this site: FLARE would run them after the site's own.
+
+    Raises:
+        ConfigError: it does; the error names their classes.
+    """
+    tables = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_result_filters", None) or {}
+    classes = sorted({f"{type(item).__module__}.{type(item).__name__}" for chain in tables.values() for item in chain})
+    if classes:
+        raise ConfigError(
+            f"site {fl_ctx.get_identity_name()} takes no job with task_result_filters of its own ({', '.join(classes)}): they would run "
+            "after the site's filters; leave them out, or have the site name them in its local/privacy.json"
+        )
+
+
+def brings_code(fl_ctx: FLContext) -> bool:
+    """Whether FLARE has found code in the job (app/custom/); then the party's authorization.json has allowed it."""
+    meta = fl_ctx.get_prop(FLContextKey.JOB_META)
+    return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
+
+
+def _require_trust(what: str, module: str, fl_ctx: FLContext) -> None:
+    trusted = _trusted_packages(fl_ctx.get_engine().get_workspace())
+    if reason := untrusted(module, [*trusted, module] if brings_code(fl_ctx) else trusted):
+        raise ConfigError(f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; {reason}")
+
+
+def _trusted_packages(workspace: Workspace) -> tuple[str, ...]:
+    return local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE)).packages
+
+
+# -- classes -------------------------------------------------------------------------------------------------------------------
+
+
+def _job_refusal(folder: Path, workspace: Workspace, name: str) -> str:
+    """Why a job's configuration is refused; "" if it is not."""
+    file = JobConstants.SERVER_JOB_CONFIG if name == SiteType.SERVER else JobConstants.CLIENT_JOB_CONFIG
+    config = ConfigFactory.load_config(file, [str(folder)])
+    if config is None:
+        return f"component configuration refused: {file} is missing"
+    allowed = _allow_list(workspace)
+    reasons = (_refusal(path, allowed) for path in _component_paths(config.to_dict()))
+    return next(filter(None, reasons), "") or _network_refusal(folder / TASK_FILE, workspace)
+
+
+def _refusal(path: Any, allowed: Collection[str]) -> str:
+    """Why a component may not be built; "" if it may. Only a listed class is imported, and medflare's own not even then."""
+    if path not in allowed:
+        return f"component {_shown(path)} refused: class_allow_list in local/resources.json does not name it"
+    if any(path in classes for classes in COMPONENTS.values()):
+        return ""
+    loaded = load_class(path)
+    if isinstance(loaded, type) and issubclass(loaded, FLComponent):
+        return ""
+    return f"component {_shown(path)} refused: it is no class derived from FLARE's FLComponent"
+
+
+def _network_refusal(task: Path, workspace: Workspace) -> str:
+    """Why a job's network of another package is refused; "" if it is not."""
+    content = json.loads(task.read_text(encoding="utf-8")) if task.is_file() else None
+    network = content.get("network") if isinstance(content, Mapping) else None
+    name = network.get("name") if isinstance(network, Mapping) else None
+    module, colon, _ = str(name).partition(":")
+    if colon and (reason := untrusted(module, _trusted_packages(workspace))):
+        return f"network {_shown(name)} refused: {reason}"
     return ""
 
 
-def component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
-    """What a job's configuration names for FLARE to build: components, workflows, executors and filters, and those in their arguments."""
+def _component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
+    """What a job's configuration has FLARE build: components, workflows, executors and filters, and those in their arguments."""
     if isinstance(config, Mapping):
-        if any(key in config for key in _PATHS if inside or key != "name"):
-            yield path_of(config)
+        if any(key in config for key in _PATH_KEYS if inside or key != "name"):
+            yield _path_of(config)
         for name, part in config.items():
-            yield from component_paths(part, inside=name in ("components", "workflows", "executor", "filters"))
+            yield from _component_paths(part, inside=name in ("components", "workflows", "executor", "filters"))
     elif isinstance(config, list):
         for part in config:
-            yield from component_paths(part, inside)
+            yield from _component_paths(part, inside)
 
 
-def path_of(config: Mapping[str, Any]) -> Any:
-    """What FLARE would build of a component's configuration: it takes the first of path, class_path and name."""
-    return next((config[key] for key in _PATHS if key in config), None)
+def _path_of(config: Mapping[str, Any]) -> Any:
+    return next((config[key] for key in _PATH_KEYS if key in config), None)
 
 
-def listed(workspace: Workspace) -> list[str]:
-    """The party's own list of classes; none where it has no list."""
-    content = json.loads(Path(workspace.get_resources_file_path()).read_text(encoding="utf-8"))
-    allowed = content.get("class_allow_list")
+def _allow_list(workspace: Workspace) -> list[str]:
+    """The classes that the party lists."""
+    allowed = json.loads(Path(workspace.get_resources_file_path()).read_text(encoding="utf-8")).get("class_allow_list")
     return [name for name in allowed if isinstance(name, str)] if isinstance(allowed, list) else []
 
 
-def note(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
-    """Write a line into the party's audit.log, which lies outside the jobs' folders; in a job's container into the job's own."""
+def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
+    """Write a line to the party's audit.log; in a container to the one in the job's folder, which alone is mounted there."""
     in_container = Path(workspace.get_run_dir(job)).is_mount()
     auditor = Auditor(workspace.get_audit_file_path(job if in_container else None))
     auditor.add_event(user=name, action=action, ref=job, msg=text)
     auditor.close()
 
 
-def _refusal_of_job(folder: Path, workspace: Workspace, name: str) -> str:
-    """Why a job's configuration is refused; "" where it is not."""
-    file = JobConstants.SERVER_JOB_CONFIG if name == SiteType.SERVER else JobConstants.CLIENT_JOB_CONFIG
-    config = ConfigFactory.load_config(file, [str(folder)])
-    if config is None:
-        return f"component configuration refused: {file} is missing"
-    allowed = listed(workspace)
-    ours = {path for names in COMPONENTS.values() for path in names}  # components for sure: a party need not import torch to know
-    reasons = ((unlisted if str(path) in ours else refusal)(path, allowed) for path in component_paths(config.to_dict()))
-    return next(filter(None, reasons), "") or _refusal_of_network(folder / TASK_FILE, workspace)
-
-
-def _refusal_of_network(task: Path, workspace: Workspace) -> str:
-    """Why the network that a job's task names is refused, where it is one of another package; see `networks.own`."""
-    content = json.loads(task.read_text(encoding="utf-8")) if task.is_file() else None
-    network = content.get("network") if isinstance(content, Mapping) else None
-    name = network.get("name") if isinstance(network, Mapping) else None
-    module, mark, _ = str(name).partition(":")
-    if not mark:
-        return ""
-    own = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
-    reason = untrusted(module, own.packages)
-    return reason and f"network {_shown(name)} refused: {reason}"
-
-
 def _shown(name: Any) -> str:
-    """A name that a job chose, for logs and screens."""
+    """A name that a job chose, safe for logs and screens."""
     return name if isinstance(name, str) and _PLAIN.fullmatch(name) else ascii(name)[:200]

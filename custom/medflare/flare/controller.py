@@ -1,45 +1,54 @@
-"""The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders.
+"""The server's part under FLARE: builds the run that a job describes, and connects its schedule to FLARE's tasks and events.
 
-Light to import, as `executors`: in the simulator the run is computed elsewhere (`simulator.ServerProxy`).
+The imports at the top are light: in the simulator this process imports torch while FLARE starts the sites.
 """
 
 import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
+from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
 from nvflare.widgets.info_collector import InfoCollector
 
-from medflare.core.errors import Aborted
-from medflare.core.events import Event, EventLog
-from medflare.federation.settings import RUN_SETTINGS
+from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.events import EventLog
+from medflare.data.local import FOLDER, LOCAL_FILE, local_settings, read_local
+from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.flare_patches import end_without_torch, keep_ports_apart, share_cleanup_thread, survive_resends
-from medflare.flare.liveness import Liveness
-from medflare.flare.server_run import Ending, ServerSpec, allowed, executed, formula
-from medflare.flare.simulator import Relay, ServerProxy, Workers
-from medflare.flare.tasks import Listener, TaskExchange
+from medflare.flare.components import authorize
+from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
+from medflare.flare.liveness import ALIVE, LONG_POLL, WORK, Liveness
+from medflare.flare.names import TASK_FILE
+from medflare.flare.participants import interrupted_id
+from medflare.flare.simulator import SimulatorHost, SiteProcesses, limit_spinning
 from medflare.flare.tracking import GROUP, Progress, Tracking
 
-_LATE: Final = 20  # a site's answers to closed steps that become events
+if TYPE_CHECKING:
+    from medflare.federation.run import Run
+    from medflare.flare.tasks import TaskExchange
+
+_LATE_EVENTS: Final = 20  # of a site at most: how often it replies to closed steps is up to the site
 
 
 class MedflareController(Controller):
-    """Runs a federation: enrol, the method's rounds, deliver and evaluate; leaves its results in the job's folder.
+    """Runs a federation: enrollment, the method's rounds, final models and evaluation; writes the results to the job's folder.
 
-    What is not named here is a field of `federation.settings.RunSettings`.
+    An argument that is not described here is a field of `federation.settings.RunSettings`.
 
     Args:
-        site_algorithm: method whose site algorithm the sites run, where it is not the aggregator's.
-        aggregator_id: the component that holds the server algorithm's formula, a `MethodAggregator`.
+        site_algorithm: method whose site algorithm the sites run, if it is not the aggregator's.
+        aggregator_id: id of the component that holds the server algorithm's aggregation, a `MethodAggregator`.
     """
 
     def __init__(
@@ -61,123 +70,216 @@ class MedflareController(Controller):
         aggregator_id: str = "aggregator",
     ):
         super().__init__(task_check_period=0.1)
-        self.rounds, self.seed, self.outside = rounds, seed, outside
-        self.min_sites, self.sites_per_round, self.max_client_weight, self.outlier_policy = (
-            min_sites,
-            sites_per_round,
-            max_client_weight,
-            outlier_policy,
-        )
-        self.patience, self.transport_dtype, self.step_timeout, self.enrol_timeout = patience, transport_dtype, step_timeout, enrol_timeout
-        self.heartbeat_timeout, self.resume = heartbeat_timeout, resume
+        self.rounds, self.seed, self.outside, self.resume = rounds, seed, outside, resume
+        self.min_sites, self.sites_per_round, self.max_client_weight = min_sites, sites_per_round, max_client_weight
+        self.outlier_policy, self.patience, self.transport_dtype = outlier_policy, patience, transport_dtype
+        self.step_timeout, self.enrol_timeout, self.heartbeat_timeout = step_timeout, enrol_timeout, heartbeat_timeout
         self.site_algorithm, self.aggregator_id = site_algorithm, aggregator_id
-        share_cleanup_thread()
-        keep_ports_apart()
-        self._listener = Listener()
         self._events = EventLog()
         self._progress = Progress(self._events)
+        self._exchange: TaskExchange | None = None
+        self._site_processes: SiteProcesses | None = None
         self._stop_reason = ""
-        self._workers: Workers | None = None
-        self._relay: Relay | None = None
         self._late: Counter[str] = Counter()
-        self._note: Callable[[Event], None] = lambda event: self._events.extend([event])
+        share_cleanup_thread()
+        keep_ports_apart()
 
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Ready to send tasks; sites may ask for some before this, so `handle_event` has made ready for them."""
+        """FLARE calls this before `control_flow`."""
         survive_resends(self.communicator)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Let nobody wait for work any more, and take back the open tasks."""
-        if self._listener.exchange is not None:
-            self._listener.exchange.close()
+        """Keep no site waiting for work any more, and cancel the open tasks."""
+        if self._exchange is not None:
+            self._exchange.close()
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Listen to the sites when the run starts; say how far it is when somebody asks; remember why FLARE gives up."""
+        """Listen to the sites when the job starts; report the progress; remember why FLARE stops the job."""
         if event_type == EventType.START_RUN:
-            self._listener.open(fl_ctx.get_engine())
-            if isinstance(fl_ctx.get_engine(), SimulatorServerEngine):
+            engine = fl_ctx.get_engine()
+            engine.register_aux_message_handler(ALIVE, self._on_heartbeat)
+            engine.register_aux_message_handler(WORK, self._on_work_request)
+            if isinstance(engine, SimulatorServerEngine):
                 self._start_host(fl_ctx)
         elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
-            collector.set_info(GROUP, self._progress.to_dict(self._listener.exchange))
+            collector.set_info(GROUP, {**self._progress.to_dict(), **(self._exchange.waiting() if self._exchange else {})})
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        """Note that an answer came after its step was closed; it is not used."""
+        """A reply came after its step was closed: record an event; the reply is not used."""
         self._late[client.name] += 1
-        if self._late[client.name] <= _LATE:  # the name is the site's own word, and so is how often it sends one
-            late = f"an answer to {task_name!r:.40} came after its step was closed and was not used"
-            self._note({"kind": "late", "message": late, "site": client.name})
+        if self._late[client.name] <= _LATE_EVENTS:
+            message = f"an answer to {task_name!r:.40} came after its step was closed and was not used"
+            self._events.add("late", message, site=client.name)
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
+        from medflare.evaluation.console import results_table
+        from medflare.evaluation.names import FAILED
+        from medflare.flare.messages import register_tensors
+        from medflare.flare.tasks import TaskExchange
+
+        register_tensors()
         self._progress.log = lambda line: self.log_info(fl_ctx, line)
-        tasks = self._listener.exchange = TaskExchange(
+        exchange = self._exchange = TaskExchange(
             self,
             fl_ctx,
             abort_signal,
+            outside=self.outside if isinstance(self.outside, (list, tuple)) else (),
             members=self._members,
             stop_reason=lambda: self._stop_reason or "stopped on request",
             say=self._progress.say,
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
-            liveness=Liveness(self.heartbeat_timeout, None if self._workers is None else self._workers.dead),
+            liveness=Liveness(self.heartbeat_timeout, None if self._site_processes is None else self._site_processes.dead),
         )
-        settings = {name: getattr(self, name) for name in RUN_SETTINGS}
-        spec = ServerSpec.of(fl_ctx, self._aggregator(fl_ctx), self.site_algorithm, settings, self._members())
         try:
-            ending = self._ended(spec, tasks, fl_ctx)
+            try:
+                run = self._run(fl_ctx)
+            except Exception as error:
+                results = self._refused(error, fl_ctx)
+            else:
+                results = run.execute(exchange, resume=bool(self.resume))
         except Aborted as error:
             self._progress.log_events()
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
             return
+        except Exception as error:
+            self.log_exception(fl_ctx, "medflare: the run ended by an error")
+            self._fail(f"{type(error).__name__}: {error}", fl_ctx)
+            return
         self._progress.log_events()
-        self.log_info(fl_ctx, "\n" + ending.table)
-        if ending.reason:
-            self.log_error(fl_ctx, f"medflare: FAILED: {ending.reason}")
-            self.system_panic(ending.reason, fl_ctx)
-        else:
-            spec.forget()  # a failed run may be taken up
+        self.log_info(fl_ctx, "\n" + results_table(results))
+        if results["status"] == FAILED:
+            self._fail(results["reason"], fl_ctx)
+            return
+        for folder in self._checkpoints(fl_ctx):  # those of a failed run stay: it may be resumed
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # -- the run -----------------------------------------------------------------------------------------------------------
+
+    def _run(self, fl_ctx: FLContext) -> "Run":
+        """The run that the job describes.
+
+        Raises:
+            MedflareError: the job's task, method, aggregator or settings are wrong or not allowed here, or there is nothing to resume.
+        """
+        from medflare.federation.checkpoint import take_up
+        from medflare.federation.run import Run
+        from medflare.methods.catalogue import get_method
+        from medflare.networks.own import trust
+        from medflare.tasks.config import load_task
+
+        aggregator = self._aggregator(fl_ctx)
+        if not isinstance(aggregator, MethodAggregator):
+            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
+        site_algorithm = self.site_algorithm or aggregator.method_name
+        task = load_task(self._task_file(fl_ctx))
+        authorize((site_algorithm, aggregator.method_name), task.network, fl_ctx)
+        settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
+        workspace: Workspace = fl_ctx.get_engine().get_workspace()
+        local = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
+        for package in local.packages:
+            trust(package)
+        checkpoints, *interrupted = self._checkpoints(fl_ctx)
+        if interrupted:
+            take_up(interrupted[0], checkpoints)
+        method = get_method(site_algorithm, server=aggregator.method_name)
+        aggregator.hyper = method.effective(aggregator.hyper or {})  # with all defaults
+        observe = Tracking(self, fl_ctx)
+        return Run(
+            method=method,
+            task=task,
+            hyper=aggregator.hyper,
+            settings=settings,
+            sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),
+            aggregation=aggregator.aggregation,
+            folder=self._results_folder(fl_ctx),
+            weights=Path(local.weights).expanduser() if local.weights else None,
+            models_gb=local.models_gb,
+            checkpoints=checkpoints,
+            about={"engine": "flare"},
+            say=self._progress.say,
+            observe=lambda report: observe(report.line()),
+            events=self._events,
+        )
+
+    def _refused(self, error: Exception, fl_ctx: FLContext) -> dict[str, Any]:
+        """Results that say why the job cannot become a run."""
+        from medflare.evaluation.names import UNKNOWN
+        from medflare.federation.run import refused_run
+        from medflare.tasks.config import load_task
+
+        reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
+        try:
+            task = load_task(self._task_file(fl_ctx))
+        except Exception:  # which is the reason
+            task = None
+        outside = self.outside if isinstance(self.outside, (list, tuple)) else ()
+        return refused_run(
+            self._results_folder(fl_ctx),
+            reason,
+            {site: "outside" if site in outside else "inside" for site in self._members()},
+            method=str(getattr(self._aggregator(fl_ctx), "method_name", "")) or UNKNOWN,
+            task=task,
+            seed=self.seed,
+            rounds=self.rounds,
+            events=self._events,
+        )
+
+    def _fail(self, reason: str, fl_ctx: FLContext) -> None:
+        self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
+        self.system_panic(reason, fl_ctx)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
-
-    def _ended(self, spec: ServerSpec, tasks: TaskExchange, fl_ctx: FLContext) -> Ending:
-        """What becomes of the job, here or in a fork of the simulator's host."""
-        observe = Tracking(self, fl_ctx, self.rounds)
-        try:
-            aggregator = formula(self._aggregator(fl_ctx), self.aggregator_id)
-            spec = allowed(spec, fl_ctx)
-            if self._relay is not None and type(aggregator).__module__ == MethodAggregator.__module__:  # another is known here alone
-                end_without_torch(self.communicator)
-                proxy = ServerProxy(tasks, self._progress, observe)
-                self._note = proxy.note
-                return proxy.serve(self._relay, spec)
-            watching: dict[str, Any] = {"say": self._progress.say, "events": self._events}
-            run = spec.run(aggregator, observe=lambda report: observe(report.line()), **watching)
-        except Aborted:
-            raise
-        except Exception as error:
-            return spec.refused(error, self._events)
-        return executed(run, tasks)
 
     def _aggregator(self, fl_ctx: FLContext) -> Any:
         return fl_ctx.get_engine().get_component(self.aggregator_id)
 
-    def _start_host(self, fl_ctx: FLContext) -> None:
-        """In the simulator: have everything imported for all sites while FLARE starts them; without it they do it themselves."""
-        self._workers, relay = Workers(), Relay(os.getpid())
-        try:
-            relay.start(self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
-        except OSError as error:
-            self.log_warning(fl_ctx, f"medflare: every process imports what it needs: {error}")
-        else:
-            self._relay = relay
-
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
+
+    def _task_file(self, fl_ctx: FLContext) -> Path:
+        return Path(fl_ctx.get_engine().get_workspace().get_app_config_dir(fl_ctx.get_job_id())) / TASK_FILE
+
+    def _results_folder(self, fl_ctx: FLContext) -> Path:
+        """FLARE packs it with the job's folder for download."""
+        return Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / FOLDER
+
+    def _checkpoints(self, fl_ctx: FLContext) -> Iterator[Path]:
+        """Folders of checkpoints: of this job and, if it resumes one, of the interrupted job. FLARE does not pack them."""
+        for job in filter(None, (fl_ctx.get_job_id(), self.resume)):
+            yield Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / FOLDER / interrupted_id(job)
+
+    def _start_host(self, fl_ctx: FLContext) -> None:
+        """In the simulator: start the host of the sites' workers; without a host each site's process computes itself."""
+        self._site_processes = SiteProcesses()
+        limit_spinning(os.environ)
+        try:
+            SimulatorHost(os.getpid()).start(self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
+        except OSError as error:
+            self.log_warning(fl_ctx, f"medflare: each site's process imports what it needs: {error}")
+
+    # -- messages from the sites -------------------------------------------------------------------------------------------
+
+    def _on_heartbeat(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        if self._exchange is not None:
+            self._exchange.liveness.heard_from(_sender(fl_ctx))
+        return make_reply(ReturnCode.OK)
+
+    def _on_work_request(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Answer when there is work for the site (long polling)."""
+        if self._exchange is not None:
+            self._exchange.wait_for_task(_sender(fl_ctx), LONG_POLL)
+        return make_reply(ReturnCode.OK)
+
+
+def _sender(fl_ctx: FLContext) -> str:
+    return fl_ctx.get_peer_context().get_identity_name()

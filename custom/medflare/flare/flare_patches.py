@@ -66,17 +66,6 @@ def survive_resends(communicator: Any) -> None:
     communicator._client_task_map = _Sent(communicator._client_task_map)
 
 
-def end_without_torch(communicator: Any) -> None:
-    """A workflow ends without importing torch, which takes about three seconds, where nothing has imported it."""
-    clean_up = communicator._cleanup_inflight_tensor_downloads
-
-    def where_there_may_be_some(fl_ctx: FLContext) -> None:
-        if "torch" in sys.modules:
-            clean_up(fl_ctx)
-
-    communicator._cleanup_inflight_tensor_downloads = where_there_may_be_some
-
-
 def notice_lost_answers(fl_ctx: FLContext) -> None:
     """A site's poll for a task is sent again after half a minute instead of five, as after a cut network."""
     fl_ctx.get_engine().client.communicator.timeout = _ANSWER

@@ -1,8 +1,8 @@
-"""Who lives and who has work: heartbeats and questions for work from the sites, and the server's record of them.
+"""Which sites are alive and which have work: heartbeats and long polling from the sites, and the server's record of them.
 
-FLARE's own heartbeat reaches no controller and is missing in its simulator; its polls for work come a fixed time apart, half a second in
-the simulator. So a site says every two seconds that it lives while it has a task, and asks for work before it polls; the server answers
-as soon as there is some (long polling).
+FLARE's own heartbeat reaches no controller and is missing in its simulator; FLARE's polls for tasks come at fixed intervals. A site
+therefore sends a heartbeat every two seconds while it has a task. Before it polls, it asks whether there is work, and the server answers
+as soon as there is.
 """
 
 import threading
@@ -18,14 +18,14 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 
 from medflare.flare.flare_patches import notice_lost_answers
 
-ALIVE = "medflare.alive"  # topic, site to server: while it has a task
-WORK = "medflare.work"  # topic, site to server, before a poll: answered when there is work, at the latest after PATIENCE
-PATIENCE = 0.5  # seconds
-_EVERY = 2.0  # seconds between two heartbeats
-_TRANSPORT = 5.0  # seconds that request and answer may take on their way
-_UNREACHABLE = 60.0  # seconds after which a site that cannot reach the server polls all the same
-_PAUSE = 0.5  # seconds between two attempts to reach it
-_PROCESSES = 1.0  # seconds between two looks at the sites' processes, where they can be seen
+ALIVE = "medflare.alive"  # topic, site to server, while the site has a task
+WORK = "medflare.work"  # topic, site to server, before a poll; answered when there is work, at the latest after LONG_POLL
+LONG_POLL = 0.5  # seconds
+_INTERVAL = 2.0  # seconds between two heartbeats
+_TRANSPORT = 5.0  # seconds that a request and its answer may take on the network
+_UNREACHABLE = 60.0  # seconds after which a site that cannot reach the server polls anyway
+_RETRY = 0.5  # seconds between two attempts to reach the server
+_PROCESS_CHECK = 1.0  # seconds between two looks at the sites' processes in the simulator
 _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
@@ -33,40 +33,40 @@ _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
 class Heartbeat:
-    """Tells the server that the site lives, from the poll that brings a task until its answer has been sent."""
+    """Tells the server that the site is alive, from the poll that brings a task until the reply has been sent."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
 
     def begin(self, fl_ctx: FLContext) -> None:
-        """From now on."""
+        """Send heartbeats from now on."""
         self.end()
         self._stop = threading.Event()
         threading.Thread(target=self._beat, args=(fl_ctx.get_engine(), self._stop), name="medflare_heartbeat", daemon=True).start()
 
     def end(self) -> None:
-        """No more of them."""
+        """Send no more heartbeats."""
         self._stop.set()
 
     @staticmethod
     def _beat(engine: Any, stop: threading.Event) -> None:
-        while not stop.wait(_EVERY):
+        while not stop.wait(_INTERVAL):
             with engine.new_context() as fl_ctx:
                 _tell_server(ALIVE, fl_ctx, timeout=0.0)
 
 
 def wait_for_work(fl_ctx: FLContext) -> None:
-    """Return when the server has a task for this site, or none for the moment; no poll is sent into a cut network."""
+    """Return when the server has a task for this site, or has none for now; while the network is cut, wait for it to come back."""
     notice_lost_answers(fl_ctx)
     deadline = time.monotonic() + _UNREACHABLE
-    while not _tell_server(WORK, fl_ctx, timeout=PATIENCE + _TRANSPORT):
+    while not _tell_server(WORK, fl_ctx, timeout=LONG_POLL + _TRANSPORT):
         if fl_ctx.get_run_abort_signal().triggered or time.monotonic() > deadline:
             return
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY)
 
 
 def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> bool:
-    """Whether the server answers; with a `timeout` of 0 nobody waits for that."""
+    """Whether the server answered; a `timeout` of 0 does not wait for the answer."""
     replies = fl_ctx.get_engine().send_aux_request(
         targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True
     )
@@ -78,18 +78,15 @@ def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> bool:
 
 @dataclass
 class Liveness:
-    """What the server hears of its sites.
+    """What the server knows about its sites.
 
     Attributes:
-        heartbeat_timeout: seconds without a sign of life after which a site counts as gone.
-        dead: tells the sites whose process ended, where processes can be seen, that is in the simulator.
-        heard: site -> when it was heard of last, on the monotonic clock.
-        lost: sites that are given up until they are heard of again.
-        died: those of them whose process was seen to be gone.
-        behind: sites whose enrolment was closed before they answered; they are asked again when they ask for work.
-        served: sites that have fetched a task of this job, so that the server must know their registration.
-        refused: sites that ask again and again for a task that lies ready and that FLARE does not give them, as after a preflight check
-            of a running site has voided its registration. Their questions are no sign of life, else a run would wait for ever.
+        heartbeat_timeout: seconds without a sign of life after which a site is lost.
+        dead: returns the sites whose process has ended; only the simulator can see processes.
+        heard: site -> when the server last heard from it, on the monotonic clock.
+        lost: sites that are given up until the server hears from them again.
+        died: those of them whose process has ended.
+        not_ready: sites whose enrollment timed out; they are present again when they ask for work.
     """
 
     heartbeat_timeout: float
@@ -97,66 +94,50 @@ class Liveness:
     heard: dict[str, float] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     died: set[str] = field(default_factory=set)
-    behind: set[str] = field(default_factory=set)
-    served: set[str] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
-    _asked: set[str] = field(default_factory=set)  # once for a task that lay ready
+    not_ready: set[str] = field(default_factory=set)
     _without_process: Collection[str] = ()
-    _looked: float = field(default_factory=time.monotonic)
+    _checked: float = field(default_factory=time.monotonic)
 
-    def heard_of(self, site: str) -> None:
-        """The site was heard of just now, and is not given up any more."""
+    def heard_from(self, site: str) -> None:
+        """The server heard from the site just now."""
         self.heard[site] = time.monotonic()
         self.lost.discard(site)
         self.died.discard(site)
 
-    def question(self, site: str, ready: bool) -> None:
-        """The site asks for work."""
-        if ready and site not in self.served:
-            (self.refused if site in self._asked else self._asked).add(site)
-        if site not in self.refused:
-            self.behind.discard(site)
-            self.heard_of(site)
+    def asks_for_work(self, site: str) -> None:
+        """The site asks for work, so it has finished reading its images."""
+        self.not_ready.discard(site)
+        self.heard_from(site)
 
-    def fetched(self, site: str) -> None:
-        """The site got its task."""
-        self.served.add(site)
-        self.refused.discard(site)
-        self.heard_of(site)
+    def present(self, site: str) -> bool:
+        """Whether the site can be asked."""
+        return site not in self.lost and site not in self.not_ready
 
-    def silent_since(self, site: str, *moments: float) -> float:
-        """Seconds since the site was heard of or the latest of `moments`, whichever is shorter ago."""
+    def silence(self, site: str, *moments: float) -> float:
+        """Seconds since the server heard from the site, or since the latest of `moments`, whichever is less."""
         return time.monotonic() - max(self.heard.get(site, 0.0), *moments)
 
-    def look(self) -> None:
-        """Look at the sites' processes, if it is time to; what was seen holds until the next call, as a site may have another one then."""
-        due = self.dead is not None and time.monotonic() - self._looked > _PROCESSES
+    def check_processes(self) -> None:
+        """Look at the sites' processes once a second; a result holds until the next call, since a site may get another process."""
+        due = self.dead is not None and time.monotonic() - self._checked > _PROCESS_CHECK
         self._without_process = self.dead() if self.dead is not None and due else ()
-        self._looked = time.monotonic() if due else self._looked
+        self._checked = time.monotonic() if due else self._checked
 
-    def gone(self, site: str, step: str, fetched: bool, since: float, busy: float) -> str:
-        """Why a site that was asked cannot be expected to answer; empty as long as it can.
+    def gone(self, site: str, step: str, fetched: bool, sent: float, busy: float) -> str:
+        """Why a site that has a task cannot be expected to reply; "" as long as it can.
 
-        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites): that it has no
-        process means nothing then, and its silence counts only while no other site is at work either.
+        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites). Then it has no
+        process, and its silence counts only while no other site is at work.
 
         Args:
-            site: its name.
-            step: what it was asked, as the reason names it.
-            fetched: whether it has its task.
-            since: when it was asked, on the monotonic clock.
-            busy: when a site was at work last, on the monotonic clock.
+            step: the step's name, for the reason.
+            fetched: whether the site has fetched its task.
+            sent: when the task was sent, on the monotonic clock.
+            busy: when any site was last at work, on the monotonic clock.
         """
         if fetched and site in self._without_process:
             self.died.add(site)
         if site in self.died:
             return f"its process died; {step} goes on without the site"
-        if self.silent_since(site, since if fetched else max(since, busy)) <= self.heartbeat_timeout:
-            return ""
-        if site in self.refused:
-            return f"asks for work and is refused it in {step}: its registration is void, as after a preflight check; restart the site"
-        return f"no sign of life in {step}; going on without the site"
-
-    def there(self, site: str) -> bool:
-        """Whether the site can be asked."""
-        return site not in self.lost and site not in self.behind
+        silence = self.silence(site, sent if fetched else max(sent, busy))
+        return f"no sign of life in {step}; going on without the site" if silence > self.heartbeat_timeout else ""

@@ -17,7 +17,6 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 from medflare.core.errors import ConfigError, FederationFailed
 from medflare.core.settings import checked
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
-from medflare.flare.names import by_name, named_classes
 from medflare.tasks.config import TaskConfig, load_task
 
 _FLARES_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")  # a dot parts the names of FLARE's cells
@@ -82,6 +81,42 @@ class MedflareRecipe(Recipe):
             raise FederationFailed(f"FLARE's simulator failed: {error}") from error
 
 
+class FedAvgRecipe(MedflareRecipe):
+    """FedAvg."""
+
+    default_method = "fedavg"
+
+
+class FedSMRecipe(MedflareRecipe):
+    """FedSM."""
+
+    default_method = "fedsm"
+
+
+class PRRRecipe(MedflareRecipe):
+    """PRR-Imbalance."""
+
+    default_method = "prr"
+
+
+class GraceRecipe(MedflareRecipe):
+    """GRACE."""
+
+    default_method = "grace"
+
+
+class IOPRecipe(MedflareRecipe):
+    """IOP-FL."""
+
+    default_method = "iop_fl"
+
+
+class FedDAGRecipe(MedflareRecipe):
+    """FedDAG."""
+
+    default_method = "feddag"
+
+
 def check_place(sites: Iterable[str], workspace: Path) -> None:
     """Nothing where FLARE's simulator can have such sites in such a folder; it would stop in the middle with a traceback.
 
@@ -93,11 +128,3 @@ def check_place(sites: Iterable[str], workspace: Path) -> None:
             raise ConfigError(f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; the plain loop takes others")
     if any(letter.isspace() for letter in str(workspace.absolute())):
         raise ConfigError(f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; use another folder, or the plain loop")
-
-
-RECIPES = named_classes(MedflareRecipe, "recipe", __name__)  # method -> recipe
-
-
-def __getattr__(name: str) -> Any:
-    """The named recipes."""
-    return by_name(__name__, RECIPES, name)

@@ -1,234 +1,280 @@
-"""FLARE's simulator: its processes hand their work to forks of one host process, which has everything imported (`simulator_host`).
+"""FLARE's simulator: the sites' processes hand their tasks to forks of one host process, which has everything imported.
 
-FLARE starts a process for every site, and with fewer threads than sites for every task. Importing torch and MONAI costs each of
-them seconds, so none does: a site's process sends its task to a fork of the host and carries the answer back, and the server's process does
-the same with the whole run. The controller starts the host; it ends with the simulator. In POC and production a party's process lives as
-long as its job and computes itself, and there is no host. The imports here are light: no torch, no MONAI.
+FLARE starts a process for each site or, with fewer threads than sites, for each task. Importing torch and MONAI would cost each of
+them seconds. The controller therefore starts one host, `python -m medflare.flare.simulator`, which imports everything once and forks a
+worker for each site. A site's process sends its task to the site's worker and returns the reply. The host ends with the simulator. In
+POC and production there is no host: a site's process lives as long as the job and computes itself.
+
+A worker keeps its participant from task to task. The participant's state is on disk after each task all the same, so that a worker
+that was killed, or ended because it was idle, is replaced by a new one.
 """
 
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+import time
+import traceback
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing import get_context
 from multiprocessing.connection import Client, Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 from nvflare.apis.shareable import Shareable
+from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
-from medflare.core.events import Event
-from medflare.flare.messages import from_bytes, readable, to_bytes, together_from_bytes
-from medflare.flare.participants import DEVICES, ParticipantSpec
-from medflare.flare.server_run import Ending, ServerSpec
-from medflare.flare.tasks import Answer, TaskExchange
-from medflare.flare.tracking import Progress
+from medflare.core.errors import Aborted, MedflareError
+from medflare.flare.messages import from_bytes, register_decomposers, to_bytes, to_message, to_shareable
+from medflare.flare.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
 
-_LOOK = 0.1  # seconds between two looks at the abort signal
-_PACKAGES = Path(__file__).resolve().parents[2]  # where this package lies; a job may carry it, and only FLARE's processes know
-_SITE: Final = "--client"  # FLARE's option that names the site on the command line of a site's process
-_SPINS: Final = ("GOMP_SPINCOUNT", "1000")  # GNU OpenMP's own number where it knows that threads outnumber cores
-_DIED: Final = (
-    "the process in which the simulator's server computed died, as when memory runs out; metrics.jsonl has the steps that were done"
-)
+if TYPE_CHECKING:
+    from medflare.federation.participant import Participant
+
+_PACKAGES = Path(__file__).resolve().parents[2]  # a job may carry this package; only FLARE's processes have it in their sys.path then
+_SITE_OPTION: Final = "--client"  # of the command line of a site's process, before the site's name
+_ABORT_CHECK = 0.1  # seconds between two looks at the abort signal
+_TICK = 1.0  # seconds after which host and workers check which processes are alive
+_IDLE = 60.0  # seconds without a task after which a worker ends, so that with many sites not all stay in memory
 _log = logging.getLogger(__name__)
 
 
-class Relay:
-    """The host of one simulator, as the simulator's processes see it."""
+# -- FLARE's processes ---------------------------------------------------------------------------------------------------------
+
+
+class SimulatorHost:
+    """The host of one simulator, as the simulator's processes see it.
+
+    Args:
+        simulator: process id of the simulator.
+    """
 
     def __init__(self, simulator: int):
         self.simulator = simulator
-        born = 0
+        created = 0
         with suppress(psutil.Error):
-            born = int(psutil.Process(simulator).create_time() * 100)  # process ids are used again
-        self.folder = Path(tempfile.gettempdir()) / f"medflare-{os.getuid()}-{simulator}-{born}"
+            created = int(psutil.Process(simulator).create_time() * 100)  # the system uses process ids again
+        self.folder = Path(tempfile.gettempdir()) / f"medflare-{os.getuid()}-{simulator}-{created}"
         self.address = str(self.folder / "host")
 
-    def there(self) -> bool:
-        """Whether this user has started a host for the simulator."""
+    def started(self) -> bool:
+        """Whether this user has started the host."""
         try:
             return os.lstat(self.folder).st_uid == os.getuid() and os.path.exists(self.address)
         except FileNotFoundError:
             return False
 
     def start(self, method: str) -> None:
-        """Start the host, which imports what the method needs; returns at once, and who asks before it is ready waits.
+        """Start the host, which imports what the method needs; a request before it is ready waits.
 
         Raises:
-            OSError: it cannot be started, or somebody has started one already.
+            OSError: it cannot be started, or has been started already.
         """
         self.folder.mkdir(mode=0o700)
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        sleep_soon(environment)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(128)
-            command = [sys.executable, "-m", "medflare.flare.simulator_host", str(listener.fileno()), str(self.simulator), method]
+            command = [sys.executable, "-m", "medflare.flare.simulator", str(listener.fileno()), str(self.simulator), method]
             subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment, pass_fds=[listener.fileno()], cwd=self.folder
             )
 
-    def answer(self, spec: ParticipantSpec, phase: str, round: int, incoming: Shareable, aborted: Callable[[], bool]) -> Shareable:
-        """What the site's participant answers, computed in a fork of the host.
+    def reply(self, spec: ParticipantSpec, phase: str, round: int, incoming: Shareable, aborted: Callable[[], bool]) -> Shareable:
+        """The reply of the site's participant, computed by the site's worker.
 
         Raises:
-            MedflareError: what the participant raised, or that it died.
-            Aborted: `aborted` became true; the fork notices before its next batch.
+            MedflareError: the participant raised it, or the worker died.
+            Aborted: `aborted` became true; the worker stops before its next batch.
         """
-        try:
-            with self.connected("site", asdict(spec)) as connection:
-                connection.send_bytes(json.dumps({"phase": phase, "round": round}).encode())
-                connection.send_bytes(to_bytes(incoming))
-                answered = False
-                while not answered:
+        with self._worker(spec) as worker:
+            try:
+                worker.send_bytes(json.dumps({"phase": phase, "round": round}).encode())
+                worker.send_bytes(to_bytes(incoming))
+                while not worker.poll(_ABORT_CHECK):
                     if aborted():
                         raise Aborted(f"site {spec.name}: stopped on request")
-                    answered = connection.poll(_LOOK)
-                said = json.loads(connection.recv_bytes())
-                if "problem" in said:
-                    if said["trace"]:
-                        _log.error("%s", said["trace"])
-                    raise MedflareError(said["problem"])
-                return from_bytes(connection.recv_bytes())
-        except (EOFError, ConnectionError) as error:
-            raise MedflareError(f"the process that worked on '{phase}' of round {round} died") from error
+                status = json.loads(worker.recv_bytes())
+                if "problem" not in status:
+                    return from_bytes(worker.recv_bytes())
+            except (EOFError, ConnectionError) as error:
+                raise MedflareError(f"the process that worked on '{phase}' of round {round} died") from error
+        if status["trace"]:
+            _log.error("%s", status["trace"])
+        raise MedflareError(status["problem"])
 
-    def connected(self, kind: str, spec: dict[str, Any]) -> Connection:
-        """A connection to the fork that acts for a party; there is one as soon as the host has imported everything.
-
-        Raises:
-            MedflareError: there is none, and no host that makes one.
-        """
-        request = {"kind": kind, "spec": spec, "devices": os.environ.get(DEVICES)}
+    def _worker(self, spec: ParticipantSpec) -> Connection:
+        """A connection to the site's worker, once the host has imported everything."""
+        request = {"spec": asdict(spec), "devices": os.environ.get(DEVICES)}
         try:
-            with Client(self.address, family="AF_UNIX") as host:
-                host.send_bytes(json.dumps(request).encode())
-                address = host.recv_bytes().decode()
-            return Client(address, family="AF_UNIX")
+            while True:
+                with Client(self.address, family="AF_UNIX") as host:
+                    host.send_bytes(json.dumps(request).encode())
+                    address = host.recv_bytes().decode()
+                with suppress(ConnectionRefusedError):  # the worker has just ended because it was idle
+                    return Client(address, family="AF_UNIX")
         except (EOFError, OSError) as error:
-            raise MedflareError("the process in which the simulator computes is gone; what it said last is on the console") from error
+            raise MedflareError("the simulator's host process has ended; the console shows its last words") from error
 
 
-def sleep_soon(environment: MutableMapping[str, str]) -> None:
-    """Let OpenMP's threads soon sleep while they wait, unless the user has said how they are to.
+def limit_spinning(environment: MutableMapping[str, str]) -> None:
+    """Let OpenMP's threads sleep soon while they wait, unless the user has chosen.
 
-    Where they wait awake, four sites on two cores take more than twice as long. Their number, which decides on the last bits, stays.
+    If they spin, four sites on two cores take more than twice as long. The number of threads, which decides the last bits, stays.
     """
     if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        environment.update([_SPINS])
+        environment["GOMP_SPINCOUNT"] = "1000"  # GNU OpenMP's own value if there are more threads than cores
 
 
-class Workers:
-    """The simulator's site processes, as the process sees them that started them."""
+class SiteProcesses:
+    """The simulator's site processes, as the process that starts them sees them."""
 
-    def __init__(self, simulator: int | None = None):
-        self._simulator = psutil.Process(simulator)
+    def __init__(self) -> None:
+        self._simulator = psutil.Process()
         self._seen: set[str] = set()
         self._dead: set[str] = set()
 
     def dead(self) -> set[str]:
-        """Sites that had a process when somebody looked and have none now; with fewer threads than sites most of them have none.
+        """Sites that had a process at an earlier look and have none now.
 
-        While a process starts nobody can tell whose it is: the answer is then that of the last look.
+        While a process starts, nobody can tell whose it is: then the result of the last look holds.
         """
-        commands = self._commands()
-        if [] not in commands:
-            living = {words[words.index(_SITE) + 1] for words in commands if _SITE in words[:-1]}
-            self._seen |= living
-            self._dead = self._seen - living
-        return self._dead
-
-    def _commands(self) -> list[list[str]]:
-        """The command line of every living child; empty for one that is just starting."""
         commands = []
         for child in self._simulator.children():
-            with suppress(psutil.Error):  # it ended meanwhile
+            with suppress(psutil.Error):  # it has just ended
                 if child.status() != psutil.STATUS_ZOMBIE:
                     commands.append(child.cmdline())
-        return commands
+        if [] not in commands:
+            alive = {words[words.index(_SITE_OPTION) + 1] for words in commands if _SITE_OPTION in words[:-1]}
+            self._seen |= alive
+            self._dead = self._seen - alive
+        return self._dead
 
 
-class ServerProxy:
-    """The server's process while a fork of the host computes the run: does what only FLARE's process can, and hears how the run ended."""
+# -- the host and its workers --------------------------------------------------------------------------------------------------
 
-    def __init__(self, tasks: TaskExchange, progress: Progress, observe: Callable[[Mapping[str, Any]], None]):
-        self._tasks, self._progress, self._observe = tasks, progress, observe
-        self._noted: list[Event] = []
 
-    def note(self, event: Event) -> None:
-        """Add an event to those of the run, which hears of it with the next answer."""
-        self._noted.append(event)
+class Host:
+    """Answers each request of a site's process with the address of the site's worker."""
 
-    def serve(self, relay: Relay, spec: ServerSpec) -> Ending:
-        """Returns when the run is over.
+    def __init__(self, listener: socket.socket, folder: Path):
+        self._listener, self._folder = listener, folder
+        self._workers: dict[str, tuple[BaseProcess, str, bytes]] = {}  # site -> process, address, request
+        self._forked = 0
+        listener.settimeout(_TICK)
 
-        Raises:
-            Aborted: it was stopped, and has written its results.
-            MedflareError: the host or the run died.
-        """
-        with relay.connected("server", asdict(spec)) as connection:
-            try:
-                said = self._listen(connection)
-            except (EOFError, ConnectionError) as error:
-                raise MedflareError(_DIED) from error
-        if said["aborted"]:
-            raise Aborted(said["reason"])
-        return Ending(said["reason"], said["table"])
-
-    def _listen(self, connection: Connection) -> dict[str, Any]:
-        """What the run says last."""
-        while True:
-            said: dict[str, Any] = json.loads(connection.recv_bytes())
-            if said["events"] is not None:
-                self._progress.events.replace(said["events"])
-            if said["what"] == "say":
-                self._progress.say(said["line"])
-            elif said["what"] == "step":
-                self._observe(said["line"])
-            elif said["what"] == "end":
-                return said
-            else:
-                self._answer(said, connection)
-
-    def _answer(self, asked: Mapping[str, Any], connection: Connection) -> None:
-        """What the sites have to do with; that the job is being stopped, or names a site that is not there, is the run's to record."""
-        answer: dict[str, Any]
+    def serve_next(self) -> None:
+        """Answer one request, or return after a second without any."""
         try:
-            if asked["what"] == "present":
-                answer = {"sites": self._tasks.present(asked["outside"])}
-            else:
-                answer = {"answers": self._ask(asked["phase"], asked["round"], connection)}
-        except Aborted as error:
-            answer = {"aborted": str(error)}
-        except ConfigError as error:
-            answer = {"refused": str(error)}
-        noted, self._noted = self._noted, []
-        connection.send_bytes(json.dumps({**answer, "noted": noted}).encode())
+            accepted, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
+            request = connection.recv_bytes()
+            connection.send_bytes(self._worker_for(request, connection).encode())
 
-    def _ask(self, phase: str, round: int, connection: Connection) -> dict[str, dict[str, Any]]:
-        """Site -> what became of its task; the answers that can be read go to the run as they come."""
+    def close(self) -> None:
+        """End all workers."""
+        for process, _, _ in self._workers.values():
+            process.kill()
+            process.join()
 
-        def passed_on(site: str, answer: Shareable) -> tuple[str, str]:
-            content, problem, kind = readable(answer, to_bytes)
-            if content is not None:
-                connection.send_bytes(json.dumps({"site": site}).encode())
-                connection.send_bytes(content)
-            return problem, kind
+    def _worker_for(self, request: bytes, connection: Connection) -> str:
+        """The address of the site's worker; a request that differs from the worker's own needs another worker."""
+        site = json.loads(request)["spec"]["name"]
+        if site in self._workers:
+            process, address, served = self._workers[site]
+            if process.is_alive() and served == request:
+                return address
+            process.kill()
+            process.join()
+        self._forked += 1
+        address = str(self._folder / f"worker-{self._forked}")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            process = get_context("fork").Process(target=_work, args=(request, listener, os.getpid(), (self._listener, connection)))
+            process.start()
+        self._workers[site] = process, address, request
+        return address
 
-        found = self._tasks(phase, round, together_from_bytes(connection.recv_bytes()), passed_on)
-        return {site: _told(answer) for site, answer in found.items()}
+
+def _work(request: bytes, listener: socket.socket, host: int, inherited: Iterable[Any]) -> None:
+    """The life of a worker: one connection after the other, until it is idle or the host has ended."""
+    for of_the_host in inherited:
+        of_the_host.close()
+    content = json.loads(request)
+    if content["devices"] is not None:
+        os.environ[DEVICES] = content["devices"]
+    worker = SiteWorker(ParticipantSpec(**content["spec"]))
+    listener.settimeout(_TICK)
+    last_task = time.monotonic()
+    while os.getppid() == host and time.monotonic() - last_task < _IDLE:
+        with suppress(TimeoutError):
+            accepted, _ = listener.accept()
+            with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
+                worker.serve(connection)
+            try_malloc_trim()
+            last_task = time.monotonic()
 
 
-def _told(answer: Answer[tuple[str, str]]) -> dict[str, Any]:
-    """What the run hears of a site's task beside the answer."""
-    problem, kind = (answer.problem, answer.kind) if answer.content is None or answer.problem else answer.content
-    return {"problem": problem, "kind": kind, "seconds": answer.seconds}
+class SiteWorker:
+    """One site's participant in its own process."""
+
+    def __init__(self, spec: ParticipantSpec):
+        self._spec = spec
+        self._connection: Connection | None = None
+        self._participant: Participant | None = None
+
+    def serve(self, connection: Connection) -> None:
+        """Receive one task and send its reply."""
+        self._connection = connection
+        task, content = json.loads(connection.recv_bytes()), connection.recv_bytes()
+        try:
+            if self._participant is None:
+                self._participant = self._spec.participant(self._aborted)
+            message = self._participant.answer(task["phase"], task["round"], to_message(from_bytes(content)))
+            reply = to_bytes(to_shareable(message))
+        except MedflareError as error:
+            connection.send_bytes(json.dumps({"problem": str(error), "trace": ""}).encode())
+        except Exception as error:
+            problem = {"problem": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            connection.send_bytes(json.dumps(problem).encode())
+        else:
+            connection.send_bytes(b"{}")
+            connection.send_bytes(reply)
+
+    def _aborted(self) -> bool:
+        """The site's process sends nothing more: its end of the connection becomes readable when it closes it."""
+        return self._connection is None or self._connection.poll()
+
+
+def main(listener: socket.socket, simulator: int, method: str) -> None:
+    """The life of the host: import, listen, fork, end with the simulator."""
+    from medflare.data.progress import print_lines
+
+    folder = Path(listener.getsockname()).parent
+    anchor(DATA_ROOT)
+    print_lines()
+    register_decomposers()
+    load_ahead(method)
+    host = Host(listener, folder)
+    try:
+        while psutil.pid_exists(simulator):
+            host.serve_next()
+    finally:
+        host.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])

@@ -1,94 +1,65 @@
-"""How a step's messages reach the sites under FLARE and their answers come back: one task per site, one wait for all.
+"""One step under FLARE: a task for each site, and a wait for the replies.
 
-Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more (`liveness`).
-What the messages say is not looked at (`messages` does), and the imports are light, see `executors`.
+The wait always ends: a site replies, the step times out, or the site shows no sign of life (`liveness`).
 """
 
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
-from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from medflare.core.errors import Aborted, ConfigError
+from medflare.core.errors import Aborted, ConfigError, StateError, UpdateError
+from medflare.core.message import Message
+from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.flare.liveness import ALIVE, PATIENCE, WORK, Liveness
+from medflare.flare.liveness import Liveness
+from medflare.flare.messages import error_of, to_message, to_shareable
+from medflare.methods.base import Step
 
-_NEWCOMER = 60.0  # seconds for which the others wait for a site that joins later; then it goes on reading, and is asked again
-_SLOW = 300.0  # seconds at work after which a site is named where the others were done long ago: it lives, yet may never answer
-_TIMES = 5  # as long as the slowest of the others
-_LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
-A = TypeVar("A")
-Read = Callable[[str, Shareable], A]  # of a site's name and its answer
-
-
-@dataclass
-class Answer(Generic[A]):
-    """What became of a site's task.
-
-    Attributes:
-        content: what `read` made of the answer; None where none came.
-        problem: why none came, one line.
-        kind: the event that a problem becomes, "late" or "missing".
-        seconds: between fetching the task and answering.
-    """
-
-    content: A | None = None
-    problem: str = "no answer"
-    kind: str = "missing"
-    seconds: float = 0.0
-
-
-class _Step(NamedTuple):
-    phase: str
-    round: int
-
-    def __str__(self) -> str:
-        return f"'{self.phase}' of round {self.round}"
+_NEWCOMER_TIMEOUT = 60.0  # seconds that a run waits for a site that enrolls after the first step; the site is asked again later
+_SLOW = 300.0  # seconds of work after which a site that is still alive is reported
+_TIMES_SLOWEST = 5  # and only if it has worked this many times as long as the slowest of the other sites
+_POLL = 0.1  # seconds between two checks of the clock and of the abort signal; a reply wakes the wait at once
 
 
 @dataclass
-class _Asked:
-    """One site's task in the current step."""
+class _SiteTask:
+    """The task of one site in the current step. Times are on the monotonic clock."""
 
     task: Task
-    since: float
-    fetched: bool = False
-    answer: Shareable | None = None  # until it has been read
-    taken: Answer[Any] | None = None
-    began: float = 0.0
-    seconds: float = 0.0
-    named: float = 0.0  # seconds at work when it was last said to be slow
+    sent: float
+    fetched: float | None = None
+    shareable: Shareable | None = None  # the reply, until it has been read
+    reply: Reply | None = None
+    seconds: float = 0.0  # from fetching the task to the reply
+    reported: float = 0.0  # seconds of work when the site was last reported as slow
 
     @property
     def answered(self) -> bool:
-        return self.answer is not None or self.taken is not None
+        return self.shareable is not None or self.reply is not None
 
 
 class TaskExchange:
-    """Asks the sites of a FLARE job.
+    """The schedule's exchange (`federation.exchange.Exchange`) over FLARE's tasks.
 
     Args:
-        controller: schedules the tasks.
-        fl_ctx: of the run.
-        abort_signal: of the job.
-        members: names of the sites that FLARE has in this job at the moment.
-        stop_reason: why the job is being stopped, asked for when the abort signal is set.
-        say: takes a line for who follows the run.
-        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
-            lives. Delivery always does: the last evaluation may take long.
-        enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
-        liveness: when sites count as gone.
+        outside: sites that never train.
+        members: returns the names of the sites that FLARE has in this job now.
+        stop_reason: returns why the job is being stopped.
+        say: takes a progress line.
+        step_timeout: seconds until a step goes on without the sites that have not replied; 0 waits for all that are alive.
+            The final models always wait: the last evaluation may take long.
+        enrol_timeout: the same for enrollment, in which sites read their images.
     """
 
     def __init__(
@@ -97,6 +68,7 @@ class TaskExchange:
         fl_ctx: FLContext,
         abort_signal: Signal,
         *,
+        outside: Iterable[str],
         members: Callable[[], Iterable[str]],
         stop_reason: Callable[[], str],
         say: Callable[[str], None],
@@ -104,200 +76,189 @@ class TaskExchange:
         enrol_timeout: float,
         liveness: Liveness,
     ):
-        self.liveness = liveness
         self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
-        self.members, self.stop_reason, self.say = members, stop_reason, say
-        self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
-        self._step: _Step | None = None
-        self._asked: dict[str, _Asked] = {}
+        self.outside, self.members, self.stop_reason, self.say = tuple(outside), members, stop_reason, say
+        self.step_timeout, self.enrol_timeout, self.liveness = step_timeout, enrol_timeout, liveness
+        self._step: Step | None = None
+        self._tasks: dict[str, _SiteTask] = {}
         self._changed = threading.Condition()
         self._closed = False
 
-    def present(self, outside: Iterable[str]) -> list[str]:
-        """The job's sites that are not given up; one that was comes back when it is heard of, see `Liveness`.
+    def present(self, round: int) -> list[str]:
+        """Names of the sites that can be asked; a lost site is present again once the server hears from it.
 
         Raises:
-            ConfigError: FLARE does not know one of them.
+            ConfigError: FLARE does not know an outside site.
         """
-        unknown = sorted(set(outside) - set(self.members()))
-        if unknown:
-            there = ", ".join(sorted(self.members()))
-            raise ConfigError(f"unknown outside site {unknown[0]!r}; this job runs at {there}: correct 'outside' or start the site first")
-        return sorted(site for site in self.members() if self.liveness.there(site))
+        members = sorted(self.members())
+        if unknown := sorted(set(self.outside) - set(members)):
+            raise ConfigError(
+                f"unknown outside site {unknown[0]!r}; this job runs at {', '.join(members)}: correct 'outside' or start the site first"
+            )
+        return [site for site in members if self.liveness.present(site)]
 
-    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
-        """Ask every site that is sent something.
-
-        Returns:
-            Site -> what became of its task.
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        """Send each site its message and wait for the replies.
 
         Raises:
             Aborted: the job is being stopped.
         """
-        timeout = self._timeout(phase)
+        timeout = self._timeout(step)
         with self._changed:
-            self._step = _Step(phase, round)
-            self._asked = {site: self._ask(self._step, site, data) for site, data in sorted(outgoing.items())}
+            self._step = step
+            self._tasks = {site: self._send(step, site, message) for site, message in sorted(outgoing.items())}
             self._changed.notify_all()
         try:
-            problems = self._wait(self._step, read, timeout)
+            missing = self._wait(step, timeout)
         finally:
             with self._changed:
-                asked, self._asked = self._asked, {}
-            for one in asked.values():
-                if not one.answered:
-                    self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-            try_malloc_trim()  # many threads make and read messages, and the C library keeps what each has freed
-        return {site: problems.get(site) or _taken(site, one, read) for site, one in asked.items()}
+                tasks, self._tasks = self._tasks, {}
+            for site_task in tasks.values():
+                if not site_task.answered:
+                    self.controller.cancel_task(site_task.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
+            try_malloc_trim()
+        return {site: missing.get(site) or _read(site_task) for site, site_task in tasks.items()}
 
-    # -- for who asks beside the tasks ----------------------------------------------------------------------------------------
-
-    def wait_for_task(self, site: str, seconds: float) -> bool:
-        """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`, and whether."""
+    def wait_for_task(self, site: str, seconds: float) -> None:
+        """The site asks for work: return when there is a task that it has not fetched, at the latest after `seconds`."""
         with self._changed:
-            self.liveness.question(site, self._ready(site))
-            return self._changed.wait_for(lambda: self._closed or self._ready(site), seconds)
-
-    def _ready(self, site: str) -> bool:
-        return site in self._asked and not self._asked[site].fetched
+            self.liveness.asks_for_work(site)
+            self._changed.wait_for(lambda: self._closed or (site in self._tasks and self._tasks[site].fetched is None), seconds)
 
     def waiting(self) -> dict[str, Any]:
-        """The `phase` and `round` of the step, the seconds for which every site that has not answered was not heard of (`silent`), and
-        those after which it is given up (`heartbeat_timeout`); empty before the first step."""
+        """The current step's `phase` and `round`, site -> seconds of silence (`silent`), `heartbeat_timeout`; {} before the first step."""
         with self._changed:
             if self._step is None:
                 return {}
-            since = {site: self.liveness.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
-        silent = {site: round(seconds, 1) for site, seconds in since.items()}
-        return {**self._step._asdict(), "silent": silent, "heartbeat_timeout": self.liveness.heartbeat_timeout}
+            silent = {
+                site: round(self.liveness.silence(site, site_task.sent), 1)
+                for site, site_task in self._tasks.items()
+                if not site_task.answered
+            }
+            step = self._step
+        return {"phase": step.phase, "round": step.round, "silent": silent, "heartbeat_timeout": self.liveness.heartbeat_timeout}
 
     def close(self) -> None:
-        """There will be no more tasks: nobody is kept waiting for one."""
+        """There are no more tasks: no site is kept waiting for one."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def _timeout(self, phase: str) -> float:
-        """Seconds for which the next step waits; for a newcomer everybody does, so that it may read its images while the others go on."""
-        if phase == ENROL:
-            return self.enrol_timeout if self._step is None else min(self.enrol_timeout or _NEWCOMER, _NEWCOMER)
-        return 0.0 if phase == FINALIZE else self.step_timeout
+    def _timeout(self, step: Step) -> float:
+        """Seconds until the step is closed; 0: never."""
+        if step.phase != ENROL:
+            return 0.0 if step.phase == FINALIZE else self.step_timeout
+        return self.enrol_timeout if self._step is None else min(self.enrol_timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
-    # -- asking ------------------------------------------------------------------------------------------------------------
+    # -- FLARE's tasks -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, step: _Step, site: str, data: Shareable) -> _Asked:
+    def _send(self, step: Step, site: str, message: Message) -> _SiteTask:
+        data = to_shareable(message)
         data.set_header(AppConstants.CURRENT_ROUND, step.round)
-        task = Task(step.phase, data, after_task_sent_cb=self._fetched, result_received_cb=self._answered)
+        task = Task(step.phase, data, after_task_sent_cb=self._on_fetched, result_received_cb=self._on_reply)
         self.controller.send(task, self.fl_ctx, targets=[site])
-        return _Asked(task, time.monotonic())
+        return _SiteTask(task, time.monotonic())
 
-    def _fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        site = client_task.client.name
+    def _on_fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        self.liveness.heard_from(client_task.client.name)
         with self._changed:
-            self.liveness.fetched(site)
-            if site in self._asked and self._asked[site].task is client_task.task:
-                self._asked[site].fetched, self._asked[site].began = True, time.monotonic()
+            if site_task := self._current(client_task):
+                site_task.fetched = time.monotonic()
 
-    def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        """Only stores the answer: FLARE holds its locks while this runs."""
-        site, result = client_task.client.name, client_task.result
-        client_task.result = None  # FLARE would keep it until the task monitor comes round
-        self.liveness.heard_of(site)
+    def _on_reply(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        """Store the reply without reading it: FLARE holds its locks while this runs."""
+        shareable, client_task.result = client_task.result, None  # FLARE would keep the result until its task monitor runs
+        self.liveness.heard_from(client_task.client.name)
         with self._changed:
-            if site in self._asked and self._asked[site].task is client_task.task:
-                self._asked[site].answer = result
-                self._asked[site].seconds = time.monotonic() - (self._asked[site].began or self._asked[site].since)
+            if site_task := self._current(client_task):
+                site_task.shareable = shareable
+                site_task.seconds = time.monotonic() - (site_task.fetched or site_task.sent)
                 self._changed.notify_all()
+
+    def _current(self, client_task: ClientTask) -> _SiteTask | None:
+        """The site's task, or None for a reply to an earlier step."""
+        site_task = self._tasks.get(client_task.client.name)
+        return site_task if site_task is not None and site_task.task is client_task.task else None
 
     # -- waiting -----------------------------------------------------------------------------------------------------------
 
-    def _wait(self, step: _Step, read: Read[A], timeout: float) -> dict[str, Answer[A]]:
-        """Returns when every site has answered or is given up; says why answers are missing."""
+    def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
+        """Return when each site has replied or is given up; site -> the reply that says why there is none."""
         started = busy = time.monotonic()
-        problems: dict[str, Answer[A]] = {}
+        name, missing = _name(step), dict[str, Reply]()
         while True:
-            for site, one in self._asked.items():
-                _taken(site, one, read)  # while further answers may come
-            for line in _slow(step, {site: one for site, one in self._asked.items() if site not in problems}):
+            for site_task in self._tasks.values():
+                _read(site_task)  # while other sites still work
+            for line in _slow_sites(step, {site: site_task for site, site_task in self._tasks.items() if site not in missing}):
                 self.say(line)
             with self._changed:
-                pending = {site: one for site, one in self._asked.items() if not one.answered and site not in problems}
+                pending = {site: site_task for site, site_task in self._tasks.items() if not site_task.answered and site not in missing}
                 if not pending:
-                    return problems
+                    return missing
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
-                    problems |= {site: Answer(problem=_overdue(step, one, timeout), kind="late") for site, one in pending.items()}
+                    for site, site_task in pending.items():
+                        state = "had not fetched its task" if site_task.fetched is None else "was still at work"
+                        missing[site] = Reply(problem=f"{name} was closed after {timeout:g} s; the site {state}", kind="late")
                     if step.phase == ENROL:
-                        self.liveness.behind |= pending.keys()
-                    return problems
-                self.liveness.look()
-                gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
+                        self.liveness.not_ready |= pending.keys()
+                    return missing
+                self.liveness.check_processes()
+                gone = {site: reason for site, site_task in pending.items() if (reason := self._gone(name, site, site_task, busy))}
                 self.liveness.lost |= gone.keys()
-                problems |= {site: Answer(problem=why) for site, why in gone.items()}
-                busy = time.monotonic() if any(one.fetched for site, one in pending.items() if site not in gone) else busy
-                self._changed.wait(_LOOK)
+                missing |= {site: Reply(problem=reason, kind="missing") for site, reason in gone.items()}
+                if any(site_task.fetched is not None for site, site_task in pending.items() if site not in gone):
+                    busy = time.monotonic()
+                self._changed.wait(_POLL)
 
-    def _gone(self, step: _Step, site: str, asked: _Asked, busy: float) -> str:
-        """Why a site cannot be expected to answer; empty as long as it can."""
+    def _gone(self, step: str, site: str, site_task: _SiteTask, busy: float) -> str:
+        """Why a site cannot be expected to reply; "" as long as it can."""
         if self.controller.get_client_disconnect_time(site):
             return f"no sign of life in {step}; going on without the site"
-        return self.liveness.gone(site, str(step), asked.fetched, asked.since, busy)
+        return self.liveness.gone(site, step, site_task.fetched is not None, site_task.sent, busy)
 
 
-class Listener:
-    """Takes heartbeats and questions for work.
+def read_reply(shareable: Shareable) -> Reply:
+    """What a site sent, as the schedule uses it: a message, or why there is none.
 
-    Attributes:
-        exchange: the run's; None before the run begins, when sites may ask already.
+    Raises:
+        StateError, Aborted, MemoryError: the server is at fault.
     """
-
-    def __init__(self) -> None:
-        self.exchange: TaskExchange | None = None
-
-    def open(self, engine: Any) -> None:
-        """Take messages from now on."""
-        engine.register_aux_message_handler(ALIVE, self.alive)
-        engine.register_aux_message_handler(WORK, self.work)
-
-    def alive(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """A heartbeat, in FLARE's form of a handler."""
-        if self.exchange is not None:
-            self.exchange.liveness.heard_of(_sender(fl_ctx))
-        return make_reply(ReturnCode.OK)
-
-    def work(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Hold a question for work until there is some, in FLARE's form of a handler."""
-        if self.exchange is not None:
-            self.exchange.wait_for_task(_sender(fl_ctx), PATIENCE)
-        return make_reply(ReturnCode.OK)
+    try:
+        if (problem := error_of(shareable)) is not None:
+            return Reply(problem=problem, kind="failed")
+        return laid_aside(Reply(to_message(shareable)))
+    except (StateError, Aborted, MemoryError):
+        raise
+    except UpdateError as error:
+        return Reply(problem=str(error), kind="rejected")
+    except Exception as error:  # FLARE carries whatever a filter or an attacker puts into a reply; it must cost this site's update only
+        return Reply(problem=f"its reply cannot be read ({type(error).__name__}: {error})", kind="rejected")
 
 
-def _sender(fl_ctx: FLContext) -> str:
-    return fl_ctx.get_peer_context().get_identity_name()
+def _read(site_task: _SiteTask) -> Reply:
+    """The site's reply; it is read once."""
+    if site_task.shareable is not None:
+        shareable, site_task.shareable = site_task.shareable, None
+        site_task.reply = replace(read_reply(shareable), seconds=site_task.seconds)
+    return site_task.reply or Reply(problem="no answer", kind="missing")
 
 
-def _overdue(step: _Step, asked: _Asked, timeout: float) -> str:
-    state = "was still at work" if asked.fetched else "had not fetched its task"
-    return f"{step} was closed after {timeout:g} s; the site {state}"
+def _name(step: Step) -> str:
+    return f"'{step.phase}' of round {step.round}"
 
 
-def _slow(step: _Step, asked: Mapping[str, _Asked]) -> list[str]:
-    """Who is at work far longer than the slowest of those who are done; again when it has been twice as long."""
-    took = max((one.seconds for one in asked.values() if one.answered), default=math.inf)
+def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
+    """A line for each site that has worked far longer than the slowest of those that are done; again when the time has doubled."""
+    slowest = max((site_task.seconds for site_task in tasks.values() if site_task.answered), default=math.inf)
     lines = []
-    for site, one in asked.items():
-        seconds = time.monotonic() - one.began
-        if one.fetched and not one.answered and seconds >= max(_SLOW, _TIMES * took, 2 * one.named):
-            one.named = seconds
+    for site, site_task in tasks.items():
+        if site_task.fetched is None or site_task.answered:
+            continue
+        seconds = time.monotonic() - site_task.fetched
+        if seconds >= max(_SLOW, _TIMES_SLOWEST * slowest, 2 * site_task.reported):
+            site_task.reported = seconds
             remedy = "" if step.phase in (ENROL, FINALIZE) else "; a job with a step_timeout would go on without it"
-            lines.append(f"slow: {site}: at work on {step} for {seconds:.0f} s, the others took {took:.0f} s at most{remedy}")
+            lines.append(f"slow: {site}: at work on {_name(step)} for {seconds:.0f} s, the others took {slowest:.0f} s at most{remedy}")
     return lines
-
-
-def _taken(site: str, one: _Asked, read: Read[A]) -> Answer[A]:
-    """What became of the site's task; its answer is read once."""
-    if one.answer is not None:
-        answer, one.answer = one.answer, None
-        one.taken = Answer(read(site, answer), "", "", one.seconds)
-    return one.taken or Answer()

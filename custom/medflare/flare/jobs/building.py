@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from nvflare.apis.job_def import JobMetaKey
-from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 from nvflare.job_config.api import FedJob
 from pydantic import Field
@@ -32,7 +31,7 @@ from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import EXECUTORS, MedflareExecutor
 from medflare.flare.jobs.sessions import ABOUT, beside, put_in_place
-from medflare.flare.participants import TASK_FILE
+from medflare.flare.names import TASK_FILE
 from medflare.flare.tracking import MLflowTracker
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
@@ -121,7 +120,6 @@ class FederationJob(FedJob):
             self.to_server(TBAnalyticsReceiver(), id="tensorboard")
         if settings.track:
             self.to_server(MLflowTracker(settings.track.partition("=")[2], f"medflare {task.name}", method.name), id="mlflow")
-        self.to_server(MetricsArtifactWriter(), id="metrics_artifacts")
         self.to_clients(_executor(settings, method, hyper), tasks=["*"])
         transport = _transport(method, task, hyper)
         self.to_server({"server": {"task_request_interval": _POLL}, **transport})
