@@ -14,7 +14,7 @@ from medflare.data.local import LOCAL_FILE
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.flare.controller import MedflareController
-from medflare.flare.participants import TASK_FILE
+from medflare.flare.names import TASK_FILE
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site

@@ -7,19 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
+from nvflare.fuel.utils.class_loader import load_class
 from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
 from e2e.simulation import ROOT
 from helpers.small_tasks import small_task
 from medflare.cli.startup_kit import template
+<<<<<<< HEAD
 from medflare.data.local import find_private_folder, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
+=======
+from medflare.data.local import kept_of, private_folder
+from medflare.flare.components import JobComponents, _component_paths, _refusal
+>>>>>>> ca5b51d6 (tests: the run of FLARE's controller in one process)
 from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS
-from medflare.flare.recipes import RECIPES
+from medflare.flare.recipes import MedflareRecipe
 from medflare.methods.catalogue import SURVEYS, get_method, method_names
 
 FILES = {"site": "config_fed_client.json", "server": "config_fed_server.json"}
@@ -28,7 +35,7 @@ STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
 
 
 def named_in(job: Path) -> dict[str, set[str]]:
-    return {kind: set(component_paths(json.loads((job / "app" / "config" / file).read_text()))) for kind, file in FILES.items()}
+    return {kind: set(_component_paths(json.loads((job / "app" / "config" / file).read_text()))) for kind, file in FILES.items()}
 
 
 # -- one table -----------------------------------------------------------------------------------------------------------------
@@ -47,8 +54,8 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
             chosen = {"byoc": False, **options.get(method, {})}
             task = small_task(network={"name": "unet", "channels": [4, 8], "norm": "instance" if method == "fedavg" else "batch"})
             jobs.append(build_job(method, task, rounds=0 if method in SURVEYS else 4, out=tmp_path / method, **chosen))
-    for method, recipe in RECIPES.items():
-        recipe(task="phantom", rounds=4)._job.export_job(str(tmp_path / "recipes" / method))
+    for recipe in MedflareRecipe.__subclasses__():
+        recipe(task="phantom", rounds=4)._job.export_job(str(tmp_path / "recipes" / recipe.__name__))
     jobs += [path.parent for path in (tmp_path / "recipes").rglob("meta.json")]
     assert len(jobs) > 25
     found = {kind: set().union(*(named_in(job)[kind] for job in jobs)) for kind in FILES}
@@ -59,7 +66,8 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
 def test_kits_list_the_table_by_full_names(kind: Any) -> None:
     allowed = template(kind, "resources.json")["class_allow_list"]
     assert tuple(allowed) == COMPONENTS[kind]
-    assert {refusal(name, allowed) for name in allowed} == {""}, "every one can be built"
+    assert {_refusal(name, allowed) for name in allowed} == {""}
+    assert all(issubclass(load_class(name), FLComponent) for name in allowed)
 
 
 # -- single components ---------------------------------------------------------------------------------------------------------
@@ -73,7 +81,7 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
         "medflare.cli.command.main",
         f"{EXECUTOR}X",
         f"{EXECUTOR}.execute",
-        "medflare.flare.executors.Relay",
+        "medflare.flare.executors.SimulatorHost",
         "medflare.flare.executors",
         STREAMER,
         "TBWriter",
@@ -84,16 +92,16 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
     ],
 )
 def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
-    assert "refused" in refusal(name, COMPONENTS["site"]) and str(name) in refusal(name, COMPONENTS["site"])
+    assert "refused" in _refusal(name, COMPONENTS["site"]) and str(name) in _refusal(name, COMPONENTS["site"])
 
 
 @pytest.mark.parametrize("name", ["os.system", "medflare.cli.command.main", "medflare.core.message.Message", "nvflare.apis.dxo.DXO"])
 def test_a_listed_function_or_class_that_is_no_component_is_refused(name: str) -> None:
-    assert "FLComponent" in refusal(name, [name]) and name in refusal(name, [name])
+    assert "FLComponent" in _refusal(name, [name]) and name in _refusal(name, [name])
 
 
 def test_an_entry_that_is_a_prefix_allows_nothing_below_it() -> None:
-    assert "refused" in refusal(EXECUTOR, ["medflare.", "medflare.flare.executors", "*"])
+    assert "refused" in _refusal(EXECUTOR, ["medflare.", "medflare.flare.executors", "*"])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,7 @@ def test_an_entry_that_is_a_prefix_allows_nothing_below_it() -> None:
     ],
 )
 def test_wherever_a_configuration_names_it(config: dict[str, Any]) -> None:
-    assert "os.system" in set(component_paths(config))
+    assert "os.system" in set(_component_paths(config))
 
 
 # -- a party -------------------------------------------------------------------------------------------------------------------

@@ -1,33 +1,41 @@
-"""A job that cannot become a run: whatever is wrong with it, it ends as failed and leaves results that say why."""
+"""The controller: a job that cannot become a run leaves results that say why, and the job's aggregator makes the next model."""
 
 import itertools
 import json
+import time
 from collections.abc import Callable
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
-from flare.server import SITES, Server
+from flare.server import SITES, Server, in_this_process
+from flare.test_tasks import FakeController, exchange, never_fetches
 from helpers.small_tasks import tiny_phantom
 from medflare.cli import main
-from medflare.core.errors import FederationFailed
-from medflare.core.events import Event
+from medflare.core.errors import ConfigError, FederationFailed
+from medflare.core.states import StateDict
 from medflare.evaluation.results import load_results
-from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.participant import Participant
-from medflare.federation.run import Run
-from medflare.flare.aggregators import SoftPullAggregator, WeightedAggregator
+from medflare.federation.local.loop import run_local
+from medflare.flare.aggregators import AGGREGATORS, MethodAggregator, SoftPullAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.server_run import Ending
+from medflare.flare.liveness import LONG_POLL
+from medflare.methods.aggregation import Aggregation
 from medflare.methods.catalogue import get_method
-from medflare.tasks.config import load_task
-from medflare.training.opening import open_site
+from medflare.tasks.config import TaskConfig, load_task
+
+ROUNDS, SEED = 1, 3
+LAST: dict[str, Any] = {"server": {"selection": "last"}}  # the best round may be the one before anything was aggregated
+
+
+@pytest.fixture(scope="module")
+def task() -> TaskConfig:
+    return load_task(tiny_phantom(size=[16, 16]))
 
 
 @pytest.fixture
@@ -60,7 +68,7 @@ def no_aggregator(server: Server) -> None:
 
 
 def broken_aggregator(server: Server) -> None:
-    server.aggregator = SoftPullAggregator(method=["fedsm"])
+    server.aggregator = SoftPullAggregator(method=["fedsm"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -133,56 +141,38 @@ def test_weights_lie_where_the_servers_own_settings_say(server: Server) -> None:
         assert said in load_results(server.root)["reason"]
 
 
-class Gone:
-    """The way to a host that has died."""
+def test_a_bug_in_the_run_is_a_failure_with_its_reason(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("by nothing")
 
-    def connected(self, kind: str, spec: dict[str, Any]) -> Any:
-        near, far = Pipe()
-        far.close()
-        return near
-
-
-def test_a_simulator_whose_run_has_died_says_so(server: Server) -> None:
-    controller = MedflareController(rounds=3, seed=7)
-    controller._relay = Gone()  # type: ignore[assignment]
-    controller.communicator = WFCommServer()
-    controller._events.add("late", "was late", site="site-2", round=1)
-    server.run(controller)
-    results = load_results(server.root)
-    assert results["status"] == "FAILED" and server.panics == [results["reason"]]
-    assert [event["kind"] for event in results["events"]] == ["late", "failed"], "what the run had told is not lost"
+    monkeypatch.setattr("medflare.federation.schedule.Federation.run", broken)
+    server.run(MedflareController(rounds=1, seed=0))
+    assert server.panics == [load_results(server.root)["reason"]] == ["ZeroDivisionError: by nothing"]
 
 
-class OwnAggregator(WeightedAggregator):
-    """A class that no other process knows."""
+def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
+    controller, sites = MedflareController(rounds=1, seed=0), FakeController(CS=never_fetches)
+    fl_ctx: Any = SimpleNamespace(get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "CS"))
+    handlers = controller._on_heartbeat, controller._on_work_request
+    assert all(handler("", Shareable(), fl_ctx).get_return_code() == ReturnCode.OK for handler in handlers), "before the run begins"
+    controller._exchange = exchange(sites)
+    heard = controller._exchange.liveness.heard
+    controller._on_heartbeat("", Shareable(), fl_ctx)
+    first = heard["CS"]
+    controller._on_work_request("", Shareable(), fl_ctx)
+    assert heard["CS"] > first and time.monotonic() - first >= LONG_POLL
 
 
-def test_ones_own_aggregator_keeps_the_run_in_its_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.aggregator = OwnAggregator()
-    ran: list[str] = []
-
-    def executed(run: Run, tasks: Any) -> Ending:
-        ran.append(run.method.name)
-        return Ending("", "")
-
-    monkeypatch.setattr("medflare.flare.controller.executed", executed)
+def test_late_replies_become_a_limited_number_of_events(server: Server) -> None:
+    """Their number and the task's name are up to the site, and events go into every record of the run."""
     controller = MedflareController(rounds=1, seed=0)
-    controller._relay = Gone()  # type: ignore[assignment]
-    server.run(controller)
-    assert ran == ["fedavg"] and not server.panics
-
-
-def test_answers_that_nobody_waits_for_become_so_many_events_and_no_more(server: Server) -> None:
-    """Their number and the task's name are a site's own word, and events go into every record of the run."""
-    controller, noted = MedflareController(rounds=1, seed=0), list[Event]()
-    controller._note = noted.append
     for _ in range(1000):
         controller.process_result_of_unknown_task(SimpleNamespace(name="site-1"), "train" * 10**5, "1", Shareable(), server.context())
     controller.process_result_of_unknown_task(SimpleNamespace(name="site-2"), "train", "1", Shareable(), server.context())
-    assert len(noted) == 21 and max(len(event["message"]) for event in noted) < 200
+    assert len(controller._events) == 21 and max(len(event["message"]) for event in controller._events) < 200
 
 
-def test_flares_monitor_of_tasks_is_made_to_last() -> None:
+def test_flares_task_monitor_is_patched() -> None:
     controller = MedflareController(rounds=1, seed=0)
     controller.set_communicator(WFCommServer())
     controller.start_controller(FLContext())
@@ -190,7 +180,7 @@ def test_flares_monitor_of_tasks_is_made_to_last() -> None:
 
 
 class Failing(WeightedAggregator):
-    """A class of one's own, so that the run stays in this process; its formula fails in its second step."""
+    """Its aggregation fails in its second step."""
 
     def __init__(self, fails: bool):
         super().__init__()
@@ -205,17 +195,11 @@ class Failing(WeightedAggregator):
         vars(formula).update(shared=once)
 
 
-def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_took_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_resumed(
+    task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, method = load_task(tiny_phantom(size=[16, 16])), get_method("fedavg")
-    participants: dict[str, Participant] = {}
-
-    def opened(site: str) -> Participant:
-        made = Participant(site, lambda role: open_site(site, task, seed=0, role=role), method, {})
-        return participants.setdefault(site, made)
-
-    monkeypatch.setattr("medflare.flare.messages.MessageExchange", lambda *given: LocalExchange(SITES, opened))
+    sites = in_this_process(get_method("fedavg"), task, {}, 0)()
+    monkeypatch.setattr("medflare.flare.tasks.TaskExchange", lambda *arguments, **options: sites)
     kept = tmp_path / "medflare"
     (kept / "another").mkdir(parents=True)
     left = []
@@ -224,4 +208,86 @@ def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_to
         server.run(MedflareController(rounds=4, seed=0, resume=resume))
         left.append(({path.name for path in kept.iterdir()} - {"another"}, server.panics))
     assert left == [({"one"}, ["the machine is full"]), (set(), [])]
-    assert (kept / "another").exists(), "of a job that nobody has taken up yet"
+    assert (kept / "another").exists(), "of a job that nobody has resumed yet"
+
+
+# -- the aggregator of a job ------------------------------------------------------------------------------------------------
+
+
+def models_of(folder: Path) -> dict[str, bytes]:
+    """Path below `folder` -> content, for every model that the server keeps."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
+
+
+def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The models of a run that the controller makes with this component."""
+    exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
+    monkeypatch.setattr("medflare.flare.tasks.TaskExchange", exchange)
+    server = Server(folder, aggregator, task)
+    server.run(MedflareController(rounds=ROUNDS, seed=SEED))
+    assert load_results(folder)["status"] == "COMPLETED", server.panics
+    return models_of(folder / "job" / "medflare" / "models")
+
+
+def doctor(formula: Aggregation[Any]) -> list[str]:
+    """From now on the formula answers twice what it is meant to; returns the list that its calls are noted in."""
+    calls: list[str] = []
+    shared, own = formula.shared, formula.own
+
+    def doubled(state: StateDict) -> StateDict:
+        return {name: tensor * 2 for name, tensor in state.items()}
+
+    def wrong_shared(*arguments: Any) -> StateDict:
+        calls.append("shared")
+        return doubled(shared(*arguments))
+
+    def wrong_own(*arguments: Any) -> dict[str, StateDict]:
+        calls.append("own")
+        return {site: doubled(state) for site, state in own(*arguments).items()}
+
+    vars(formula).update(shared=wrong_shared, own=wrong_own)
+    return calls
+
+
+@pytest.mark.parametrize("method", AGGREGATORS)
+def test_the_component_makes_the_next_model(method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_local(method, task.to_dict(), SITES, rounds=ROUNDS, seed=SEED, out=tmp_path / "plain", **LAST)
+    expected = models_of(tmp_path / "plain" / "models")
+    assert expected and served(tmp_path / "right", AGGREGATORS[method](LAST), task, monkeypatch) == expected
+    component = AGGREGATORS[method](LAST)
+    calls = doctor(component.aggregation)
+    found = served(tmp_path / "wrong", component, task, monkeypatch)
+    assert calls, "the server algorithm has a formula of its own"
+    assert found.keys() == expected.keys() and found != expected
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {"lam": 0.3},
+        {"server.lam": 0.3},
+        {"server": {"lam": 0.3}},
+        {"site": {"personalization": "softpull"}, "lam": 0.3},
+        {"lam": 0.3, "personalization": "softpull"},
+    ],
+)
+def test_an_aggregator_takes_every_spelling_of_its_hyper_parameters(hyper: dict[str, Any]) -> None:
+    assert MethodAggregator(hyper, "fedsm").aggregation.hyper.lam == 0.3
+
+
+@pytest.mark.parametrize("hyper", [{"lamb": 0.3}, {"server": {"lamb": 0.3}}])
+def test_an_aggregator_refuses_an_unknown_hyper_parameter(hyper: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="lamb"):
+        _ = MethodAggregator(hyper, "fedsm").aggregation
+
+
+def test_hyper_parameters_of_two_methods(task: TaskConfig, tmp_path: Path) -> None:
+    """`mu` is MOON's: the controller, which knows both algorithms, sorts them before the aggregation is made."""
+    aggregation = MethodAggregator({"site": {"mu": 0.7}, "server": {"consistency": False}}, "grace").aggregation
+    assert not aggregation.hyper.consistency
+    server = Server(tmp_path, MethodAggregator({"mu": 0.7, "consistency": False}, "grace"), task)
+    controller = MedflareController(rounds=1, seed=0, site_algorithm="moon")
+    controller._engine = server
+    run = controller._run(server.context())
+    assert run.aggregation is not None and run.aggregation is server.aggregator.aggregation
+    assert not run.aggregation.hyper.consistency and run.hyper["site"]["mu"] == 0.7

@@ -18,19 +18,20 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
 from helpers.waiting import eventually
-from medflare.core.errors import Aborted, ConfigError, DataError, MedflareError
+from medflare.core.errors import Aborted, DataError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
-from medflare.data.local import OutboundLimits, read_local
+from medflare.data.local import OutboundLimits
 from medflare.federation.participant import identity_of
 from medflare.flare import executors
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
-from medflare.flare.guard import refuse_undeclared
+from medflare.flare.guard import validate_tensors
 from medflare.flare.liveness import Heartbeat
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
-from medflare.flare.participants import TASK_FILE, ParticipantSpec, anchor
+from medflare.flare.names import TASK_FILE
+from medflare.flare.participants import ParticipantSpec, anchor
 from medflare.flare.privacy import UpdatePrivacy
-from medflare.flare.simulator import Relay
+from medflare.flare.simulator import SimulatorHost
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
@@ -148,7 +149,7 @@ def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskCo
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
     assert 0 < reply.meta["privacy"]["epsilon"] < 4.8
     method = get_method("fedavg")
-    refuse_undeclared(reply, method.site_class.manifest("train", method.plan(task, ("CS", "DU"), hyper)), OutboundLimits())
+    validate_tensors(reply, method.site_class.manifest("train", method.plan(task, ("CS", "DU"), hyper)), OutboundLimits())
     assert (place / "local" / "privacy" / "privacy-CS.safetensors").is_file()
     reason = str(error_of(answered(FedAvgExecutor(seed=0, hyper=hyper), fl_ctx, "train", model(task, step=1), round=1)))
     assert "4.8" in reason
@@ -186,10 +187,7 @@ def test_an_error_of_the_settings_leaves_without_folders(fl_ctx: FLContext, plac
     assert reason.startswith("medflare.json") and str(place) not in reason
 
 
-@pytest.mark.parametrize(
-    "bound",
-    ["minutes", "hours"],
-)
+@pytest.mark.parametrize("bound", ["minutes", "hours"])
 def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, task: TaskConfig, bound: str) -> None:
     write_json(place / "local" / "medflare.json", {"bounds": {bound: 1e-9}})
     executor = FedAvgExecutor(seed=0)
@@ -201,17 +199,6 @@ def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskCo
     executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
     assert answered(executor, fl_ctx, "train", model(task), abort=True).get_return_code() == ReturnCode.TASK_ABORTED
-
-
-def test_settings_of_the_site() -> None:
-    assert read_local(Path("nowhere.json")) == {}
-
-
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_broken_settings_of_the_site(content: str, tmp_path: Path) -> None:
-    (tmp_path / "medflare.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"medflare\.json"):
-        read_local(tmp_path / "medflare.json")
 
 
 def test_a_relative_data_root_is_meant_where_the_user_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,17 +216,17 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
     answered(own, fl_ctx, "enrol", enrolment(task))
     expected = [to_message(answered(own, fl_ctx, "train", model(task, step), round=step)) for step in (0, 1)]
     register_decomposers()  # as FLARE does in every process of its own
-    host = Relay(simulator.pid)
-    assert not host.there()
+    host = SimulatorHost(simulator.pid)
+    assert not host.started()
     host.start("fedavg")
-    assert host.there()
+    assert host.started()
     with pytest.raises(FileExistsError):
         host.start("fedavg")
     files = str(place / "config" / TASK_FILE), str(place / "local" / "medflare.json"), str(place / "run" / "elsewhere")
-    seat = ParticipantSpec("CS", "fedavg", "", 0, *files)
+    spec = ParticipantSpec("CS", "fedavg", "", 0, *files)
 
     def answer(phase: str, message: Message, round: int = 0, aborted: bool = False) -> Message:
-        return to_message(host.answer(seat, phase, round, to_shareable(message), aborted=lambda: aborted))
+        return to_message(host.reply(spec, phase, round, to_shareable(message), aborted=lambda: aborted))
 
     answer("enrol", enrolment(task))
     same(answer("train", model(task)), expected[0])
@@ -267,9 +254,9 @@ def same(one: Message, other: Message) -> None:
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
-def children_of(host: Relay) -> list[int]:
+def children_of(host: SimulatorHost) -> list[int]:
     """The processes that serve a host's simulator: their command line names it."""
-    wanted = ["medflare.flare.simulator_host", str(host.simulator)]
+    wanted = ["medflare.flare.simulator", str(host.simulator)]
     return [one.pid for one in psutil.Process().children() if all(word in one.cmdline() for word in wanted)]
 
 

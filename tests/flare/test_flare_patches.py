@@ -3,8 +3,6 @@
 import inspect
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,23 +73,6 @@ def test_the_task_monitor_survives_a_task_that_is_fetched_twice() -> None:
                 communicator.process_submission(Client(site, "1"), "train", number, Shareable(), fl_ctx)
             assert eventually(lambda: not communicator._tasks, seconds=20)
         assert communicator._task_monitor.is_alive() and not communicator._client_task_map
-
-
-def test_a_workflow_ends_without_torch() -> None:
-    code = """
-import sys
-from types import SimpleNamespace
-from nvflare.apis.impl.wf_comm_server import WFCommServer
-from medflare.flare.flare_patches import end_without_torch
-communicator = WFCommServer()
-if sys.argv[1] == "patched":
-    end_without_torch(communicator)
-communicator.finalize_run(SimpleNamespace())
-print("torch" in sys.modules)
-"""
-    for how, imported in (("patched", "False"), ("as it is", "True")):
-        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == imported, how
 
 
 def test_flare_has_the_timeout_of_polls() -> None:

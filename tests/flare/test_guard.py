@@ -26,7 +26,7 @@ from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.federation.settings import FACTS_LIMIT
 from medflare.federation.update_validation.rounding import Rounding
-from medflare.flare.guard import OutboundGuard, own_limits, planned
+from medflare.flare.guard import OutboundGuard, outbound_limits, planned
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.privacy import UpdatePrivacy
@@ -356,7 +356,7 @@ class TestTheSitesOwnList:
     ) -> None:
         Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
         with pytest.raises(ConfigError, match="outbound"):
-            own_limits(Path(spec.local_file))
+            outbound_limits(Path(spec.local_file))
         assert "outbound" in kept_back(OutboundGuard().process(to_shareable(update), context))
 
 

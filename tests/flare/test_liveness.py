@@ -14,7 +14,7 @@ from nvflare.apis.signal import Signal
 
 from helpers.waiting import eventually
 from medflare.flare import liveness
-from medflare.flare.liveness import Heartbeat, Liveness, wait_for_work
+from medflare.flare.liveness import Heartbeat, wait_for_work
 
 
 class Engine:
@@ -37,7 +37,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_PAUSE", 0.0)
+    monkeypatch.setattr(liveness, "_RETRY", 0.0)
 
 
 def context(engine: Engine, aborted: bool = False) -> FLContext:
@@ -76,7 +76,7 @@ def test_an_unreachable_server_holds_a_site_for_a_minute_at_most(monkeypatch: py
 
 
 def test_heartbeats_are_sent_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_EVERY", 0.01)
+    monkeypatch.setattr(liveness, "_INTERVAL", 0.01)
     engine = Engine(ReturnCode.OK)
     fl_ctx, heartbeat = context(engine), Heartbeat()
     engine.new_context = lambda: nullcontext(fl_ctx)
@@ -85,18 +85,3 @@ def test_heartbeats_are_sent_until_they_are_ended(monkeypatch: pytest.MonkeyPatc
         assert eventually(partial(engine.was_asked, engine.asked + 2))
     heartbeat.end()
     assert eventually(lambda: not any(thread.name == "medflare_heartbeat" for thread in threading.enumerate()))
-
-
-def test_questions_of_a_site_that_gets_no_task_are_no_sign_of_life() -> None:
-    """A preflight check of a running site voids its token: it asks for work for ever, and FLARE gives it none."""
-    heard = Liveness(heartbeat_timeout=0.0)
-    heard.question("CS", ready=False)
-    heard.question("CS", ready=True)
-    assert heard.heard.pop("CS")
-    for ready in (True, True, False):
-        heard.question("CS", ready)
-    assert not heard.heard and "restart the site" in heard.gone("CS", "'train'", False, since=0.0, busy=0.0)
-    heard.fetched("CS")
-    heard.question("CS", ready=True)
-    heard.question("CS", ready=True)
-    assert "CS" in heard.heard and not heard.refused, "a site that was served before is not taken for refused"

@@ -18,8 +18,9 @@ from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
+from medflare.flare.components import authorize
 from medflare.flare.controller import MedflareController
-from medflare.flare.participants import ParticipantSpec, authorize, authorize_network, left_behind, load_ahead
+from medflare.flare.participants import ParticipantSpec, interrupted_folder, load_ahead
 from medflare.methods import catalogue
 from medflare.networks import own
 
@@ -53,20 +54,20 @@ def party(folder: Path, *allowed: str, byoc: bool = False) -> FLContext:
 
 def test_a_package_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=METHOD):
-        authorize(("fedavg", METHOD), party(tmp_path))
+        authorize(("fedavg", METHOD), {}, party(tmp_path))
     assert METHOD not in sys.modules
 
 
 def test_one_that_is_trusted_is_not(tmp_path: Path) -> None:
-    authorize((METHOD, METHOD), party(tmp_path, METHOD))
-    authorize((METHOD,), party(tmp_path, byoc=True))  # a job that may bring its own code may name installed code
+    authorize((METHOD, METHOD), {}, party(tmp_path, METHOD))
+    authorize((METHOD,), {}, party(tmp_path, byoc=True))  # a job that may bring its own code may name installed code
     assert METHOD not in sys.modules
 
 
 def test_our_own_methods_need_nothing_more(tmp_path: Path) -> None:
-    authorize(("fedavg", "moon"), party(tmp_path))
+    authorize(("fedavg", "moon"), {}, party(tmp_path))
     with pytest.raises(ConfigError, match="fedavgg"):
-        authorize(("fedavgg",), party(tmp_path))
+        authorize(("fedavgg",), {}, party(tmp_path))
 
 
 def test_nothing_of_it_is_imported_ahead() -> None:
@@ -98,11 +99,11 @@ def test_a_network_of_ones_own_is_asked_for_like_a_method(tmp_path: Path, monkey
     monkeypatch.setattr(own, "_trusted", set())
     task = small_task(network={"name": "lab_nets.small:Plain"})
     with pytest.raises(ConfigError, match="lab_nets"):
-        authorize_network(task, party(tmp_path))
+        authorize((), task.network, party(tmp_path))
     assert not own._trusted
-    assert authorize_network(task, party(tmp_path, "lab_nets")) == "lab_nets.small"
+    assert authorize((), task.network, party(tmp_path, "lab_nets")) == "lab_nets.small"
     assert own._trusted == {"lab_nets.small"}
-    assert authorize_network(small_task(), party(tmp_path)) == ""
+    assert authorize((), small_task().network, party(tmp_path)) == ""
 
 
 def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
 
 def test_a_resumed_job_finds_the_folder_of_the_interrupted_one(tmp_path: Path) -> None:
     workspace = SimpleNamespace(get_run_dir=lambda job: str(tmp_path / job))
-    assert left_behind(workspace, "") == ""
-    assert left_behind(workspace, "first") == str(tmp_path / "medflare/first")
+    assert interrupted_folder(workspace, "") == ""
+    assert interrupted_folder(workspace, "first") == str(tmp_path / "medflare/first")
     with pytest.raises(ConfigError, match="elsewhere"):
-        left_behind(workspace, "../elsewhere")
+        interrupted_folder(workspace, "../elsewhere")

@@ -10,7 +10,7 @@ from nvflare.recipe import PocEnv, SimEnv
 from nvflare.recipe.spec import ExecEnv
 
 from medflare.core.errors import ConfigError
-from medflare.flare.recipes import RECIPES, FedAvgRecipe, FedSMRecipe, MedflareRecipe
+from medflare.flare.recipes import FedAvgRecipe, FedSMRecipe, MedflareRecipe
 
 
 def exported(recipe: MedflareRecipe, folder: Path) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def test_no_rounds_are_refused(counts: dict[str, Any]) -> None:
         FedAvgRecipe(**counts)
 
 
-@pytest.mark.parametrize("method", RECIPES)
-def test_every_recipe_writes_its_methods_job(method: str, tmp_path: Path) -> None:
-    part = exported(RECIPES[method](num_rounds=1), tmp_path)
-    assert part["args"].get("method", method) == method
+@pytest.mark.parametrize("recipe", MedflareRecipe.__subclasses__())
+def test_each_recipe_writes_its_methods_job(recipe: type[MedflareRecipe], tmp_path: Path) -> None:
+    part = exported(recipe(num_rounds=1), tmp_path)
+    assert part["args"].get("method", recipe.default_method) == recipe.default_method
 
 
 def test_hyper_parameters_by_name_and_by_half(tmp_path: Path) -> None:

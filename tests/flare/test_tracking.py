@@ -1,9 +1,6 @@
 """What a run tells while it goes on: its lines and events, whom it waits for, and curves for FLARE's own trackers."""
 
-import json
 import sys
-import threading
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +13,15 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
-from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flare.test_tasks import STEP, FakeController, answers, asked, exchange, never_answers
 from medflare.core.events import EventLog
 from medflare.federation.schedule import StepReport
 from medflare.flare import tracking
 from medflare.flare.controller import MedflareController
-from medflare.flare.tracking import MLflowTracker, Progress, Tracking, numbers_of, weighted_means
+from medflare.flare.tracking import MLflowTracker, Progress, Tracking
 from medflare.methods.base import Step
 
 RECEIVER = "nvflare.app_opt.tracking.mlflow.mlflow_receiver"
@@ -38,9 +33,9 @@ def report(round: int, aggregation: dict[str, Any] | None = None, **meta: dict[s
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Tracking]:
-    """A server's FL context whose events reach FLARE's TensorBoard receiver and its metrics artefact writer."""
+    """A server's FL context whose events reach FLARE's TensorBoard receiver ."""
     workspace = SimpleNamespace(get_run_dir=lambda job: str(tmp_path))
-    handlers = [TBAnalyticsReceiver(), MetricsArtifactWriter()]
+    handlers = [TBAnalyticsReceiver()]
     engine = SimpleNamespace(get_workspace=lambda: workspace, fire_event=lambda event, ctx: fire(event, ctx))
     manager = FLContextManager(engine=engine, identity_name="server", job_id="job", public_stickers={}, private_stickers={})
     engine.new_context = manager.new_context
@@ -52,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Tracking]:
     fl_ctx = manager.new_context()
     fl_ctx.set_prop(ReservedKey.ENGINE, engine, private=True, sticky=False)
     fire(EventType.START_RUN, fl_ctx)
-    yield Tracking(FLComponent(), fl_ctx, rounds=2)
+    yield Tracking(FLComponent(), fl_ctx)
     fire(EventType.END_RUN, fl_ctx)
 
 
@@ -114,7 +109,7 @@ def test_mlflow_has_a_run_for_each_site(tmp_path: Path, monkeypatch: pytest.Monk
     fl_ctx.set_prop(ReservedKey.ENGINE, engine, private=True, sticky=False)
     fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.SERVER_JOB, private=True, sticky=False)
     tracker.handle_event(EventType.START_RUN, fl_ctx)
-    observe = Tracking(FLComponent(), fl_ctx, rounds=2)
+    observe = Tracking(FLComponent(), fl_ctx)
     observe(report(0, CS={"loss": 0.9, "validation": {"global": 0.5}}))
     sites.append("DU")
     observe(report(1, CS={"loss": 0.8}, DU={"loss": 0.6}, gone={"loss": 0.1}))
@@ -132,10 +127,10 @@ def test_without_mlflow_the_run_goes_on(run: Tracking, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mlflow", None)
     tracker = MLflowTracker()
     for event in (EventType.START_RUN, ANALYTIC_EVENT_TYPE, EventType.END_RUN):
-        tracker.handle_event(event, run.fl_ctx)
+        tracker.handle_event(event, run._fl_ctx)
 
 
-def test_curves_and_artefacts(run: Tracking, tmp_path: Path) -> None:
+def test_curves_reach_tensorboard(run: Tracking, tmp_path: Path) -> None:
     run(
         report(
             0,
@@ -151,7 +146,7 @@ def test_curves_and_artefacts(run: Tracking, tmp_path: Path) -> None:
             DU={"n_samples": 3, "loss": 0.6, "validation": {"global": 0.8}},
         )
     )
-    run.component.fire_event(EventType.END_RUN, run.fl_ctx)
+    run._component.fire_event(EventType.END_RUN, run._fl_ctx)
 
     def curve(tag: str, site: str) -> list[tuple[int, Any]]:
         events = EventAccumulator(str(tmp_path / "tb_events" / "server" / f"{tag}_{site}")).Reload()
@@ -161,18 +156,6 @@ def test_curves_and_artefacts(run: Tracking, tmp_path: Path) -> None:
     assert curve("validation_global", "DU") == [(1, 0.8)]  # undefined in round 0: no point, not a zero
     assert [curve("aggregation_weight", site) for site in ("CS", "DU", "HT")] == [[(1, 0.2)], [(1, 0.7)], [(1, 0.1)]]
     assert not list((tmp_path / "tb_events").rglob("aggregation_score*"))
-    summary = json.loads((tmp_path / "metrics" / "metrics_summary.json").read_text())
-    assert summary["final_round"] == 1
-    found = {metric["name"]: metric["value"] for metric in summary["final_aggregated_metrics"]}
-    assert found == pytest.approx({"loss": (0.8 + 3 * 0.6) / 4, "validation_global": (0.6 + 3 * 0.8) / 4})
-    rounds = [json.loads(line) for line in (tmp_path / "metrics" / "round_metrics.jsonl").read_text().splitlines()]
-    assert [site["name"] for site in rounds[0]["sites"]] == ["CS", "DU"]
-
-
-def test_what_is_undefined_or_not_finite_is_left_out() -> None:
-    assert numbers_of({"loss": float("nan"), "validation": {"global": 0.5, "personal": None}}) == {"validation_global": 0.5}
-    assert numbers_of({}) == {}
-    assert weighted_means({"a": {"loss": 1.0}, "b": {}}, {"a": 2.0, "b": 8.0}) == {"loss": 1.0}
 
 
 def test_events_stand_before_the_line_of_their_step() -> None:
@@ -183,31 +166,17 @@ def test_events_stand_before_the_line_of_their_step() -> None:
     told.say("round 1")
     events.add("warning", "nearly over")
     expected = ["round 0", "missing: B (round 1): no sign of life", "round 1", "warning: nearly over"]
-    assert told.to_dict(None) == {"count": 4, "lines": expected}
-    assert told.to_dict(None)["count"] == 4, "an event is told once"
+    assert told.to_dict() == {"count": 4, "lines": expected}
+    assert told.to_dict()["count"] == 4, "an event is told once"
 
 
 def test_a_long_run_keeps_its_last_lines_and_counts_all() -> None:
     told = Progress(EventLog())
-    for number in range(2 * tracking._KEPT):
+    for number in range(2 * tracking._LINES):
         told.say(str(number))
-    found = told.to_dict(None)
-    assert found["count"] == 2 * tracking._KEPT and found["lines"][-1] == str(found["count"] - 1)
-    assert len(found["lines"]) == tracking._KEPT
-
-
-def test_whom_the_step_waits_for_and_for_how_long() -> None:
-    controller = FakeController(CS=answers(), DU=never_answers)
-    carrier = exchange(controller, step_timeout=0.7, heartbeat_timeout=30.0)
-    assert carrier.tasks.waiting() == {}
-    step = threading.Thread(target=carrier, args=(STEP, asked(controller)))
-    step.start()
-    time.sleep(0.4)
-    told = Progress(EventLog()).to_dict(carrier.tasks)
-    step.join()
-    assert (told["phase"], told["round"], told["heartbeat_timeout"]) == ("train", 3, 30.0)
-    assert list(told["silent"]) == ["DU"] and 0.2 < told["silent"]["DU"] < 60
-    assert carrier.tasks.waiting()["silent"] == {}, "nobody is waited for between two steps"
+    found = told.to_dict()
+    assert found["count"] == 2 * tracking._LINES and found["lines"][-1] == str(found["count"] - 1)
+    assert len(found["lines"]) == tracking._LINES
 
 
 def test_flare_is_told_when_it_asks() -> None:

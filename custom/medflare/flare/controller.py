@@ -122,7 +122,7 @@ class MedflareController(Controller):
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
         from medflare.evaluation.console import results_table
-        from medflare.evaluation.names import FAILED
+        from medflare.evaluation.results import FAILED
         from medflare.flare.messages import register_tensors
         from medflare.flare.tasks import TaskExchange
 
@@ -213,7 +213,7 @@ class MedflareController(Controller):
 
     def _refused(self, error: Exception, fl_ctx: FLContext) -> dict[str, Any]:
         """Results that say why the job cannot become a run."""
-        from medflare.evaluation.names import UNKNOWN
+        from medflare.evaluation.results import UNKNOWN
         from medflare.federation.run import refused_run
         from medflare.tasks.config import load_task
 

@@ -17,7 +17,7 @@ from medflare.evaluation.presentation import format_bytes
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import FedSMExecutor
 from medflare.flare.jobs.building import build_job, resumed_job, size_of
-from medflare.flare.participants import interrupted
+from medflare.flare.participants import interrupted_id
 from medflare.tasks.config import load_task
 
 JOBS = Path(__file__).resolve().parents[3] / "jobs"
@@ -248,7 +248,7 @@ def test_both_sides_name_the_interrupted_job(job: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("job_id", ["..", "../other", "/etc", ""])
 def test_what_is_no_job_id_is_refused(job_id: str) -> None:
     with pytest.raises(ConfigError, match="resume"):
-        interrupted(job_id)
+        interrupted_id(job_id)
 
 
 def test_the_command_writes_the_job_that_resumes(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def logged(error: Exception, folder: Path, caplog: pytest.LogCaptureFixture, mon
         raise error
 
     monkeypatch.setattr(FedAvgExecutor, "_reply", broken)
-    monkeypatch.setattr(FedAvgExecutor, "_spec", lambda *arguments: SimpleNamespace(folder=folder))
+    monkeypatch.setattr(FedAvgExecutor, "_make_spec", lambda *arguments: SimpleNamespace(folder=folder))
     FedAvgExecutor(seed=0).execute("train", Shareable(), FLContext(), Signal())
     return caplog.text
 

@@ -18,7 +18,12 @@ from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
+<<<<<<< HEAD
 from medflare.flare import messages
+=======
+from medflare.federation.settings import FINALIZE
+from medflare.flare import tasks
+>>>>>>> c040c5a7 (tests: the run of FLARE's controller in one process)
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
 from medflare.methods.base import ServerContext
@@ -62,7 +67,7 @@ def test_the_file_is_that_of_the_data_command(volumes: Path, tmp_path: Path) -> 
 def test_the_local_engine_and_flare_give_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(PHANTOM, list(SITES), tmp_path / "local")
     method, server = METHOD, Server(tmp_path / "flare", WeightedAggregator(method="fingerprint"), PHANTOM)
-    monkeypatch.setattr(messages, "MessageExchange", in_this_process(method, PHANTOM, {}, 0))
+    monkeypatch.setattr(tasks, "TaskExchange", in_this_process(method, PHANTOM, {}, 0))
     server.run(MedflareController(rounds=0, seed=0))
     results = load_results(tmp_path / "flare")
     assert (results["status"], results["method"], server.panics) == ("COMPLETED", "fingerprint", [])
