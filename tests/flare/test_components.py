@@ -17,13 +17,8 @@ from nvflare.private.fed.utils.fed_utils import authorize_build_component
 from e2e.simulation import ROOT
 from helpers.small_tasks import small_task
 from medflare.cli.startup_kit import template
-<<<<<<< HEAD
 from medflare.data.local import find_private_folder, private_folder
-from medflare.flare.components import JobComponents, component_paths, refusal
-=======
-from medflare.data.local import kept_of, private_folder
 from medflare.flare.components import JobComponents, _component_paths, _refusal
->>>>>>> ca5b51d6 (tests: the run of FLARE's controller in one process)
 from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS
 from medflare.flare.recipes import MedflareRecipe

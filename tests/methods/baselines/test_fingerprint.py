@@ -18,12 +18,8 @@ from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-<<<<<<< HEAD
-from medflare.flare import messages
-=======
 from medflare.federation.settings import FINALIZE
 from medflare.flare import tasks
->>>>>>> c040c5a7 (tests: the run of FLARE's controller in one process)
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
 from medflare.methods.base import ServerContext
