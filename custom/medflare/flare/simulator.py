@@ -100,9 +100,11 @@ class SimulatorHost:
             try:
                 worker.send_bytes(json.dumps({"phase": phase, "round": round}).encode())
                 worker.send_bytes(to_bytes(incoming))
-                while not worker.poll(_ABORT_CHECK):
+                answered = False
+                while not answered:
                     if aborted():
                         raise Aborted(f"site {spec.name}: stopped on request")
+                    answered = worker.poll(_ABORT_CHECK)
                 status = json.loads(worker.recv_bytes())
                 if "problem" not in status:
                     return from_bytes(worker.recv_bytes())
