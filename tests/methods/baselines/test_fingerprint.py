@@ -18,7 +18,6 @@ from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.federation.settings import FINALIZE
 from medflare.flare import tasks
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
