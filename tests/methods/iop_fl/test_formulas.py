@@ -19,8 +19,6 @@ from medflare.methods.iop_fl.formulas import (
     shape_loss_official,
     total_loss,
     total_loss_official,
-    turned,
-    turned_back,
 )
 
 ENTRIES = ("conv.weight", "bn.weight", "bn.running_mean", "bn.num_batches_tracked")
@@ -142,18 +140,7 @@ def test_degenerate_predictions() -> None:
     assert loss == 0 and certain.grad is not None and torch.isfinite(certain.grad).all()
 
 
-# -- classes and turned images -------------------------------------------------------------------------------------------------
-
-
 def test_every_class_of_a_sigmoid_output() -> None:
     p = torch.tensor([[0.2, 0.9]])
     close(iop_math.all_classes(p, "multilabel"), [[0.8, 0.1, 0.2, 0.9]])
     assert iop_math.all_classes(p, "multiclass") is p
-    close(iop_math.foreground(p, "multiclass"), [[0.9]])
-    assert iop_math.foreground(p, "binary") is p
-
-
-def test_turned_images_equal_the_published_augmentation(iop: dict[str, Tensor]) -> None:
-    images, turns, flips = iop["tta/rot_in"], iop["tta/rot_k"], iop["tta/flip"]
-    assert torch.equal(turned(images, turns, flips), iop["tta/rot_out"])
-    assert torch.equal(turned_back(iop["tta/rot_out"], turns, flips), images)

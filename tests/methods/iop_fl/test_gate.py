@@ -1,4 +1,4 @@
-"""What keeps routing outside from collapse: units, coefficients, objective, the gate and the event that names it."""
+"""Protection of routing from collapse: units, coefficients, objective, the gate and its event."""
 
 from typing import Any
 
@@ -9,13 +9,11 @@ from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.federation.final_models import evaluated
 from medflare.methods.catalogue import build_deployed
-from medflare.methods.iop_fl import METHOD
+from medflare.methods.iop_fl import METHOD, outside
 from medflare.methods.iop_fl.formulas import agreeing, all_classes, image_spread, window_radius
-from medflare.methods.iop_fl.gate import Gate, Gathering, Look, ranges_of
-from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
+from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, ranges_of, summarize, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
-from medflare.methods.iop_fl.site import IOPSite
+from medflare.methods.iop_fl.site import IOPHyper, IOPSite
 from medflare.training.site import Site
 from methods import squares
 from methods.iop_fl.test_outside import PRINTED, delivered
@@ -29,44 +27,37 @@ def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
     return model, algorithm.site
 
 
-# ---- units -------------------------------------------------------------------------------------------------------------------
-
-
-def test_noise_is_measured_in_the_images_own_spread() -> None:
+def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
     images = torch.stack([torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)])
     model, _ = routed(route_epochs=0)
     model._probabilities = model._at_start = lambda images: images  # type: ignore[method-assign]
-    clean, noisy, _ = model._answers(images, "key")
+    clean, noisy, _ = model._predictions(images, "key")
     torch.testing.assert_close((noisy - clean).flatten(1).std(dim=1), 0.5 * image_spread(images).flatten(), rtol=0.1, atol=1e-6)
 
 
-def test_the_window_is_a_share_of_the_side() -> None:
+def test_the_window_is_a_fraction_of_the_side() -> None:
     assert [window_radius([side, 2 * side]) for side in (384, 128, 64, 8)] == [10, 3, 2, 1]
     p = torch.rand(1, 1, 64, 64)
     by_share, by_pixels = (build_hyper(IOPHyper, {"radius": radius, "objective": "paper"}) for radius in ("auto", 2))
     assert test_time_loss(p, p, SEGMENTATION, by_share, p) == test_time_loss(p, p, SEGMENTATION, by_pixels, p)
 
 
-def test_coefficients_of_every_layer_go_on_adding_up_to_one() -> None:
-    """Sigmoids shrink under the printed objective, and the layers' weights with them."""
-    for kind, low, high in (("softmax", 0.999, 1.001), ("sigmoid", 0.0, 0.9)):
-        model, _ = routed(**{**PRINTED, "coefficients": kind, "route_lr": 0.1, "route_epochs": 6})
+def test_sigmoid_coefficients_shrink_under_the_printed_objective() -> None:
+    for hyper, low, high in (({}, 0.999, 1.001), (PRINTED, 0.0, 0.9)):
+        model, _ = routed(**{**hyper, "route_lr": 0.1, "route_epochs": 6})
         total = sum(model.report()["coefficients"]["head"])
-        assert low <= total <= high, (kind, total)
-
-
-# ---- objective ---------------------------------------------------------------------------------------------------------------
+        assert low <= total <= high, (hyper, total)
 
 
 def costs(objective: str) -> list[float]:
-    """Of a useful prediction that noise moves a little, of one half everywhere, and of nothing anywhere."""
+    """The losses of a useful prediction, of 0.5 everywhere, and of an empty mask."""
     torch.manual_seed(0)
     useful = torch.full((4, 1, 16, 16), 0.03)
     useful[:, :, 4:9, 4:9] = 0.9
-    moved = (useful + 0.15 * torch.randn_like(useful)).clamp(0.01, 0.99)
+    noisy = (useful + 0.15 * torch.randn_like(useful)).clamp(0.01, 0.99)
     hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
-    pairs = [(useful, moved), *((torch.full_like(useful, value),) * 2 for value in (0.5, 0.001))]
-    return [float(test_time_loss(p, noisy, SEGMENTATION, hyper, start=useful)) for p, noisy in pairs]
+    pairs = [(useful, noisy), *((torch.full_like(useful, value),) * 2 for value in (0.5, 0.001))]
+    return [float(test_time_loss(p, q, SEGMENTATION, hyper, start=useful)) for p, q in pairs]
 
 
 def test_the_default_objective_does_not_reward_collapse() -> None:
@@ -76,47 +67,40 @@ def test_the_default_objective_does_not_reward_collapse() -> None:
     assert useful < even and useful < empty
 
 
-# ---- the gate ----------------------------------------------------------------------------------------------------------------
-
-
 def test_every_limit_refuses() -> None:
-    gate, start = Gate(0.8, 0.9, 3.0, [(0.1, 0.2)]), Look(1.0, 0.5, 1.0, (0.15,))
-    assert gate.refusal(start, start) == ""
-    for refused, value in (((0.1, 1.0, 0.15), "0.20"), ((0.5, 0.5, 0.15), "0.50"), ((0.5, 1.0, 0.02), "0.02"), ((0.5, 1.0, 0.8), "0.8")):
-        information, agreement, share = refused
-        assert value in gate.refusal(Look(0.1, information, agreement, (share,)), start)
-    assert Gate(0.0, 0.0, 0.0, [(0.1, 0.2)]).refusal(Look(0.1, 0.0, 0.0, (0.9,)), start) == ""
-    assert gate.refusal(Look(0.1, 0.5, 1.0, (0.02,)), Look(1.0, 0.5, 1.0, (0.03,))) == "", "the start's own share widens the range"
+    ranges, start = [(0.1, 0.2)], Summary(1.0, 0.5, 1.0, (0.15,))
+    assert gate_refusal(start, start, ranges) == ""
+    for (information, agreement, share), token in (
+        ((0.1, 1.0, 0.15), "0.20"),
+        ((0.5, 0.5, 0.15), "0.50"),
+        ((0.5, 1.0, 0.02), "0.02"),
+        ((0.5, 1.0, 0.8), "0.8"),
+    ):
+        assert token in gate_refusal(Summary(0.1, information, agreement, (share,)), start, ranges)
+    assert gate_refusal(Summary(0.1, 0.5, 1.0, (0.9,)), start, []) == ""
+    assert gate_refusal(Summary(0.1, 0.5, 1.0, (0.02,)), Summary(1.0, 0.5, 1.0, (0.03,)), ranges) == "", "extended to the start's share"
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_one_image_that_is_classified_tells_nothing(seed: int) -> None:
-    """Its share is its prediction: what is left of two entropies is rounding, of which nothing may be asked."""
+def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
+    """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
-    looks = []
-    for p in logits.softmax(dim=2):
-        gathering = Gathering(CLASSIFICATION)
-        gathering.add(torch.tensor(1.0), p, p)
-        looks.append(gathering.look())
-    assert all(0 <= look.information < 1e-12 for look in looks)
-    for state, start in ((looks[1], looks[0]), (Look(0.1, 0.0, 1.0, ()), Look(1.0, 1e-7, 1.0, ()))):
-        assert Gate(0.8, 0.0, 0.0).refusal(state, start) == ""
+    start, state, _ = (summarize(CLASSIFICATION, [(torch.tensor(1.0), p, p)]) for p in logits.softmax(dim=2))
+    assert 0 <= state.information < 1e-12 and gate_refusal(state, start, []) == ""
 
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTICLASS, MULTILABEL, CLASSIFICATION])
-def test_a_look_gathers_what_all_batches_say_together(task: Any) -> None:
+def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     algorithm = squares.algorithm(squares.partner(squares.FedAvgServer), "A", task)
     batches = list(algorithm.site.ordered("train"))
     p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
-    gathering, whole = Gathering(task), Gathering(task)
-    for part in p:
-        gathering.add(torch.tensor(2.0), part, part)
-    whole.add(torch.tensor(2.0), torch.cat(p), torch.cat(p))
-    look, expected = gathering.look(), whole.look()
-    assert look.loss == 2.0 and look.agreement == 1.0 and look.information > 0
-    assert look.information == pytest.approx(expected.information, abs=1e-6) and look.shares == pytest.approx(expected.shares, abs=1e-6)
-    every = all_classes(torch.cat(p), task.target)
-    assert len(look.shares) == {"binary": 1, "multiclass": every.shape[1] - 1, "multilabel": 2}[task.target] * (task.kind == "segmentation")
+    loss = torch.tensor(2.0)
+    summary, expected = summarize(task, [(loss, q, q) for q in p]), summarize(task, [(loss, torch.cat(p), torch.cat(p))])
+    assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
+    assert summary.information == pytest.approx(expected.information, abs=1e-6)
+    assert summary.shares == pytest.approx(expected.shares, abs=1e-6)
+    classes = all_classes(torch.cat(p), task.target).shape[1]
+    assert len(summary.shares) == {"binary": 1, "multiclass": classes - 1, "multilabel": 2}[task.target] * (task.kind == "segmentation")
 
 
 def test_ranges_are_those_of_the_inside_sites() -> None:
@@ -127,41 +111,43 @@ def test_ranges_are_those_of_the_inside_sites() -> None:
 COLLAPSING: dict[str, Any] = {**PRINTED, "radius": 2, "beta": 1.0, "route_epochs": 6, "route_lr": 0.3}
 
 
-def test_a_collapse_is_kept_out_and_named() -> None:
-    """The printed objective at a high rate moves the masks away and pays less for it; the gate keeps what the start had."""
-    without, _ = routed(**COLLAPSING)
-    assert without.report()["agreement"][without.report()["chosen"]] < 0.9 and not without.notices()
-    model, site = routed(**{**COLLAPSING, "gate_information": 0.8, "gate_agreement": 0.9})
-    chosen = model.report()["chosen"]
-    assert model.report()["agreement"][chosen] >= 0.9
+def test_the_gate_prevents_a_collapse() -> None:
+    """The printed objective at a high rate lowers its loss with other masks; with the gate the start's are used."""
+    model, site = routed(**COLLAPSING)
+    report = model.report()
+    assert report["agreement"][report["chosen"]] < 0.9 and not model.notices()
     images = stacked(site.data.test).images
-    start, _ = routed(route_epochs=0)
+    model.gated = True
+    model.adapt([images])
+    start, _ = routed(**{**COLLAPSING, "route_epochs": 0})
     with torch.no_grad():
-        same, total = agreeing(model(images) > 0.5, start(images) > 0.5)
-        assert same >= 0.9 * total
-    assert len(model.notices()) == 1 and "routing kept" in model.notices()[0]
+        equal, total = agreeing(model(images) > 0.5, start(images) > 0.5)
+    assert equal >= 0.9 * total and len(model.notices()) == 1
 
 
-def test_the_event_names_what_was_kept_and_why() -> None:
-    algorithm, models = delivered(counts=(0, 0, 8), **{**COLLAPSING, "gate_information": 1.0, "gate_agreement": 1.0})
-    meta = evaluated(algorithm.site, models, lambda role, model, metrics, cases: None, method=METHOD)
-    (event,) = [event for event in meta["events"] if event["kind"] == "reverted"]
-    assert event["message"].startswith("deployed: routing kept the start")
-    quiet, models = delivered(counts=(0, 0, 8), route_epochs=0)
-    assert not [e for e in evaluated(quiet.site, models, lambda *_: None, method=METHOD)["events"] if e["kind"] == "reverted"]
+def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def events(**hyper: Any) -> list[dict[str, Any]]:
+        algorithm, models = delivered(counts=(0, 0, 8), **hyper)
+        meta = evaluated(algorithm.site, models, lambda *_: None, method=METHOD)
+        return [event for event in meta["events"] if event["kind"] == "reverted"]
+
+    assert not events(route_epochs=0)
+    monkeypatch.setattr(outside, "GATE_AGREEMENT", 1.1)
+    (event,) = events(route_epochs=3, route_lr=0.1)
+    assert event["message"].startswith("deployed: routing uses the start")
 
 
-def test_a_model_that_an_older_release_stored_is_built() -> None:
-    """Without coefficients to choose, they were sigmoids; settings that are gone are left out."""
+def test_a_model_stored_by_an_older_release_is_built() -> None:
+    """Without an objective it is the printed one; unknown settings are ignored."""
     _, models = delivered(**PRINTED)
     message = models["deployed"]
-    del message.meta["routing"]["coefficients"]
+    del message.meta["routing"]["objective"]
     message.meta["routing"]["router_dropout"] = 0.2
     model: Any = build_deployed(SEGMENTATION, message)
-    assert model.hyper.coefficients == "sigmoid"
+    assert model.hyper.objective == "paper"
 
 
-def test_the_outside_site_is_told_the_inside_sites_ranges() -> None:
+def test_the_outside_site_receives_the_inside_sites_ranges() -> None:
     algorithms = squares.algorithms(IOPSite)
     server = squares.server(IOPServer, algorithms=algorithms, rounds=1)
     squares.play(server, algorithms)

@@ -70,8 +70,7 @@ def drawn(network: nn.Module, states: list[StateDict], seed: int = 0, **routing:
     return routed
 
 
-def test_a_softmax_keeps_the_mixture_between_the_experts() -> None:
-    """Whatever the router says, weights that all experts share stay what they are; with sigmoids they need not."""
+def test_a_softmax_mixture_of_equal_experts_is_the_expert() -> None:
     torch.manual_seed(0)
     same, images = [states_of(Everything, 1)[0]] * 3, torch.rand(2, 3, 8, 8)
     kinds: tuple[tuple[Any, bool], ...] = (("softmax", True), ("sigmoid", False))
@@ -81,8 +80,8 @@ def test_a_softmax_keeps_the_mixture_between_the_experts() -> None:
             assert torch.allclose(routed(images), averaged(Everything, same)(images), atol=1e-5) == unchanged
 
 
-def test_samples_have_weights_of_their_own() -> None:
-    """A batch gives what its images give one by one: no coefficient leaks from one sample to another."""
+def test_every_sample_has_its_own_weights() -> None:
+    """A batch gives the same outputs as its images one by one."""
     torch.manual_seed(0)
     routed = drawn(Everything(), states_of(Everything, 3))
     images = torch.rand(4, 3, 8, 8) * torch.tensor([0.1, 1.0, 5.0, 20.0]).view(-1, 1, 1, 1)
@@ -129,18 +128,7 @@ def test_batch_norm_uses_the_test_batch() -> None:
         batch: Any = RoutedNetwork(make(), states, Routing(statistics="batch"))
         reference.norm.train()
         torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
-    assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])  # looked at, never changed
-
-
-def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode() -> None:
-    make = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.9), nn.Conv2d(4, 2, 1))  # noqa: E731
-    images = torch.rand(2, 1, 6, 6)
-    routed = drawn(make(), states_of(make, 2))
-    with torch.no_grad():
-        assert torch.equal(routed(images), routed(images))
-        routed.train()
-        assert not torch.equal(routed(images), routed(images))
-    assert not routed.network[1].training and routed.network[0].router.dropout.training
+    assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])  # unchanged
 
 
 def test_a_layer_used_twice_is_routed_at_both_places() -> None:
@@ -160,7 +148,7 @@ def test_a_layer_used_twice_is_routed_at_both_places() -> None:
         torch.testing.assert_close(routed(images), averaged(Shared, states)(images))
 
 
-def test_adapted_state_comes_back_and_foreign_ones_are_refused() -> None:
+def test_the_adapted_state_is_restored_and_others_are_refused() -> None:
     states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
     first, second = (drawn(Everything(), states, seed) for seed in (1, 2))
     assert not torch.equal(first(images), second(images))
@@ -178,28 +166,22 @@ def test_errors_name_the_offender() -> None:
         RoutedNetwork(Everything(), [state, {name: tensor for name, tensor in state.items() if name != "head.bias"}])
     with pytest.raises(StateError, match="BatchNorm2d"):
         RoutedNetwork(nn.BatchNorm2d(2), [nn.BatchNorm2d(2).state_dict()] * 2)
-    with pytest.raises(ValueError, match="1"):
-        MLPRouter(3, 1)
 
 
 def monai_networks() -> dict[str, Callable[[], nn.Module]]:
     from monai.networks.nets.attentionunet import AttentionUnet
-    from monai.networks.nets.basic_unet import BasicUNet
     from monai.networks.nets.densenet import DenseNet
     from monai.networks.nets.segresnet import SegResNet
-    from monai.networks.nets.unet import UNet
 
     return {
-        "residual unet": lambda: UNet(2, 1, 2, (4, 8), (2,), num_res_units=2, norm="batch"),
         "attention unet": lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)),
-        "basic unet": lambda: BasicUNet(2, 1, 2, (4, 4, 4, 4, 4, 4)),
         "segresnet": lambda: SegResNet(2, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)),
         "densenet": lambda: DenseNet(2, 1, 2, init_features=4, growth_rate=4, block_config=(2, 2)),
     }
 
 
-@pytest.mark.parametrize("name", ["residual unet", "attention unet", "basic unet", "segresnet", "densenet"])
-def test_monai_networks_are_routed_as_they_are(name: str) -> None:
+@pytest.mark.parametrize("name", ["attention unet", "segresnet", "densenet"])
+def test_monai_networks(name: str) -> None:
     make = monai_networks()[name]
     states, images = states_of(make, 3), torch.rand(2, 1, 32, 32)
     mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys("012", 1.0))

@@ -1,8 +1,8 @@
 """IOP-FL (Jiang et al., IEEE TMI 2023): personal models for sites inside and outside the federation.
 
-Inside, FedAvg runs unchanged and every site keeps a local adapted model beside it, P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is
-never sent while training goes on. Outside, a site that never trained receives {P_1, ..., P_K, w_g} and mixes their layers by
-coefficients that it fits to its unlabelled images (Eq. 5-10).
+Inside, FedAvg runs unchanged and every site keeps a local adapted model P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is not sent during
+training. An outside site receives {P_1, ..., P_K, w_g} and mixes their layers by coefficients that it fits to its unlabelled images
+(Eq. 5-10).
 """
 
 from typing import Any

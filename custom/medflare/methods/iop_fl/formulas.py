@@ -1,7 +1,6 @@
-"""The mathematics of IOP-FL (Jiang et al., IEEE TMI 2023) as pure functions: local adapted models and the test-time losses.
+"""The formulas of IOP-FL (Jiang et al., IEEE TMI 2023) as pure functions: local adapted models and the test-time losses.
 
-Probabilities are (N, C, H, W), or (N, C, X, Y, Z) of volumes, for segmentation and (N, C) for classification, over all classes
-(background included).
+Probabilities are (N, C, H, W) or (N, C, X, Y, Z) for segmentation and (N, C) for classification, over all classes, background included.
 """
 
 import math
@@ -15,7 +14,7 @@ from torch import Tensor
 from medflare.core.states import StateDict, blend, difference, misfit, moved
 from medflare.methods.parts.tensors import refuse_shapes
 
-_CODE_RADIUS, _CODE_SIDE = 10, 384  # the published code's window, and the side of the images that it belongs to
+_CODE_RADIUS, _CODE_SIDE = 10, 384  # the published code's window and images
 
 
 @overload
@@ -23,20 +22,19 @@ def local_adapted(previous: Mapping[str, Tensor], local: Mapping[str, Tensor], t
 @overload
 def local_adapted(previous: Tensor, local: Tensor, tau: float) -> Tensor: ...
 def local_adapted(previous: Mapping[str, Tensor] | Tensor, local: Mapping[str, Tensor] | Tensor, tau: float) -> StateDict | Tensor:
-    """P <- (1 - tau) P + tau w_k: Eq. 4 as an average of weights (reading `ema_local`).
+    """P <- (1 - tau) P + tau w_k: Eq. 4 as an average of weights.
 
     Printed Eq. 4 subtracts a gradient step from a shrunk weight, P <- (1 - tau) P - tau (eta_l grad_L + eta_g grad_G), which at
     tau = 0.9 shrinks every weight tenfold per round. The local model after training, w_k = w - eta_g grad_G - eta_l grad_L with w
-    the previous global model, already carries both gradients, so the bracket is read as the model that they lead to. This is
-    also what the published code computes.
+    the previous global model, includes both gradients, so the bracket is read as this model. The published code does the same.
 
     Args:
         previous: P_k^t, a state dict, or one tensor.
         local: w_k, the site's model after this round's local training.
-        tau: accumulation rate in [0, 1]; 1 gives the local model, 0 leaves P alone.
+        tau: accumulation rate in [0, 1]; 1 gives the local model.
 
     Returns:
-        P_k^{t+1} in the form of `previous`; integer entries (batch counters) are those of `local`.
+        P_k^{t+1} in the form of `previous`; integer entries are those of `local`.
 
     Raises:
         ValueError: tau outside [0, 1], or two models whose names or shapes differ.
@@ -45,38 +43,33 @@ def local_adapted(previous: Mapping[str, Tensor] | Tensor, local: Mapping[str, T
         >>> local_adapted({"w": torch.tensor(0.0)}, {"w": torch.tensor(2.0)}, tau=0.75)
         {'w': tensor(1.5000)}
     """
+    if isinstance(previous, Tensor) and isinstance(local, Tensor):
+        return local_adapted({"tensor": previous}, {"tensor": local}, tau)["tensor"]
     if isinstance(previous, Tensor) or isinstance(local, Tensor):
-        return local_adapted({"the tensor": _tensor(previous)}, {"the tensor": _tensor(local)}, tau)["the tensor"]
+        raise ValueError("P_k and the local model must both be tensors or both be state dicts")
     if not 0 <= tau <= 1:
-        raise ValueError(f"tau = {tau} is outside [0, 1], where P_k lies between its last value and the local model")
-    if odd := misfit(local, previous):
-        raise ValueError(f"the local model does not fit P_k: {odd}")
+        raise ValueError(f"tau must be in [0, 1], got {tau}")
+    if reason := misfit(local, previous):
+        raise ValueError(f"the local model does not fit P_k: {reason}")
     return blend(previous, local, tau)
 
 
-def _tensor(given: Mapping[str, Tensor] | Tensor) -> Tensor:
-    if not isinstance(given, Tensor):
-        raise ValueError("P_k and the local model are a tensor and a state dict; give both as one or as the other")
-    return given
-
-
 def site_step(local: Mapping[str, Tensor], global_: Mapping[str, Tensor], learnt: Collection[str]) -> StateDict:
-    """-eta_l grad_L = w_k - w_g of what is learnt by gradients, and w_k itself of everything else.
+    """-eta_l grad_L = w_k - w_g for the entries `learnt` by gradients, and w_k for all others.
 
-    Running statistics have no gradient. The way of a variance that fell from 1 to 0.1 would make another one of 0.5 negative, and BatchNorm
-    answers NaN.
+    Running statistics have no gradient, and the difference of two variances can make a third one negative.
 
     Examples:
         >>> w_k, w_g = ({"w": torch.tensor(a), "running_var": torch.tensor(b)} for a, b in ((1.0, 0.25), (3.0, 1.0)))
         >>> site_step(w_k, w_g, learnt=["w"])
         {'w': tensor(-2.), 'running_var': tensor(0.2500)}
     """
-    way = difference(local, global_)
-    return {name: way[name] if name in learnt else tensor.clone() for name, tensor in local.items()}
+    step = difference(local, global_)
+    return {name: step[name] if name in learnt else tensor.clone() for name, tensor in local.items()}
 
 
 def _statistics(step: Mapping[str, Tensor], learnt: Collection[str] | None) -> StateDict:
-    """The entries of a `site_step` that are no step but w_k's own; none where everything is learnt."""
+    """The entries of a `site_step` that are w_k's; none without `learnt`."""
     return {} if learnt is None else {name: tensor for name, tensor in step.items() if name not in learnt}
 
 
@@ -91,12 +84,9 @@ def local_adapted_explicit(
 
     Args:
         previous: P_k^t, a state dict.
-        global_: w_g^{t+1}, which carries -eta_g grad_G of the same round.
-        step: -eta_l grad_L = w_k - w_g^t, the site's own way of that round, see `site_step`.
-        learnt: names of the parameters; None: all entries. The others have no gradient and move to w_k, as in `local_adapted`.
-
-    Returns:
-        P_k^{t+1}.
+        global_: w_g^{t+1}, which includes -eta_g grad_G of the same round.
+        step: -eta_l grad_L = w_k - w_g^t, see `site_step`.
+        learnt: names of the parameters; None: all entries. The others move to w_k, as in `local_adapted`.
 
     Examples:
         >>> P, w_g, step = ({"w": torch.tensor(value)} for value in (0.0, 2.0, -1.0))
@@ -118,10 +108,7 @@ def local_adapted_incremental(
     Args:
         previous: P_k^t, a state dict.
         local_step: -eta_l grad_L = w_k - w_g, see `site_step`.
-        global_step: -eta_g grad_G, the way between two global models.
-
-    Returns:
-        P_k^{t+1}.
+        global_step: -eta_g grad_G, the difference of two global models.
 
     Examples:
         >>> P, local_step, global_step = ({"w": torch.tensor(value)} for value in (1.0, -1.0, 3.0))
@@ -146,17 +133,16 @@ def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
 
 
 def neighbourhood_range(p: Tensor, d: int) -> Tensor:
-    """Per class, largest minus smallest probability in the window of 2d+1 pixels a side around each one (the bracket of Eq. 8).
+    """Per class, largest minus smallest probability in the window of 2d+1 pixels a side around each pixel (the bracket of Eq. 8).
 
-    Windows are clipped at the border; in volumes they are cubes. A window's maximum is the maximum over rows of the maxima over
-    columns, which costs 2(2d+1) comparisons a pixel instead of (2d+1)^2.
+    Windows are clipped at the border; in volumes they are cubes. The maximum is taken axis by axis.
 
     Args:
         p: (N, C, H, W) or (N, C, X, Y, Z).
         d: radius in pixels, >= 0.
 
     Returns:
-        Of the same shape, all zero for d = 0 and where the prediction is constant.
+        Of the same shape.
 
     Examples:
         >>> p = torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]])
@@ -177,7 +163,7 @@ def _window_maximum(p: Tensor, d: int) -> Tensor:
 def shape_loss(p: Tensor, d: int) -> Tensor:
     """Eq. 8-9: the neighbourhood range, summed over the classes of `p` and averaged over pixels and images.
 
-    Eq. 9 sums over pixels; beside the pixel mean of Eq. 7 that would make this term H*W times larger, so it is averaged too.
+    Eq. 9 sums over pixels, which would make this term H*W times larger than the mean of Eq. 7; so it is averaged too.
 
     Examples:
         >>> shape_loss(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)
@@ -203,23 +189,21 @@ def entropy_loss(p: Tensor) -> Tensor:
         >>> entropy_loss(torch.tensor([[1.0, 0.0]])), entropy_loss(torch.tensor([[0.5, 0.5]]))
         (tensor(0.), tensor(0.6931))
     """
-    return _surprise(p).sum(dim=1).mean()
+    return _minus_p_log_p(p).sum(dim=1).mean()
 
 
 def entropy_loss_official(p: Tensor) -> Tensor:
-    """The published code's entropy: it sums over the images of the batch instead of the classes, divides by log C, averages the rest.
-
-    Equals `entropy_loss` times N / (C log C).
+    """The published code's entropy: sum over the images instead of the classes, over log C; `entropy_loss` times N / (C log C).
 
     Examples:
         >>> entropy_loss_official(torch.tensor([[0.5, 0.5]]))
         tensor(0.5000)
     """
-    return _surprise(p).sum(dim=0).mean() / math.log(p.shape[1])
+    return _minus_p_log_p(p).sum(dim=0).mean() / math.log(p.shape[1])
 
 
-def _surprise(p: Tensor) -> Tensor:
-    """-p log p with a finite slope at p = 0."""
+def _minus_p_log_p(p: Tensor) -> Tensor:
+    """-p log p with a finite gradient at p = 0."""
     return -p * p.clamp_min(torch.finfo(p.dtype).tiny).log()
 
 
@@ -234,9 +218,7 @@ def total_loss(consistency: Tensor, shape: Tensor, entropy: Tensor, beta: float)
 
 
 def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, classes: int) -> Tensor:
-    """The published code's weights, 10 L_e + 0.1 L_cons / C + L_s, for its own shape and entropy terms.
-
-    Its consistency is a mean over the C classes where Eq. 7 (`consistency_loss`) sums over them.
+    """The published code's total, 10 L_e + 0.1 L_cons / C + L_s; its consistency is a mean over the C classes.
 
     Examples:
         >>> total_loss_official(torch.tensor(4.0), torch.tensor(1.0), torch.tensor(0.5), classes=2)
@@ -246,14 +228,11 @@ def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, cla
 
 
 def all_classes(p: Tensor, target: str) -> Tensor:
-    """Probabilities over every class, from a network's own: sigmoid outputs are joined by their complements.
+    """Probabilities of all classes (N, C, ...): of a network's own, and for sigmoid outputs their complements before them.
 
     Args:
         p: (N, outputs, ...) as of `TaskConfig.probabilities`.
-        target: "multiclass" (softmax: already complete), "binary" or "multilabel" (one yes-or-no question per channel).
-
-    Returns:
-        (N, C, ...); for binary and multilabel the complements come first, the foreground last.
+        target: "multiclass" (softmax), "binary" or "multilabel" (sigmoid).
 
     Examples:
         >>> all_classes(torch.tensor([[0.25]]), "binary"), all_classes(torch.tensor([[0.25, 0.75]]), "multiclass")
@@ -262,53 +241,12 @@ def all_classes(p: Tensor, target: str) -> Tensor:
     return p if target == "multiclass" else torch.cat([1 - p, p], dim=1)
 
 
-def foreground(p: Tensor, target: str) -> Tensor:
-    """The foreground classes of a network's probabilities: all but class 0 for softmax, every channel for sigmoid.
-
-    Examples:
-        >>> foreground(torch.tensor([[0.25, 0.75]]), "multiclass"), foreground(torch.tensor([[0.25]]), "binary")
-        (tensor([[0.7500]]), tensor([[0.2500]]))
-    """
-    return p[:, 1:] if target == "multiclass" else p
-
-
-def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
-    """Each image turned by `turns` (N,) quarter turns, then, where `flips` (N,) is set, flipped upside down.
-
-    Args:
-        images: (N, C, H, W) with H = W where a turn is odd; volumes (N, C, X, Y, Z) turn about their third axis.
-        turns: counter-clockwise quarter turns.
-        flips: true where an image is flipped.
-
-    Examples:
-        >>> turned(torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([1]), torch.tensor([False]))
-        tensor([[[[2, 4],
-                  [1, 3]]]])
-    """
-    parts = [torch.rot90(image, int(turn), (1, 2)) for image, turn in zip(images, turns, strict=True)]
-    return torch.stack([part.flip(1) if flip else part for part, flip in zip(parts, flips, strict=True)])
-
-
-def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
-    """The inverse of `turned`, for the maps predicted from turned images.
-
-    Examples:
-        >>> image, turns, flips = torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([3]), torch.tensor([True])
-        >>> torch.equal(turned_back(turned(image, turns, flips), turns, flips), image)
-        True
-    """
-    parts = [one.flip(1) if flip else one for one, flip in zip(maps, flips, strict=True)]
-    return torch.stack([torch.rot90(part, -int(turn), (1, 2)) for part, turn in zip(parts, turns, strict=True)])
-
-
-# What keeps test-time routing from collapse. Eq. 7-10 fall when every prediction becomes the same: an empty mask, or one half everywhere,
-# is consistent, has no shape and costs next to no entropy. These functions say how much a prediction still tells, and how far it has gone.
+# Protection from collapse. Eq. 7-10 fall if all predictions become the same: an empty mask is consistent, without shape and certain.
+# These functions measure the information of a prediction and its distance from the start.
 
 
 def image_spread(images: Tensor) -> Tensor:
-    """Standard deviation of every image over its channels and pixels, (N, 1, ...): the unit of Eq. 7's noise.
-
-    The paper's images are normalised to a standard deviation of one, where this changes nothing. A constant image has 0.
+    """Standard deviation of every image over its channels and pixels, (N, 1, ...): the unit of Eq. 7's noise, 1 in the paper.
 
     Examples:
         >>> image_spread(torch.tensor([[[[0.0, 2.0]]], [[[5.0, 5.0]]]])).flatten()
@@ -318,7 +256,7 @@ def image_spread(images: Tensor) -> Tensor:
 
 
 def window_radius(sides: Sequence[int]) -> int:
-    """Radius d of Eq. 8's window as the share of the image's shortest side that the published code has, 10 of 384; at least 1 pixel.
+    """Radius d of Eq. 8's window: 10 / 384 of the image's shortest side, as in the published code; at least 1 pixel.
 
     Examples:
         >>> window_radius([384, 384]), window_radius([64, 96]), window_radius([16, 16])
@@ -328,10 +266,10 @@ def window_radius(sides: Sequence[int]) -> int:
 
 
 def mean_entropy(p: Tensor) -> Tensor:
-    """H(mean p), the entropy of the classes' shares over all pixels and images; log C where all are equally frequent.
+    """H(mean p), the entropy of the mean probabilities over all pixels and images; log C for equally frequent classes.
 
-    Its difference to the mean entropy of the pixels, `formulas.entropy_loss`, is the mutual information of pixel and prediction
-    (Krause et al., NIPS 2010, Eq. 2).
+    Minus the mean entropy of the pixels (`entropy_loss`), it is the mutual information of pixel and prediction (Krause et al., NIPS 2010,
+    Eq. 2).
 
     Examples:
         >>> mean_entropy(torch.tensor([[1.0, 0.0], [0.0, 1.0]])), mean_entropy(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
@@ -346,20 +284,17 @@ def class_shares(p: Tensor) -> Tensor:
 
 
 def entropy_of(shares: Tensor) -> Tensor:
-    """-sum_c s_c log s_c, with 0 log 0 = 0 and a finite slope there.
+    """-sum_c s_c log s_c, with a finite gradient at 0.
 
     Examples:
         >>> entropy_of(torch.tensor([0.5, 0.5])), entropy_of(torch.tensor([1.0, 0.0]))
         (tensor(0.6931), tensor(0.))
     """
-    return (-shares * shares.clamp_min(torch.finfo(shares.dtype).tiny).log()).sum()
+    return _minus_p_log_p(shares).sum()
 
 
 def divergence(start: Tensor, p: Tensor) -> Tensor:
-    """KL(start || p), summed over classes, mean over pixels and images: what leaving the starting prediction costs.
-
-    Args:
-        start: probabilities before the first step; they take no gradient.
+    """KL(start || p), summed over classes, mean over pixels and images; without a gradient to `start`.
 
     Examples:
         >>> even, certain = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
@@ -372,10 +307,10 @@ def divergence(start: Tensor, p: Tensor) -> Tensor:
 
 
 def information_total(consistency: Tensor, shape: Tensor, information: Tensor, leaving: Tensor, beta: float, anchor: float) -> Tensor:
-    """L = L_cons + beta (L_s - I) + anchor KL(start || p): Eq. 10 whose entropy term is a negative mutual information.
+    """L = L_cons + beta (L_s - I) + anchor KL(start || p): Eq. 10 with the negative mutual information as entropy term.
 
-    Eq. 9's entropy alone rewards one class for everything; I = H(mean p) - mean H(p) also pays for that. The last term keeps what is
-    unsure from drifting to where all terms are small.
+    Eq. 9's entropy is lowest if all pixels have one class; I = H(mean p) - mean H(p) is then 0. The last term limits the drift of uncertain
+    predictions.
 
     Examples:
         >>> information_total(*map(torch.tensor, (1.0, 2.0, 0.5, 3.0)), beta=0.1, anchor=0.2)
@@ -385,8 +320,8 @@ def information_total(consistency: Tensor, shape: Tensor, information: Tensor, l
 
 
 def agreeing(chosen: Tensor, start: Tensor) -> tuple[int, int]:
-    """Numerator and denominator of the agreement of two predictions: of masks their Dice over all pixels together, of lists of classes the
-    share that is the same. Both add up over batches; 0 of 0, two empty masks, is full agreement.
+    """Numerator and denominator of the agreement of two predictions: Dice of masks, accuracy of classes. Both are sums over batches; two
+    empty masks give (0, 0).
 
     Args:
         chosen: bool masks (N, C, ...), or classes (N,).

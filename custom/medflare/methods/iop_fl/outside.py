@@ -1,70 +1,198 @@
-"""IOP-FL at a site that never trained: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
+"""IOP-FL at an outside site: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
 
-The coefficients of every layer (`medflare.methods.iop_fl.routing`) are fitted to the site's unlabelled images by consistency under
-noise, shape and certainty (Eq. 7-10); of the states that pass the gate (`gate`) the one with the lowest loss is kept, so labels decide
-nothing.
+The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by consistency under noise, shape and certainty
+(Eq. 7-10). The state with the lowest loss among those that pass the gate is used. The gate exists because the loss alone once selected
+a state with an empty mask (docs/results.md): a state must be as informative as the start, agree with it, and cover a plausible share.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from medflare.core.hyper import build_hyper
-from medflare.core.manifest import MetaSpec, TensorSpec, listing, number
+from medflare.core.hyper import build_hyper, param
+from medflare.core.manifest import MetaSpec, TensorSpec, Validator
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
+from medflare.core.settings import STRICT
 from medflare.inference.deployed import MODEL, Repeated, network_with
+from medflare.methods.base import SiteHyper
 from medflare.methods.iop_fl import formulas
-from medflare.methods.iop_fl.gate import Gate, Gathering, Look, Range
-from medflare.methods.iop_fl.hyper import OutsideHyper
-from medflare.methods.iop_fl.routing import RoutedNetwork
+from medflare.methods.iop_fl.routing import RoutedNetwork, Routing, Statistics
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import foreground
 
 EXPERT = TensorSpec("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
+_Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Range = tuple[_Share, _Share]
+SHARES = MetaSpec("shares", "the inside sites' range of every foreground class's share", Validator(list[Range]))
+
+ANCHOR: Final = 0.1  # weight of the divergence from the starting prediction
+GATE_INFORMATION: Final = 0.8  # least mutual information of a state, as a fraction of the start's
+GATE_AGREEMENT: Final = 0.9  # least agreement with the start (Dice)
+GATE_SHARE: Final = 3.0  # largest factor between a foreground class's share and the inside sites' range
+_MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
 
 
-def _range(value: object) -> str | None:
-    """What is wrong with (smallest, largest) share."""
-    if problem := listing(number(0.0, 1.0), 2)(value):
-        return problem
-    return None if len(value) == 2 else "is no pair of a smallest and a largest share"  # type: ignore[arg-type]  # a list
+@dataclass(frozen=True, config=STRICT)
+class OutsideHyper(SiteHyper):
+    """Test-time routing at a site that never trained."""
+
+    routing: Literal["layer", "global"] = param(
+        "layer", "coefficients for every layer, or one set for the network", symbol="R", source="Table III"
+    )
+    bn_statistics: Statistics = param("batch", "normalise by the test batch, or as in training", source="Sec. III-C")
+    route_epochs: int = param(10, "passes over the test images", source="Sec. III-D", low=0)
+    route_lr: float = param(1e-3, "Adam rate of the routers", source="Sec. III-D", low=0)
+    beta: float = param(0.01, "weight of shape and entropy beside consistency", symbol="β", source="Eq. 10", low=0)
+    radius: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
+        "auto", "the shape term's neighbourhood radius in pixels; auto: 10 / 384 of the image's shortest side", symbol="d", source="Eq. 8"
+    )
+    noise: float = param(0.5, "noise added to images, in each image's own standard deviation", symbol="ε", source="Eq. 7", low=0)
+    use_consistency: bool = param(True, "the consistency term", symbol="L_cons", source="Eq. 7, Fig. 8")
+    use_shape: bool = param(True, "the shape term (segmentation only)", symbol="L_s", source="Eq. 9, Fig. 8")
+    use_entropy: bool = param(True, "the entropy term", symbol="L_e", source="Eq. 9, Fig. 8")
+    objective: Literal["information", "paper"] = param(
+        "information",
+        "protected from collapse: mutual information for entropy, softmax coefficients, a gate; or Eq. 6 and 10 as printed",
+        source="Eq. 6, 10",
+    )
+    comparisons: bool = param(False, "also deploy each single model, their ensemble and Tent on the global model", source="Table II")
 
 
-SHARES = MetaSpec("shares", "the inside sites' range of every foreground class's share", listing(_range))
+# -- the gate ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A state of the routers by its predictions for all images.
+
+    Attributes:
+        loss: the test-time loss.
+        information: mutual information of pixel and prediction, in nats, >= 0.
+        agreement: with the masks, or classes, of the start; see `formulas.agreeing`.
+        shares: mean probability of every foreground class; empty in classification.
+    """
+
+    loss: float
+    information: float
+    agreement: float
+    shares: tuple[float, ...]
+
+
+def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Summary:
+    """The summary of all batches together.
+
+    Args:
+        batches: (loss, probabilities, probabilities of the start) of each batch.
+    """
+    count = agreement = total = 0
+    sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
+    shares: Tensor | float = 0.0
+    for loss, p, start in batches:
+        classes = formulas.all_classes(p, task.target).double()  # a difference of entropies needs the precision
+        count += len(p)
+        sums += len(p) * torch.stack([loss.double(), formulas.entropy_loss(classes)]).cpu()
+        shares = shares + len(p) * formulas.class_shares(classes).cpu()
+        equal, of = formulas.agreeing(_decisions(p, task), _decisions(start, task))
+        agreement, total = agreement + equal, total + of
+    mean = torch.as_tensor(shares / count)
+    loss_, entropy = (sums / count).tolist()
+    positive = mean[1:] if task.target == "multiclass" else mean[len(mean) // 2 :]
+    covered = tuple(positive.tolist()) if task.kind == "segmentation" else ()
+    return Summary(loss_, max(0.0, float(formulas.entropy_of(mean)) - entropy), agreement / total if total else 1.0, covered)
+
+
+def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
+    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task."""
+    if task.kind == "segmentation":
+        return foreground(p, task)
+    return p.argmax(dim=1) if task.target == "multiclass" else (p > 0.5).long()
+
+
+def ranges_of(class_counts: Sequence[Sequence[int]], task: TaskConfig) -> list[Range]:
+    """(smallest, largest) share of every foreground class over the sites.
+
+    Args:
+        class_counts: of every site, training pixels of each of `task.classes`.
+
+    Returns:
+        Empty in classification, for multilabel tasks, whose negatives are not counted, and without sites.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> ranges_of([[90, 10], [60, 40]], SimpleNamespace(kind="segmentation", target="binary"))
+        [(0.1, 0.4)]
+    """
+    if task.kind != "segmentation" or task.target == "multilabel" or not class_counts:
+        return []
+    shares = [[count / max(1, sum(counts)) for count in counts[1:]] for counts in class_counts]
+    return [(min(column), max(column)) for column in zip(*shares, strict=True)]
+
+
+def gate_refusal(state: Summary, start: Summary, ranges: Sequence[Range]) -> str:
+    """Why a state may not be used; "" if it may.
+
+    Args:
+        start: of the state before the first step; a range is extended to include its share.
+        ranges: of every foreground class, the smallest and the largest share at the inside sites; empty if unknown.
+
+    Examples:
+        >>> start, ranges = Summary(loss=0.04, information=0.08, agreement=1.0, shares=(0.03,)), [(0.02, 0.04)]
+        >>> gate_refusal(Summary(0.03, 0.07, 0.95, (0.05,)), start, ranges)
+        ''
+        >>> gate_refusal(Summary(0.01, 0.0, 0.95, (0.05,)), start, ranges)
+        'its mutual information is 0.00 of the start, below 0.8'
+        >>> gate_refusal(Summary(0.01, 0.08, 0.95, (0.2,)), start, ranges)
+        'it covers 0.2 of the pixels, inside sites 0.02 to 0.04'
+    """
+    if start.information > _MEASURABLE and state.information < GATE_INFORMATION * start.information:
+        return f"its mutual information is {state.information / start.information:.2f} of the start, below {GATE_INFORMATION:g}"
+    if state.agreement < GATE_AGREEMENT:
+        return f"its agreement with the start is {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
+    for (low, high), share, first in zip(ranges, state.shares, start.shares, strict=bool(ranges)):
+        if not min(low, first) / GATE_SHARE <= share <= max(high, first) * GATE_SHARE:
+            return f"it covers {share:.2g} of the pixels, inside sites {low:.2g} to {high:.2g}"
+    return ""
+
+
+# -- the routed model ----------------------------------------------------------------------------------------------------------
 
 
 class RoutedModel(nn.Module):
     """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it to unlabelled images.
 
     Args:
-        ranges: see `Gate`.
+        ranges: see `gate_refusal`.
 
     Attributes:
-        adaptation: what `adapt` did: by place, before the first epoch and after each one, the "losses" over all images, the
-            "information" and the "agreement" of the predictions; "refused", what the gate said of those that it refused; "chosen", the
-            place of the state that was kept; and "coefficients", R by layer, averaged over the images. Empty before.
+        gated: whether the gate is used; not with objective=paper.
+        adaptation: the record of `adapt`; before the first epoch and after each one the "losses" over all images, the "information" and
+            "agreement" of the predictions, and "refused", the gate's reason or ""; "chosen", the index of the used state;
+            "coefficients", R by layer, averaged over the images. Empty before.
     """
 
     def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int, ranges: Sequence[Range] = ()):
         super().__init__()
-        self.task, self.network, self.hyper, self.seed = task, network, hyper, seed
-        self.gate = Gate(hyper.gate_information, hyper.gate_agreement, hyper.gate_share, ranges)
+        self.task, self.network, self.hyper, self.seed, self.ranges = task, network, hyper, seed, ranges
+        self.gated = hyper.objective != "paper"
         self.adaptation: dict[str, Any] = {}
         self._start = network.adapted_state()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities (N, outputs, ...), cut into batches as `adapt` cuts them."""
+        """Images (N, C, H, W) to probabilities (N, outputs, ...), in the same batches as `adapt`."""
         self.network.eval()
-        return torch.cat([self._probabilities(part) for part in self._cut(images)])
+        return torch.cat([self._probabilities(part) for part in self._batches(images)])
 
-    def _cut(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Even batches of at most the task's size: how many images a caller hands over at once must not shape their statistics."""
+    def _batches(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Even batches of at most the task's size, so that their statistics do not depend on the caller's batches."""
         return images.tensor_split(math.ceil(len(images) / self.task.batch_size))
 
     def _probabilities(self, images: Tensor) -> Tensor:
@@ -78,130 +206,128 @@ class RoutedModel(nn.Module):
         return self.task.probabilities(functional_call(self.network, start, (images,)))
 
     def adapt(self, batches: Sequence[Tensor] | Repeated[Tensor]) -> None:
-        """Fit the coefficients to these images, cut as `forward` cuts them; whatever they were fitted to before is forgotten.
+        """Fit the coefficients to these images, from the start.
 
-        Every epoch ends with one look at all images, without dropout and with the same noise each time, so that two epochs can be
-        compared; the start is a candidate too, so the result is never worse than no adaptation by that measure. What the gate refuses
-        is none.
+        After every epoch the state is evaluated on all images, without dropout and with the same noise, so that epochs can be compared.
+        The start is a candidate too; states that the gate refuses are none.
         """
-        parts = Repeated(lambda: (part for images in batches for part in self._cut(images)))
+        parts = Repeated(lambda: (part for images in batches for part in self._batches(images)))
         self.network.load_adapted_state(self._start)
         optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
-        looks, kept, chosen = [self.look(parts)], self.network.adapted_state(), 0
-        refused: dict[int, str] = {}
+        summaries, selected, chosen, refused = [self.measure(parts)], self.network.adapted_state(), 0, [""]
         for epoch in range(self.hyper.route_epochs):
             for place, images in enumerate(parts):
                 self._step(optimizer, images, "epoch", epoch, place)
-            looks.append(self.look(parts))
-            if reason := self.gate.refusal(looks[-1], looks[0]):
-                refused[epoch + 1] = reason
-            elif looks[-1].loss < looks[chosen].loss:
-                kept, chosen = self.network.adapted_state(), epoch + 1
-        self.network.load_adapted_state(kept)
+            summaries.append(self.measure(parts))
+            refused.append(gate_refusal(summaries[-1], summaries[0], self.ranges) if self.gated else "")
+            if not refused[-1] and summaries[-1].loss < summaries[chosen].loss:
+                selected, chosen = self.network.adapted_state(), epoch + 1
+        self.network.load_adapted_state(selected)
         self.adaptation = {
-            "losses": [look.loss for look in looks],
-            "information": [look.information for look in looks],
-            "agreement": [look.agreement for look in looks],
-            "refused": [refused.get(place, "") for place in range(len(looks))],
+            "losses": [summary.loss for summary in summaries],
+            "information": [summary.information for summary in summaries],
+            "agreement": [summary.agreement for summary in summaries],
+            "refused": refused,
             "chosen": chosen,
             "coefficients": self._coefficients(parts),
         }
 
     def _coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
         self.network.eval()
-        found = [self.network.coefficients(images) for images in batches]
-        return {layer: torch.cat([r[layer] for r in found]).mean(dim=0).tolist() for layer in found[0]}
+        by_batch = [self.network.coefficients(images) for images in batches]
+        return {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]}
 
     @torch.no_grad()
-    def look(self, batches: Iterable[Tensor]) -> Look:
-        """The state of the moment by all images of these batches, dropout off."""
+    def measure(self, batches: Iterable[Tensor]) -> Summary:
+        """The current state by all images of these batches, without dropout."""
         self.network.eval()
-        gathering = Gathering(self.task)
-        for place, images in enumerate(batches):
-            clean, noisy, start = self._answers(images, "measure", place)
-            gathering.add(test_time_loss(clean, noisy, self.task, self.hyper, start), clean, start)
-        return gathering.look()
+
+        def results() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for place, images in enumerate(batches):
+                clean, noisy, start = self._predictions(images, "measure", place)
+                yield test_time_loss(clean, noisy, self.task, self.hyper, start), clean, start
+
+        return summarize(self.task, results())
 
     def _step(self, optimizer: torch.optim.Optimizer, images: Tensor, *key: str | int) -> None:
         self.network.train()
         with seeded(self.seed, "dropout", *key):
-            clean, noisy, start = self._answers(images, *key)
+            clean, noisy, start = self._predictions(images, *key)
         optimizer.zero_grad()
         test_time_loss(clean, noisy, self.task, self.hyper, start).backward()
         optimizer.step()
 
-    def _answers(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities for a batch of unlabelled images, for its noisy copy, whose noise `key` names, and those of the start."""
+    def _predictions(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities for a batch, for its noisy copy, whose noise `key` seeds, and those of the start."""
         noise = torch.randn(images.shape, generator=torch_generator(self.seed, "noise", *key)).to(images)
         clean = self._probabilities(images)
         noisy = self._probabilities(images + self.hyper.noise * formulas.image_spread(images) * noise)
-        return clean, noisy, self._at_start(images)  # the start comes last: it leaves the routers without dropout
+        return clean, noisy, self._at_start(images)  # the start is last, since it ends in evaluation mode
 
     def report(self) -> dict[str, Any]:
-        """What `adapt` did, see `adaptation`."""
+        """The record of `adapt`, see `adaptation`."""
         return self.adaptation
 
     def notices(self) -> list[str]:
-        """That the gate refused the state of the lowest loss, and what was kept in its place; nothing where it did not."""
+        """One line if the gate refused the state of the lowest loss; empty otherwise."""
         losses, refused, chosen = (self.adaptation.get(name, []) for name in ("losses", "refused", "chosen"))
         better = [place for place, reason in enumerate(refused) if reason and losses[place] < losses[chosen]]
         if not better:
             return []
-        kept = f"the state after epoch {chosen}" if chosen else "the start, whose coefficients are uniform or drawn,"
-        lost = min(better, key=losses.__getitem__)
-        return [f"routing kept {kept} although the loss was lower after epoch {lost}: {refused[lost]}"]
+        used = f"the state after epoch {chosen}" if chosen else "the start"
+        lowest = min(better, key=losses.__getitem__)
+        return [f"routing uses {used}, although the loss was lower after epoch {lowest}: {refused[lowest]}"]
 
 
 def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor) -> Tensor:
-    """Eq. 10 with the terms, classes and weights that `hyper` asks for.
+    """Eq. 10 with the terms and weights of `hyper`, a scalar.
 
     Args:
         p: the network's probabilities (N, outputs, ...) for the images.
-        p_noisy: those for their perturbed copies.
+        p_noisy: those for their noisy copies.
         start: those of the starting state for the images.
-
-    Returns:
-        A scalar; 0 where every term is switched off.
     """
-    every, every_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
+    classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
     consistency = shape = entropy = information = p.new_zeros(())
     if hyper.use_consistency:
-        consistency = formulas.consistency_loss(every, every_noisy)
+        consistency = formulas.consistency_loss(classes, classes_noisy)
     if hyper.use_shape and task.kind == "segmentation":
-        shape = formulas.shape_loss(every, formulas.window_radius(p.shape[2:]) if hyper.radius == "auto" else hyper.radius)
+        shape = formulas.shape_loss(classes, formulas.window_radius(p.shape[2:]) if hyper.radius == "auto" else hyper.radius)
     if hyper.use_entropy:
-        entropy = formulas.entropy_loss(every)
+        entropy = formulas.entropy_loss(classes)
     if hyper.objective == "paper":
         return formulas.total_loss(consistency, shape, entropy, hyper.beta)
     if hyper.use_entropy:
-        information = formulas.mean_entropy(every) - entropy
-    leaving = formulas.divergence(formulas.all_classes(start, task.target), every)
-    return formulas.information_total(consistency, shape, information, leaving, hyper.beta, hyper.anchor)
+        information = formulas.mean_entropy(classes) - entropy
+    divergence = formulas.divergence(formulas.all_classes(start, task.target), classes)
+    return formulas.information_total(consistency, shape, information, divergence, hyper.beta, ANCHOR)
 
 
-test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's name for it, not a test
+test_time_loss.__test__ = False  # type: ignore[attr-defined]  # not a test, in spite of its name
 
 
-# -- delivered models ----------------------------------------------------------------------------------------------------------
+# -- final models --------------------------------------------------------------------------------------------------------------
 
 
 def routed_message(incoming: Message, hyper: OutsideHyper, seed: int) -> Message:
-    """A model of kind "routed", not yet fitted, from a delivery that holds w_g and every P_k."""
+    """A model of kind "routed", not yet fitted, from a message with w_g and every P_k."""
     settings = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(OutsideHyper)}
     return Message(dict(incoming.states), {**incoming.meta, "kind": "routed", "routing": settings, "seed": seed})
 
 
 def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
-    """The module of a delivered model of kind "routed", with the fitted coefficients where it holds them.
+    """The module of a final model of kind "routed", with the fitted coefficients if it has them.
 
     Raises:
         StateError: experts that do not fit the task's network, or coefficients of other settings.
     """
-    known = {field.name for field in dataclasses.fields(OutsideHyper)}  # models that were stored before have settings that are gone
-    settings = {"coefficients": "sigmoid", **{name: value for name, value in message.meta["routing"].items() if name in known}}
-    hyper, seed = build_hyper(OutsideHyper, settings), int(message.meta["seed"])
+    names = {field.name for field in dataclasses.fields(OutsideHyper)}
+    stored = {"objective": "paper", **message.meta["routing"]}  # of 0.2 the printed form, with settings that are gone
+    hyper, seed = build_hyper(OutsideHyper, {name: value for name, value in stored.items() if name in names}), int(message.meta["seed"])
     states = [*EXPERT.family(message.states).values(), message.states[MODEL]]
-    network = RoutedNetwork(network_with(task, states[-1]), states, hyper.routed(seed))
+    coefficients = stored.get("coefficients", "sigmoid" if hyper.objective == "paper" else "softmax")
+    routing = Routing(hyper.routing == "layer", coefficients, hyper.bn_statistics, seed)
+    network = RoutedNetwork(network_with(task, states[-1]), states, routing)
     model = RoutedModel(task, network, hyper, seed, [(low, high) for low, high in message.meta.get(SHARES, [])])
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
@@ -210,7 +336,7 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
 
 
 class Ensemble(nn.Module):
-    """Average logits of several networks (Table II, "Ensemble"): images (N, C, H, W) to probabilities."""
+    """Mean logits of several networks (Table II, "Ensemble"): images (N, C, H, W) to probabilities."""
 
     def __init__(self, task: TaskConfig, networks: Sequence[nn.Module]):
         super().__init__()
@@ -223,5 +349,5 @@ class Ensemble(nn.Module):
 
 
 def ensemble_model(task: TaskConfig, message: Message) -> Ensemble:
-    """The module of a delivered model of kind "ensemble": every entry of the message is a member."""
+    """The module of a final model of kind "ensemble": every entry of the message is a member."""
     return Ensemble(task, [network_with(task, state) for _, state in sorted(message.states.items())]).eval()

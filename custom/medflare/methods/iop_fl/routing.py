@@ -2,10 +2,10 @@
 
     W_o^l = sum_k r_k^l W_k^l,   r_k^l = sigmoid(theta_k^l(GAP(h^l)))
 
-with h^l the layer's own input, so every sample of a batch has weights of its own. Sigmoids need not add up to anything, so a layer's
-weights may shrink to nothing; a softmax over the experts in their place keeps the mixture between them. The layers are found by type
-and run by their own `forward`, so any network of convolutions, transposed convolutions and linear layers can be routed. Whatever else a
-network has (normalisation, learnt activations, embeddings) is taken from the last expert, the global model.
+with h^l the layer's input, so every sample of a batch has its own weights. The sum of sigmoids is not fixed, so a layer's weights can
+shrink to 0; a softmax over the experts prevents this. Layers are found by type and run by their own `forward`, so any network of
+convolutions, transposed convolutions and linear layers can be routed. All other entries (normalisation, learnt activations, embeddings)
+are those of the last expert, the global model.
 """
 
 import copy
@@ -26,17 +26,16 @@ from medflare.core.states import StateDict, copy_state, misfit
 
 Coefficients = Literal["softmax", "sigmoid"]
 Statistics = Literal["batch", "running"]
-_DROPOUT = 0.2  # of a router while it is fitted; the published code's
+_DROPOUT = 0.2  # of a router during fitting, as in the published code
 
-# Exact types: a subclass may read its weight elsewhere than in `forward` (attention's output projection does).
+# Exact types: a subclass can use its weight outside `forward` (attention's output projection does).
 ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 
 
 class MLPRouter(nn.Module):
     """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, softmax or sigmoid (Eq. 6).
 
-    The last layer starts at weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts whatever the input, and its
-    gradient does not vanish.
+    The last layer starts with weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts for any input.
     """
 
     def __init__(self, channels: int, experts: int, kind: Coefficients = "softmax"):
@@ -56,11 +55,13 @@ class MLPRouter(nn.Module):
             tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
         """
         pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
-        return coefficients_of(self.fc2(self.dropout(self.fc1(pooled))), self.kind)
+        coefficients = coefficients_of(self.fc2(self.dropout(self.fc1(pooled))), self.kind)
+        self.coefficients = coefficients.detach()  # of the latest inputs
+        return coefficients
 
 
-class _Given(nn.Module):
-    """Stands where a layer's router would: hands out coefficients that were computed once from the image."""
+class _SharedCoefficients(nn.Module):
+    """In place of a layer's router: the coefficients that the network's only router computed from the image."""
 
     coefficients: Tensor
 
@@ -69,7 +70,7 @@ class _Given(nn.Module):
 
 
 def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
-    """Coefficients of the experts from a router's logits (..., experts): their softmax, or sigmoids that need not add up to one (Eq. 6).
+    """Coefficients of the experts from a router's logits (..., experts): their softmax, or the sigmoids of Eq. 6.
 
     Examples:
         >>> coefficients_of(torch.zeros(1, 4), "softmax"), coefficients_of(torch.zeros(1, 4), "sigmoid")
@@ -79,7 +80,7 @@ def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
 
 
 def uniform_logit(experts: int, kind: Coefficients) -> float:
-    """The logit of which, given to all experts, `coefficients_of` makes 1/experts: 0, or logit(1/experts) for sigmoids.
+    """The common logit of all experts for which `coefficients_of` gives 1/experts: 0, or logit(1/experts) for sigmoids.
 
     Examples:
         >>> uniform_logit(4, "softmax"), round(torch.sigmoid(torch.tensor(uniform_logit(4, "sigmoid"))).item(), 6)
@@ -91,15 +92,15 @@ def uniform_logit(experts: int, kind: Coefficients) -> float:
 
 
 class RoutedLayer(nn.Module):
-    """One layer with the experts' weights W_k and biases, mixed by the coefficients that its router gives.
+    """One layer whose weight and bias are the experts', mixed by the coefficients of its router.
 
     Args:
-        layer: run with the mixed weights; its own do not matter.
+        layer: is run with the mixed weights instead of its own.
         experts: weight and bias of every expert, by name.
         router: the layer's input, channels second -> coefficients (N, K+1).
     """
 
-    def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: nn.Module):
+    def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: "MLPRouter | _SharedCoefficients"):
         super().__init__()
         self.layer, self.router = layer, router
         self.parts = tuple(experts[0])
@@ -107,14 +108,18 @@ class RoutedLayer(nn.Module):
             self.register_buffer(f"experts_{part}", torch.stack([expert[part] for expert in experts]), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the layer gives for `inputs`, with weights of its own for every sample."""
+        """The layer's output, with its own weights for every sample."""
         mixed = self.mixed(self.router(_channels_second(self.layer, inputs)))
         if len(inputs) == 1:
             return functional_call(self.layer, {part: mixture[0] for part, mixture in mixed.items()}, (inputs,))
-        return vmap(self._one)(inputs, mixed)
+
+        def one_sample(sample: Tensor, parts: dict[str, Tensor]) -> Tensor:
+            return functional_call(self.layer, parts, (sample[None],))[0]
+
+        return vmap(one_sample)(inputs, mixed)
 
     def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
-        """coefficients (B, experts) -> weights and biases (B, ...): the same coefficient for both (Eq. 5).
+        """coefficients (B, experts) -> weights and biases (B, ...) (Eq. 5).
 
         Examples:
             >>> experts = [{"weight": torch.tensor([[value]])} for value in (1.0, 3.0)]
@@ -125,23 +130,20 @@ class RoutedLayer(nn.Module):
         stacked = {part: getattr(self, f"experts_{part}") for part in self.parts}
         return {part: torch.tensordot(coefficients, experts, dims=1) for part, experts in stacked.items()}
 
-    def _one(self, sample: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        return functional_call(self.layer, parts, (sample[None],))[0]
-
 
 def _channels_second(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """A linear layer keeps its features last, a router reads them second."""
+    """The inputs with their features second, as a router needs them; in a linear layer they are last."""
     return inputs.movedim(-1, 1) if isinstance(layer, nn.Linear) else inputs
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a network is routed.
+    """Settings of a routed network.
 
     Attributes:
-        per_layer: a router for every layer, or one for all layers, fed with the image (Table III, "global").
-        coefficients: "softmax", which adds up to one, or the printed "sigmoid", which need not.
-        statistics: of BatchNorm: of the test "batch", or the global model's "running" ones.
+        per_layer: a router for every layer, or one for all layers, whose input is the image (Table III, "global").
+        coefficients: "softmax", or "sigmoid" as printed.
+        statistics: BatchNorm's: of the test "batch", or the global model's "running" ones.
         seed: of the routers' initial weights.
     """
 
@@ -152,11 +154,11 @@ class Routing:
 
 
 class RoutedNetwork(nn.Module):
-    """A network routed over K+1 experts: images go in, whatever the original network returns comes out.
+    """A network routed over K+1 experts, with the inputs and outputs of the original network.
 
     Args:
-        network: the architecture; it is copied, its weights do not matter.
-        experts: states of (P_1, ..., P_K, w_g), at least two; the last gives all entries that are not routed.
+        network: the architecture; it is copied, its weights are not used.
+        experts: states of (P_1, ..., P_K, w_g), at least two; entries that are not routed are those of the last one.
 
     Raises:
         StateError: an expert that does not fit the network, or no layer to route.
@@ -168,7 +170,7 @@ class RoutedNetwork(nn.Module):
         self.network = copy.deepcopy(network)
         self.network.load_state_dict(experts[-1])
         self.network.requires_grad_(False)
-        self._shared = _Given()
+        self._shared = _SharedCoefficients()
         self.router: MLPRouter | None = None
         with seeded(routing.seed, "router"):
             self._route(experts, routing)
@@ -188,18 +190,18 @@ class RoutedNetwork(nn.Module):
         for name, layer in layers:  # a layer that is used in two places has two names and is replaced at both
             if layer not in routed:
                 parts = [{part: expert[f"{name}.{part}" if name else part] for part, _ in layer.named_parameters()} for expert in experts]
-                own = MLPRouter(_input_channels(layer), len(experts), routing.coefficients) if routing.per_layer else self._shared
-                routed[layer] = RoutedLayer(layer, parts, own)
+                router = MLPRouter(_input_channels(layer), len(experts), routing.coefficients) if routing.per_layer else self._shared
+                routed[layer] = RoutedLayer(layer, parts, router)
             self._replace(name, routed[layer])
 
     def forward(self, images: Tensor) -> Any:
-        """What the network gives for images (N, C, H, W), with the coefficients of the moment."""
+        """The network's output for images (N, C, H, W)."""
         if self.router is not None:
             self._shared.coefficients = self.router(images)
         return self.network(images)
 
     def train(self, mode: bool = True) -> "RoutedNetwork":
-        """Training mode is for the routers' dropout alone; the network itself stays as it is used."""
+        """Training mode applies to the routers' dropout only; the network stays in evaluation mode."""
         super().train(False)
         for module in self.modules():
             if isinstance(module, MLPRouter):
@@ -207,42 +209,28 @@ class RoutedNetwork(nn.Module):
         return self
 
     def adaptable(self) -> dict[str, nn.Parameter]:
-        """What test-time adaptation may change, by name: the routers."""
+        """The routers' parameters, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def adapted_state(self) -> StateDict:
-        """A copy of what adaptation may change, by name, on the CPU."""
+        """A copy of the routers' parameters, by name, on the CPU."""
         return copy_state(self.adaptable())
 
     def load_adapted_state(self, state: StateDict) -> None:
-        """Take up what `adapted_state` of such a network gave.
-
-        Raises:
-            StateError: it belongs to other settings.
-        """
-        own = self.adaptable()
-        if reason := misfit(state, own):
+        """Restore what `adapted_state` returned; raises StateError if it belongs to other settings."""
+        parameters = self.adaptable()
+        if reason := misfit(state, parameters):
             raise StateError(f"this routing state belongs to other settings: {reason}")
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(state[name])
 
     @torch.no_grad()
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
         """R for these images: layer -> (N, K+1), in the network's order."""
-        found: dict[str, Tensor] = {}
+        self(images)
         layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
-        hooks = [
-            layer.router.register_forward_hook(lambda _module, _inputs, output, name=name: found.update({name: output}))
-            for name, layer in layers.items()
-            if self.router is None
-        ]
-        try:
-            self(images)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found or dict.fromkeys(layers, self._shared.coefficients)
+        return {name: layer.router.coefficients for name, layer in layers.items()}
 
     def _replace(self, name: str, module: nn.Module) -> None:
         if not name:

@@ -1,4 +1,4 @@
-"""IOP-FL's server algorithm: FedAvg's; where outside sites take part, it collects every P_k at the end and hands them on with w_g."""
+"""IOP-FL's server algorithm: FedAvg's; for outside sites it collects every P_k at the end and sends them with w_g."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Final
@@ -8,12 +8,10 @@ from medflare.core.states import StateDict
 from medflare.methods.base import Capability, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import SELECTED_ROUND, trained_model
-from medflare.methods.iop_fl.gate import ranges_of
-from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.outside import EXPERT, SHARES
-from medflare.methods.iop_fl.site import ADAPTED
+from medflare.methods.iop_fl.outside import EXPERT, SHARES, ranges_of
+from medflare.methods.iop_fl.site import ADAPTED, IOPHyper
 
-BEHIND: Final = "expert_rounds"  # in the algorithm's memory: site -> rounds of training behind its P_k
+ROUNDS: Final = "expert_rounds"  # in the memory: site -> rounds of training of its P_k
 
 
 class IOPServer(FedAvgServer[FedAvgServerHyper]):
@@ -24,7 +22,7 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
 
     @property
     def experts(self) -> dict[str, StateDict]:
-        """site -> P_k, of those that have submitted theirs."""
+        """site -> submitted P_k."""
         return EXPERT.family(self.memory.states)
 
     def steps(self) -> list[Step]:
@@ -37,28 +35,28 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         return Message() if step.phase == "submit" else super().configure(step, site)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Keep the submitted P_k as they are, else as FedAvg."""
+        """Store the submitted P_k; other steps as FedAvg."""
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
-            behind = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
-            self.memory.meta[BEHIND] = self.memory.meta.get(BEHIND, {}) | behind
+            rounds = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
+            self.memory.meta[ROUNDS] = self.memory.meta.get(ROUNDS, {}) | rounds
             for site in replies:
                 if self.context.site_counts.get(site, {}).get("class_counts") == []:
-                    text = "keeps its counts by class (minimum_patients): routing is held to the other sites' range of a class's share"
+                    text = "keeps its counts by class (minimum_patients): the gate of routing uses the other sites' range"
                     self.context.events.add("warning", text, site=site)
         else:
             super().aggregate(step, replies)
 
     def configure_final(self, site: str) -> Message:
-        """FedAvg's message; an outside site gets every P_k beside it, and how much of an image the inside sites' foreground covers."""
+        """FedAvg's message; for an outside site also every P_k and the range of the inside sites' foreground shares."""
         message = super().configure_final(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
-            known = [self.context.site_counts.get(name, {}).get("class_counts") for name in self.experts]
-            message.meta[SHARES] = ranges_of([counts for counts in known if counts], self.context.task)
+            by_site = [self.context.site_counts.get(name, {}).get("class_counts") for name in self.experts]
+            message.meta[SHARES] = ranges_of([counts for counts in by_site if counts], self.context.task)
         return message
 
     def models(self) -> dict[str, Message]:
-        """The selected global model and every P_k that was submitted."""
-        behind = self.memory.meta.get(BEHIND, {})
-        return {**super().models(), **{f"personal/{site}": trained_model(state, behind.get(site)) for site, state in self.experts.items()}}
+        """The selected global model and every submitted P_k."""
+        rounds = self.memory.meta.get(ROUNDS, {})
+        return {**super().models(), **{f"personal/{site}": trained_model(state, rounds.get(site)) for site, state in self.experts.items()}}

@@ -1,29 +1,39 @@
-"""IOP-FL's site algorithm: FedAvg's, with a local adapted model P_k beside it; outside, a network routed over all of them."""
+"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k; outside, a network routed over all of them."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from pydantic.dataclasses import dataclass
+
 from medflare.adaptation.registry import with_tent
 from medflare.core.errors import StateError
+from medflare.core.hyper import param
 from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
+from medflare.core.settings import STRICT
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
 from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
+from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
-from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
+from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, OutsideHyper, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.selection import Best
 from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
-ADAPTED = TensorSpec("adapted", "the site's local adapted model, of which outside sites route their own")
+ADAPTED = TensorSpec("adapted", "the site's local adapted model, an expert of the routed models of outside sites")
+
+
+@dataclass(frozen=True, config=STRICT)
+class IOPHyper(OutsideHyper, FedAvgHyper):
+    """Training inside, routing outside."""
+
+    tau: float = param(0.9, "accumulation rate; 1 gives the local model of the round", symbol="τ", source="Eq. 4, Fig. 6", low=0, high=1)
 
 
 class IOPSite(FedAvgSite[IOPHyper]):
-    """FedAvg's site with a local adapted model P_k, chosen over the rounds by the site's own validation."""
+    """FedAvg's site algorithm with a local adapted model P_k, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = IOPHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
@@ -38,11 +48,11 @@ class IOPSite(FedAvgSite[IOPHyper]):
         self.best = Best(self.memory, "adapted")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; its local model goes into P_k (Eq. 4), whose metric is measured before."""
+        """FedAvg's training, after which P_k is updated (Eq. 4); the reply has the validation metric of P_k before."""
         global_ = incoming.states[GLOBAL]
-        personal = self._look(round)
+        personal = self._validate_adapted(round)
         reply = super().train(round, incoming)
-        if self.adapted is None:  # P_k^0 = w_g, which has just been measured
+        if self.adapted is None:  # P_k^0 = w_g, which has just been validated
             self.adapted, personal = copy_state(global_), reply.meta["validation"]["global"]
         self.adapted = local_adapted(self.adapted, reply.states[MODEL], self.hyper.tau)
         reply.meta["validation"]["personal"] = personal
@@ -50,13 +60,13 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global model and of P_k."""
-        personal = self._look(round)
+        personal = self._validate_adapted(round)
         reply = super().validate(round, incoming)
         reply.meta["validation"]["personal"] = personal
         return reply
 
-    def _look(self, round: int) -> float | None:
-        """P_k as of this round's start, measured and offered for delivery; None while there is none."""
+    def _validate_adapted(self, round: int) -> float | None:
+        """The validation metric of P_k at the start of the round, which also enters the selection; None if there is no P_k."""
         if self.adapted is None:
             return None
         value = finite_or_none(self.validation(self.network("model", self.adapted)))
@@ -64,15 +74,11 @@ class IOPSite(FedAvgSite[IOPHyper]):
         return value
 
     def submit(self, round: int, incoming: Message) -> Message:
-        """P_k leaves the site once, at the end, and only where an outside site takes part.
-
-        Raises:
-            StateError: the site has trained in no round.
-        """
+        """P_k, once, at the end, if there are outside sites; raises StateError if the site has not trained."""
         if self.adapted is None:
-            raise StateError(f"site {self.site.name} took part in no round and has no local adapted model to submit")
-        selected, behind = self.best.chosen(self.plan.server_hyper.selection, self.adapted)
-        return Message({ADAPTED: selected}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: behind})
+            raise StateError(f"site {self.site.name} has not trained and has no local adapted model to submit")
+        state, rounds = self.best.chosen(self.plan.server_hyper.selection, self.adapted)
+        return Message({ADAPTED: state}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: rounds})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
@@ -80,8 +86,8 @@ class IOPSite(FedAvgSite[IOPHyper]):
         if self.inside:
             if self.adapted is not None:
                 rule = self.plan.server_hyper.selection
-                behind = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # of an elected model it says nothing of P_k
-                models["personal"] = trained_model(*self.best.chosen(rule, self.adapted, behind))
+                rounds = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # else it is the global model's alone
+                models["personal"] = trained_model(*self.best.chosen(rule, self.adapted, rounds))
             models["deployed"] = models.get("personal", models["global"])
         elif EXPERT.family(incoming.states):
             models["deployed"] = self._routed(incoming)
@@ -100,11 +106,10 @@ class IOPSite(FedAvgSite[IOPHyper]):
         return message
 
     def _comparisons(self, incoming: Message) -> dict[str, Message]:
-        """What routing has to beat: Table II's rows, and the controls that take no step.
+        """Comparators of routing: the rows of Table II, and controls without adaptation.
 
-        Table II: every personal model by itself (their mean metric is "Average"), their ensemble, and Tent. Controls: w_g with the
-        statistics of the test batch ("batch_statistics"), and the uniform mixture ("mixture") with those, or with w_g's own
-        ("mixture_running").
+        Table II: every personal model (their mean metric is "Average"), their ensemble, and Tent. Controls: w_g with the statistics of the
+        test batch ("batch_statistics"), and the uniform mixture with these ("mixture") or with w_g's own ("mixture_running").
         """
         experts, global_ = EXPERT.family(incoming.states), incoming.states[GLOBAL]
         models = {"ensemble": Message(dict(experts), {"kind": "ensemble"})}
