@@ -86,7 +86,7 @@ class Stored:
     def __call__(self, step: Any, outgoing: Mapping[str, Any]) -> dict[str, Any]:
         from medflare.core.message import Message
         from medflare.core.store import read_message
-        from medflare.federation.exchange import Reply, laid_aside
+        from medflare.federation.exchange import Reply, mapped_reply
 
         replies = {}
         for site in outgoing:
@@ -95,7 +95,7 @@ class Stored:
             states = {
                 entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in states.items()
             }  # as from the wire
-            replies[site] = laid_aside(Reply(Message(states, meta)))
+            replies[site] = mapped_reply(Reply(Message(states, meta)))
         if step.phase == "finalize":
             tensors = [tensor for message in outgoing.values() for state in message.states.values() for tensor in state.values()]
             self.sent, self.distinct = (
@@ -174,7 +174,7 @@ class Watched:
 
 def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Path, clock: str = "processor") -> dict[str, float]:
     """One round of a method in this process."""
-    from medflare.core.backing import Backing
+    from medflare.core.states import memory_mapped
     from medflare.federation.schedule import Federation
     from medflare.methods.base import ServerContext
     from medflare.methods.catalogue import get_method
@@ -201,7 +201,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
         seconds[report.step.phase] = exchange.now() - exchange.left
 
     watched = Watched()
-    with Backing(scratch).used() if model * sites > models_gb * GB else nullcontext():
+    with memory_mapped(scratch) if model * sites > models_gb * GB else nullcontext():
         server = chosen.make_server(ServerContext(plan, 0, 1, phases=chosen.site_class.phases))
         phases = {phase.name: phase for phase in chosen.site_class.phases}
         federation = Federation(server, exchange, exchange.manifest, on_step=after_step, reply_meta=lambda phase: phases[phase].reply_meta)

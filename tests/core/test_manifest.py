@@ -1,4 +1,4 @@
-"""What a message may hold: numbers that are finite, and not below 0 where none can be; tables of models with names that can be shown."""
+"""Declarations of messages: finite and nonnegative tensors, and the types of metadata."""
 
 import math
 
@@ -9,7 +9,7 @@ from medflare.core.manifest import MetaSpec, StateSpec, TensorSpec, count, listi
 from medflare.core.message import Message
 
 
-def test_nan_and_infinity_are_found_and_large_numbers_are_not() -> None:
+def test_only_nan_and_infinity_are_non_finite() -> None:
     state = {"w": torch.full((4,), 3e38), "count": torch.tensor(3), "none": torch.zeros(0)}
     assert non_finite(Message({"model": state})) is None and non_finite(Message()) is None
     for bad in (math.nan, math.inf, -math.inf):
@@ -18,7 +18,7 @@ def test_nan_and_infinity_are_found_and_large_numbers_are_not() -> None:
     assert non_finite(Message({"model": {"w": torch.tensor([math.inf, -math.inf])}})) is not None, "their sum is NaN"
 
 
-def test_a_running_variance_is_never_below_zero() -> None:
+def test_a_running_variance_below_zero_is_found() -> None:
     state = {"1.running_var": torch.tensor([0.5, 0.0]), "1.running_mean": torch.tensor([-1.0])}
     manifest = {"model": StateSpec.like(state, "")}
     assert negative(Message({"model": state}), manifest) is None and negative(Message(), {}) is None
@@ -37,13 +37,14 @@ def test_an_optional_declaration_keeps_everything_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "$x$", "\ud800", "x" * 101, 3])
-def test_names_of_models_that_a_figure_cannot_show_are_refused(name: object) -> None:
-    assert models()({name: 0.5})
-    assert models(number())({"global": 0.5, "personal/Zürich-2": 1, "mixture running": 0}) is None
+def test_only_printable_plain_names_are_names_of_models(name: object) -> None:
+    item = MetaSpec("item", type=models(number()))
+    assert item.problem({name: 0.5})
+    assert item.problem({"global": 0.5, "personal/Zürich-2": 1, "mixture running": 0}) is None
 
 
 @pytest.mark.parametrize(
-    ("takes", "right", "wrong"),
+    ("type", "right", "wrong"),
     [
         (number(0, 1), [0, 0.5, 1], [-1, 2, True, "0.5", math.nan, None, [0.5], 10**400]),
         (number(), [-7, 1e300], [math.inf, "high"]),
@@ -58,14 +59,9 @@ def test_names_of_models_that_a_figure_cannot_show_are_refused(name: object) -> 
         (table(listing(number(0))), [{"a": [0.5]}], [{"a": ["high"]}, {"a": 1}]),
     ],
 )
-def test_a_fact_takes_what_it_declares(takes: object, right: list[object], wrong: list[object]) -> None:
-    item = MetaSpec("item", validator=takes)  # type: ignore[arg-type]
-    assert [item.validator(value) for value in right] == [None] * len(right)
+def test_an_item_accepts_values_of_its_type(type: object, right: list[object], wrong: list[object]) -> None:
+    item = MetaSpec("item", type=type)
+    assert [item.problem(value) for value in right] == [None] * len(right)
     for value in wrong:
-        problem = item.validator(value)
+        problem = item.problem(value)
         assert problem and problem.isprintable() and len(problem) < 300, value
-
-
-def test_a_function_can_declare_a_fact() -> None:
-    item = MetaSpec("even", validator=lambda value: None if value == 2 else "is odd")
-    assert item.validator(2) is None and "is odd" in str(item.validator(3)) and "a: is odd" in str(table(item.validator)({"a": 1}))

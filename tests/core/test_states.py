@@ -1,23 +1,31 @@
-"""State arithmetic against numbers worked out by hand, and every degenerate case its docstrings promise."""
+"""State arithmetic against values computed by hand, its degenerate cases, and memory-mapped tensors."""
 
+import errno
 import itertools
 import math
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from medflare.core.errors import StateError
 from medflare.core.states import (
     StateDict,
+    allocate,
     batch_norm_entries,
     blend,
     copy_state,
     difference,
+    is_memory_mapped,
+    memory_mapped,
     moved,
     split_state,
-    state_bytes,
     weighted_mean,
 )
+from medflare.methods.fedsm.formulas import soft_pull
 
 
 def state(weight: list[float], count: int = 0) -> dict[str, torch.Tensor]:
@@ -60,6 +68,7 @@ def test_weight_zero_leaves_a_site_out_and_one_site_is_its_own_mean() -> None:
     broken = {"A": state([math.nan]), "B": state([9.0]), "C": state([math.inf])}
     assert weighted_mean(broken, {"A": 0, "B": 2, "C": 0})["weight"].item() == 9.0
     assert weighted_mean({"A": state([1.5])}, {"A": 0.3})["weight"].item() == 1.5
+    assert weighted_mean({"A": state([1.0], 5), "B": state([1.0], 2**62)}, {"A": 1, "B": 0})["num_batches_tracked"] == 5
 
 
 @pytest.mark.parametrize(
@@ -76,14 +85,9 @@ def test_weighted_mean_names_the_site_whose_state_differs(odd: StateDict) -> Non
         weighted_mean({"A": state([1.0]), "B": odd}, {"A": 1, "B": 1})
 
 
-def test_weighted_mean_of_nothing() -> None:
+def test_weighted_mean_without_states_raises() -> None:
     with pytest.raises(ValueError, match="at least one"):
         weighted_mean({}, {})
-
-
-def test_a_counter_of_weight_zero_does_not_count() -> None:
-    states = {"A": {"n": torch.tensor(5)}, "B": {"n": torch.tensor(2**62)}}
-    assert weighted_mean(states, {"A": 1.0, "B": 0.0})["n"] == 5
 
 
 def test_parameters_of_a_network_have_a_mean() -> None:
@@ -149,5 +153,53 @@ def test_batch_norm_is_found_by_type_also_where_a_layer_has_two_names() -> None:
     assert batch_norm_entries(nn.Linear(2, 2)) == frozenset()
 
 
-def test_state_bytes() -> None:
-    assert state_bytes({"w": torch.zeros(3, 5), "n": torch.zeros((), dtype=torch.int64)}) == 3 * 5 * 4 + 8
+# -- memory-mapped tensors ---------------------------------------------------------------------------------------------------
+
+LARGE = 40_002  # values; more bytes than the limit for small tensors
+
+
+def test_only_large_tensors_inside_the_block_are_mapped(tmp_path: Path) -> None:
+    assert not is_memory_mapped() and not allocate((LARGE,), torch.float32).is_shared()
+    with memory_mapped(tmp_path / "new"):
+        assert is_memory_mapped() and allocate((2, LARGE), torch.float32).is_shared()
+        assert not allocate((3,), torch.float32).is_shared() and not allocate((0,), torch.float32).is_shared()
+    assert not is_memory_mapped()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_mapped_copies_are_equal_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    numbers = torch.arange(LARGE).reshape(3, -1).to(dtype)
+    with memory_mapped(tmp_path):
+        mapped = copy_state({"w": numbers.T})["w"]
+    assert mapped.is_shared() and torch.equal(mapped, numbers.T) and mapped.is_contiguous() and type(mapped) is torch.Tensor
+
+
+def test_mapped_files_have_no_names_and_no_descriptors(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with memory_mapped(tmp_path):
+        kept = [allocate((LARGE,), torch.float32) for _ in range(5)]
+    assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before and len(kept) == 5
+
+
+def test_formulas_give_the_same_bits_with_mapped_tensors(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = {site: {"w": torch.randn(3, LARGE, generator=generator), "n": torch.tensor(place)} for place, site in enumerate("ABC")}
+
+    def results() -> list[StateDict]:
+        return [weighted_mean(states, {"A": 3.0, "B": 1.0, "C": 2.0}), *soft_pull(states, 0.3).values()]
+
+    in_memory = results()
+    with memory_mapped(tmp_path):
+        mapped = results()
+    assert all(result["w"].is_shared() for result in mapped)
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(in_memory, mapped, strict=True) for name in a)
+
+
+def test_a_full_disk_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with memory_mapped(tmp_path), pytest.raises(StateError, match="No space"):
+        allocate((LARGE,), torch.float32)
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Text that somebody else wrote: on one line, without what a terminal obeys or an eye takes for something else."""
+"""Text of other parties: one printable line in errors, events, tables, names and metadata."""
 
 import json
 from pathlib import Path
@@ -14,28 +14,37 @@ from medflare.core.store import csv_text
 from medflare.core.text import printable_json
 from medflare.data.datalist import read_datalist
 from medflare.federation.update_validation import messages
-from medflare.federation.update_validation.messages import unreadable
+from medflare.federation.update_validation.messages import message_problem
 from medflare.tasks.config import load_task
 
 EVIL = "a\x1b]0;PWN\x07\x1b[2J\r\nb\u202egnp.exe\u2066\u200b\x00\x9b31m\ud800"
 TASK = load_task("phantom").to_dict()
 
 
-def test_the_same_whoever_shows_it() -> None:
+def test_errors_and_events_are_one_printable_line() -> None:
     events = EventLog()
     events.add("warning", EVIL)
-    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), messages.one_line(EVIL), next(iter(events))["message"]]
+    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), messages.reason_line(EVIL), next(iter(events))["message"]]
     assert len(set(texts)) == 1 and texts[0].isprintable() and r"\x1b[2J" in texts[0] and r"\u202e" in texts[0]
 
 
-def test_a_table_holds_no_escapes() -> None:
-    text = csv_text([{EVIL: EVIL}], [EVIL])
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(RuntimeError("mat1 and\n\tmat2   "), "mat1 and mat2"), (AssertionError(), "AssertionError"), (ValueError(" \n"), "ValueError")],
+)
+def test_another_librarys_error_is_one_line_or_its_type(error: Exception, line: str) -> None:
+    assert one_line(error) == line and len(one_line(ValueError("x" * 1000))) == 200
+
+
+def test_csv_has_no_control_characters() -> None:
+    text = csv_text([{EVIL: EVIL, "b": -0.5}, {"b": "-1", "c": 3}], [EVIL, "b"])
     assert all(letter.isprintable() or letter in "\r\n" for letter in text) and text.count(r"\x1b[2J") == 2
+    assert csv_text([{"a": "plain, with a comma"}], ["a"], header=False) == '"plain, with a comma"\n'
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "..", ".", "x" * 5000, "a\u202eb", " "])
 @pytest.mark.parametrize("setting", ["name", "labels", "channels"])
-def test_names_of_a_task_that_cannot_be_printed_are_refused(setting: str, name: str) -> None:
+def test_names_of_a_task_that_cannot_be_printed_raise(setting: str, name: str) -> None:
     value: Any = name if setting == "name" else [name, "b"] if setting == "labels" else [name, "g", "b"]
     with pytest.raises(ConfigError, match=setting) as error:
         load_task({**TASK, "label_values": {}, setting: value})
@@ -43,7 +52,7 @@ def test_names_of_a_task_that_cannot_be_printed_are_refused(setting: str, name: 
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "a\n", "..", "x" * 101, "a/b"])
-def test_names_of_sites_that_cannot_be_printed_are_refused(name: str) -> None:
+def test_names_of_sites_that_cannot_be_printed_raise(name: str) -> None:
     with pytest.raises(ConfigError, match="site"):
         medflare.run_local("fedavg", "phantom", ["A", name], rounds=1, seed=0)
 
@@ -54,13 +63,13 @@ def test_other_scripts_are_names() -> None:
 
 
 @pytest.mark.parametrize("meta", [{"note": EVIL}, {"models": {"a\x1b": 1}}, {"list": [["\u202e"]]}])
-def test_facts_that_cannot_be_printed_do_not_pass_the_gate(meta: dict[str, Any]) -> None:
-    assert unreadable(Message({}, meta), "A")
+def test_metadata_that_cannot_be_printed_are_rejected(meta: dict[str, Any]) -> None:
+    assert message_problem(Message({}, meta), "A")
 
 
 def test_an_event_with_escapes_is_taken_and_shown_as_text() -> None:
     event = {"kind": "warning", "message": "two\nlines \x1b[2J"}
-    assert unreadable(Message({}, {"events": [event]}), "A") is None
+    assert message_problem(Message({}, {"events": [event]}), "A") is None
     log = EventLog([event])
     assert next(iter(log))["message"] == r"two lines \x1b[2J"
 
@@ -74,7 +83,7 @@ def test_names_in_a_datalist_are_shown_as_text(tmp_path: Path) -> None:
     assert (read.name, read.patient) == (r"i\x1b[2J.png", r"p\u202e1") and read.image.exists()
 
 
-def test_json_that_is_nested_deep_is_refused() -> None:
+def test_json_that_is_nested_deep_raises() -> None:
     value: Any = 1
     for _ in range(33):
         value = [value]

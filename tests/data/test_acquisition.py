@@ -15,8 +15,8 @@ from medflare.data.acquisition import (
     Acquisition,
     TrainedOn,
     acquisition_of,
+    check_range,
     joined_range,
-    no_range,
     outside,
     range_of,
     read_range,
@@ -109,15 +109,17 @@ def test_sites_together_have_the_widest_range() -> None:
     assert joined_range([other, other]).spacing is None  # type: ignore[union-attr]
 
 
-def test_what_is_told_is_read_back_and_nothing_else() -> None:
-    assert read_range(RANGE.to_dict()) == RANGE and no_range(RANGE.to_dict()) is None and RANGE.misfit(VOLUMES) == ""
-    for change in ({"images": 0}, {"sides": [[1, 1]]}, {"medians": [["a"], [1.0]]}, {"more": 1}, {"spacing": [[-1.0, 1, 1], [1, 1, 1]]}):
-        assert no_range({**RANGE.to_dict(), **change}), change
-    assert no_range(None) and no_range([]) and no_range({**RANGE.to_dict(), "contrasts": [[math.inf], [1.0]]})
+def test_a_range_is_read_back_and_another_value_is_an_error() -> None:
+    assert read_range(RANGE.to_dict()) == RANGE and check_range(RANGE.to_dict()) and RANGE.misfit(VOLUMES) == ""
+    changes: list[dict[str, object]] = [{"images": 0}, {"sides": [[1, 1]]}, {"medians": [["a"], [1.0]]}, {"more": 1}]
+    changes += [{"spacing": [[-1.0, 1, 1], [1, 1, 1]]}, {"contrasts": [[math.inf], [1.0]]}, {"medians": [[0.0] * 65] * 2}]
+    values: list[object] = [None, [], *({**RANGE.to_dict(), **change} for change in changes)]
+    for value in values:
+        with pytest.raises(ValueError, match="trained_on"):
+            check_range(value)
     with pytest.raises(ConfigError):
         read_range({})
     assert RANGE.misfit(small_task()) and dataclasses.replace(RANGE, medians=((1.0, 1.0), (2.0, 2.0))).misfit(VOLUMES)
-    assert no_range({**RANGE.to_dict(), "medians": [[0.0] * 65] * 2})
 
 
 @pytest.mark.parametrize(

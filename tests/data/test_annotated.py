@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.studies.references import pooled
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.check import check_site

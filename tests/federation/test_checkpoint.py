@@ -77,13 +77,6 @@ def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
     assert stored_plan(tmp_path) == {**PLAN, "sites": ["A", "B"], "hyper": {"site": {"clamp": [0, 1]}, "server": {}}}
 
 
-def test_a_setting_that_the_version_before_did_not_have_is_what_it_ran_with(tmp_path: Path) -> None:
-    Checkpoint(tmp_path, PLAN).save(1, federation())
-    Checkpoint(tmp_path, {**PLAN, "transport_dtype": "fp32"}).restore(federation())
-    with pytest.raises(StateError, match="transport_dtype"):
-        Checkpoint(tmp_path, {**PLAN, "transport_dtype": "bf16"}).restore(federation())
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 2), ("sites", ("A",)), ("hyper", {"site": {}, "server": {}}), ("method", "prr"), ("new", 1)]
 )

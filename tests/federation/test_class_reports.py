@@ -14,8 +14,8 @@ from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
-from medflare.federation.update_validation.messages import DELIVERS, unfit
-from medflare.federation.update_validation.suppression import rare_classes, tells_of_few, withhold
+from medflare.federation.update_validation.messages import DELIVERS, declaration_problem
+from medflare.federation.update_validation.suppression import has_small_class, small_classes, suppress_splits
 from medflare.inference.deployed import plain_message
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
@@ -36,10 +36,10 @@ def test_class_reports_pass_kept_back_or_not() -> None:
     whole = answers(confusion=[[[1, 0], [2, 3]]], roc=[curve(auc=0.5, low=0.1, high=1, sensitivity=[0.5] * 21)])
     empty: dict[str, Any] = {"classes": {}}
     for meta in (whole, answers(), empty):
-        assert unfit(Message({}, meta), DELIVERS) is None
-    withhold(whole, DELIVERS, ("test",))
+        assert declaration_problem(Message({}, meta), DELIVERS) is None
+    suppress_splits(whole, DELIVERS, ("test",))
     assert whole["classes"]["global"]["confusion"] == [] == whole["classes"]["global"]["roc"]
-    assert unfit(Message({}, whole), DELIVERS) is None
+    assert declaration_problem(Message({}, whole), DELIVERS) is None
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_class_reports_pass_kept_back_or_not() -> None:
     ],
 )
 def test_what_is_no_class_report_is_named(meta: dict[str, Any]) -> None:
-    assert "classes: global" in str(unfit(Message({}, meta), DELIVERS))
+    assert "classes: global" in str(declaration_problem(Message({}, meta), DELIVERS))
 
 
 def test_counts_of_a_rare_class_stay_at_the_site() -> None:
     """Five patients, of whom one has class 1: with the accuracy, the others' counts would tell how that one was taken."""
     task = small_task("classification")
     cases = Cases("abcde", {}, torch.full((5, 3), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 2, 2, 1]))
-    assert tells_of_few(cases, task, 2) and not tells_of_few(cases, task, 1) and not tells_of_few(cases, task, 0)
+    assert has_small_class(cases, task, 2) and not has_small_class(cases, task, 1) and not has_small_class(cases, task, 0)
     common = replace(cases, targets=torch.tensor([0, 0, 2, 2, 2]))
-    assert not tells_of_few(common, task, 2) and tells_of_few(common, task, 3), "a class that nobody has tells of nobody"
-    assert not tells_of_few(Cases("ab", {"dice": torch.ones(2)}), task, 9), "masks have no counts"
+    assert not has_small_class(common, task, 2) and has_small_class(common, task, 3), "a class that nobody has tells of nobody"
+    assert not has_small_class(Cases("ab", {"dice": torch.ones(2)}), task, 9), "masks have no counts"
 
 
 @pytest.mark.parametrize(("minimum", "told"), [(0, True), (2, True), (3, False)])
@@ -81,20 +81,20 @@ def test_a_site_tells_of_common_classes_alone(minimum: int, told: bool) -> None:
     if told:
         assert meta["classes"]["global"] == meta["classes"]["deployed"] and "personal" not in meta["classes"]
         assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
-        assert unfit(Message({}, meta), DELIVERS) is None
+        assert declaration_problem(Message({}, meta), DELIVERS) is None
 
 
 @pytest.mark.parametrize(("minimum", "kept"), [(0, False), (2, False), (4, False), (5, True), (9, True)])
 def test_counts_by_class_of_few_training_patients_stay_too(minimum: int, kept: bool) -> None:
     """Twelve patients in three classes: four show each of them, eight the others."""
-    assert rare_classes(squares.site("A", squares.CLASSIFICATION), minimum) is kept
+    assert bool(small_classes(squares.site("A", squares.CLASSIFICATION), "train", minimum)) is kept
 
 
 def test_patients_of_a_class_are_counted_and_not_images() -> None:
     site = squares.site("A", squares.BINARY_CLASSIFICATION)
-    assert not rare_classes(site, 2)
+    assert not small_classes(site, "train", 2)
     site.data = replace(site.data, train=replace(stacked(site.data.train), patients=("a", "b") * 6))
-    assert rare_classes(site, 2), "images of b alone are bright"
+    assert small_classes(site, "train", 2), "images of b alone are bright"
 
 
 def test_in_segmentation_those_without_a_class_are_not_told_of() -> None:
@@ -102,9 +102,9 @@ def test_in_segmentation_those_without_a_class_are_not_told_of() -> None:
     targets = stacked(site.data.train).targets.clone()
     targets[:10, 1] = 0
     site.data = replace(site.data, train=replace(stacked(site.data.train), targets=targets))
-    assert not rare_classes(site, 2) and rare_classes(site, 3), "two patients have a corner"
+    assert not small_classes(site, "train", 2) and small_classes(site, "train", 3), "two patients have a corner"
     targets[:10, 1], targets[10:, 1] = 1, 0
-    assert not rare_classes(site, 3), "ten have one"
+    assert not small_classes(site, "train", 3), "ten have one"
 
 
 @pytest.mark.parametrize("method", ["prr", "iop_fl"])
@@ -117,7 +117,7 @@ def test_a_federation_whose_sites_keep_their_counts(method: str) -> None:
     results = run.execute(LocalExchange(tuple(members), members.__getitem__))
     assert results["status"] == "COMPLETED", results["reason"]
     said = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]
-    assert "no counts by class leave the site: a class is of fewer than 13 training patients" in said
+    assert "no counts by class leave the site: a class has fewer than 13 training patients" in said
     assert any("keeps its counts by class (minimum_patients)" in line for line in said)
     assert not any("is in no site's training images" in event["message"] for event in results["events"])
 

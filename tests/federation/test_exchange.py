@@ -37,7 +37,6 @@ def test_every_site_that_was_asked_has_an_answer_in_order() -> None:
     replies = transport.ask(STEP, {name: message(4) for name in "CBA"})
     assert list(replies) == ["A", "B", "C"], "sorted, and nobody who was not asked"
     assert replies["B"] == Reply(problem="no answer to 'train' of round 2", kind="missing")
-    assert transport.present(2) == ["A", "C", "Z"]
 
 
 def test_what_travels_is_counted_both_ways() -> None:
@@ -65,9 +64,8 @@ def test_a_message_is_numbered_without_being_changed() -> None:
     [
         ("no data\n\n  here", "no data here"),
         ("half a character: \ud800", "half a character: ?"),
-        ("", "it does not say why"),
-        (7, "its reason is int, expected text"),
-        ("x" * 10**6, "x" * 1997 + "..."),
+        ("", "no reason given"),
+        ("x" * 10**6, "x" * 2000),
     ],
 )
 def test_a_sites_own_words_fit_on_a_line(problem: str, said: str) -> None:
@@ -80,4 +78,4 @@ def test_no_tensor_belongs_to_a_phase_of_all(phase: str) -> None:
     meta = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
     outcome = Outcome()
     (reply,) = Transport(Answering(A=Reply(message(9, **meta))), outcome).ask(Step(phase, 0), {"A": Message()}).values()
-    assert (reply.kind, reply.problem, outcome.up_bytes) == ("rejected", "unexpected entry 'model'", 0)
+    assert (reply.kind, reply.problem, outcome.up_bytes) == ("rejected", "unexpected tensors", 0)

@@ -6,7 +6,7 @@ import pytest
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.federation.final_models import SiteFolder, chosen_here
+from medflare.federation.final_models import SiteFolder, with_choice
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
@@ -31,16 +31,16 @@ def models(site: Site) -> dict[str, Message]:
 
 @pytest.mark.parametrize("role", ["global", "personal"])
 def test_a_model_by_name(models: dict[str, Message], role: str) -> None:
-    found, said = chosen_here(models, role)
+    found, said = with_choice(models, role)
     assert found["deployed"].states is models[role].states and KEPT not in models[role].meta
     assert found["deployed"].meta[KEPT] == {"keep": role, "model": role, "validation": {}}
     assert len(said) == 1 and role in said[0]
 
 
 def test_without_a_choice_nothing_changes(models: dict[str, Message]) -> None:
-    assert chosen_here(models, None) == (models, []) and chosen_here({}, "global") == ({}, [])
+    assert with_choice(models, None) == (models, []) and with_choice({}, "global") == ({}, [])
     alone = {"global": models["global"], "deployed": models["deployed"]}
-    found, (said,) = chosen_here(alone, "personal")
+    found, (said,) = with_choice(alone, "personal")
     assert found == alone and "personal" in said
 
 

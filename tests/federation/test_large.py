@@ -12,9 +12,9 @@ import torch
 
 from helpers.final_models import weights
 from helpers.small_tasks import tiny_phantom
-from medflare.core.backing import Backing, backed
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply, laid_aside
+from medflare.core.states import is_memory_mapped, memory_mapped
+from medflare.federation.exchange import Reply, mapped_reply
 from medflare.federation.local.loop import run_local
 from medflare.methods.base import ServerAlgorithm
 from medflare.networks.catalogue import initial_network
@@ -42,7 +42,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     state = ServerAlgorithm.state
 
     def noted(algorithm: ServerAlgorithm[Any]) -> Message:
-        found.append(backed())
+        found.append(is_memory_mapped())
         return state(algorithm)
 
     monkeypatch.setattr(ServerAlgorithm, "state", noted)
@@ -72,9 +72,9 @@ def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> Non
     replies = [Reply(Message({"model": {"odd": value, "good": large}})) for value in odd]
     further = [Reply(Message({"model": "x"})), Reply(Message([])), Reply(problem="no images")]  # type: ignore[dict-item, arg-type]
     other = {"expanded": torch.zeros(1).expand(10**12), "counts": torch.zeros(200_000, dtype=torch.int64)}
-    with Backing(tmp_path).used():
-        assert all(laid_aside(reply) is reply for reply in [*replies, *further])
-        message = laid_aside(Reply(Message({"model": {**other, "good": large}}))).message
+    with memory_mapped(tmp_path):
+        assert all(mapped_reply(reply) is reply for reply in [*replies, *further])
+        message = mapped_reply(Reply(Message({"model": {**other, "good": large}}))).message
     assert message is not None
     found = message.states["model"]
     assert all(found[name] is value for name, value in other.items())

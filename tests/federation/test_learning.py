@@ -8,7 +8,7 @@ import pytest
 import medflare
 from helpers.small_tasks import small_task, tiny_phantom
 from medflare.core.errors import ConfigError
-from medflare.federation.local import resume_local
+from medflare.federation.local.loop import resume_local
 from medflare.methods.catalogue import get_method
 from medflare.training.site import Site
 

@@ -138,7 +138,7 @@ class TestDefinedBehaviour:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"lamb": 0.3}, "did you mean 'lam'"),
+            ({"lamb": 0.3}, "did you mean lam"),
             ({"lam": 2.0}, "lam"),
             ({"personalization": "ditto"}, "personalization"),
             ({"outside": ["site-1", "site-2", "site-3"]}, "outside"),

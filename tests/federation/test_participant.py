@@ -17,8 +17,8 @@ from medflare.core.store import MemoryStore
 from medflare.federation.final_models import ArtifactStore
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.federation.update_validation.messages import ENROLS, unfit, unreadable
-from medflare.federation.update_validation.suppression import too_few, withhold
+from medflare.federation.update_validation.messages import ENROLS, declaration_problem, message_problem
+from medflare.federation.update_validation.suppression import small_splits, suppress_splits
 from medflare.methods.catalogue import get_method
 from medflare.training.site import Site
 from methods import squares
@@ -47,7 +47,7 @@ def _asked(minimum: int) -> dict[str, Message]:
 def test_images_that_cannot_be_used_are_counted_and_not_named() -> None:
     site = _site(left_out=300, notes=100)
     reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
-    assert unreadable(reply, "A") is None
+    assert message_problem(reply, "A") is None
     messages = [event["message"] for event in reply.meta["events"] if event["kind"] == "left_out"]
     assert len(messages) == 1 and "300" in messages[0] and ".png" not in str(reply.meta)
 
@@ -57,7 +57,7 @@ def test_letters_that_are_not_latin_fit_through_the_servers_gate() -> None:
     site, line = _site(), "第一季度眼底照片无法读取，" * 13
     site.notes = [line] * 60
     reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
-    assert unreadable(reply, "A") is None
+    assert message_problem(reply, "A") is None
     messages = [event["message"] for event in reply.meta["events"] if event["kind"] == "warning"]
     assert len(messages) > 10 and messages[0] == line and f"{60 - len(messages) + 1} more" in messages[-1]
 
@@ -66,7 +66,7 @@ def test_a_site_says_what_it_runs_on() -> None:
     reply = _asked(0)[ENROL]
     told = reply.meta["versions"]
     assert told["medflare"] == medflare.__version__ and {*told} == {"medflare", "torch", "monai"}
-    assert unfit(reply, ENROLS) is None
+    assert declaration_problem(reply, ENROLS) is None
 
 
 @pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
@@ -78,13 +78,13 @@ def test_metrics_of_few_patients_stay_at_the_site(minimum: int, validation: bool
     said = [event["message"] for event in replies[ENROL].meta["events"]]
     expected = [split for split, tells in (("validation", validation), ("test", test)) if not tells]
     assert len(said) == len(expected) and all(split in line for split, line in zip(expected, said, strict=True))
-    assert all(unreadable(reply, "A") is None for reply in replies.values())
+    assert all(message_problem(reply, "A") is None for reply in replies.values())
 
 
 def test_patients_are_counted_and_not_images() -> None:
     site = squares.site("A")
     site.data = replace(site.data, test=replace(stacked(site.data.test), patients=("one",) * 5))
-    assert too_few(site, 2) == ("test",) and too_few(site, 1) == () == too_few(squares.site("A"), 4)
+    assert small_splits(site, 2) == ("test",) and small_splits(site, 1) == () == small_splits(squares.site("A"), 4)
 
 
 def test_a_report_that_cannot_be_written_costs_no_model() -> None:
@@ -104,7 +104,7 @@ def test_a_report_that_cannot_be_written_costs_no_model() -> None:
 
 def test_tables_keep_their_names_and_a_failure_is_told() -> None:
     meta: dict[str, Any] = {"loss": math.nan, "validation": {"global": 0.5, "personal": None}, "scores": {"A": 0.5}, "n": 3}
-    withhold(
+    suppress_splits(
         meta, (MetaSpec("loss", measured="train"), MetaSpec("validation", measured="validation"), MetaSpec("n")), ("train", "validation")
     )
     assert math.isnan(meta.pop("loss"))
@@ -117,7 +117,7 @@ class Listening(ArtifactStore):
     def __init__(self, told: list[Any]):
         self.told = told
 
-    def tell(self, *step: Any) -> None:
+    def note_step(self, *step: Any) -> None:
         self.told.append(step)
 
 
@@ -163,7 +163,7 @@ def _worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participan
 
         def abort() -> bool:
             clock.batch()
-            participant.working.refuse()
+            participant.working.check()
             return False
 
         site.abort = abort

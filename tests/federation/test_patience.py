@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from helpers.killed_runs import in_pieces
 from helpers.small_tasks import tiny_phantom
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.federation.schedule import Federation, cut_short
-from medflare.methods.base import SiteAlgorithm, Step
+from medflare.federation.schedule import Federation
+from medflare.methods.base import SiteAlgorithm
 
 TASK = tiny_phantom(batch_size=32)
 CURVE = (0.1, 0.4, 0.5, 0.5, 0.45, 0.4, 0.7)  # of every site's models by rounds of training
@@ -74,7 +74,7 @@ class TestEarlyEnd:
         """Killed while the final models are delivered: all that ends the run is done, and counts as it did."""
         whole = run(method, tmp_path / "whole", patience=2)
         with monkeypatch.context() as patch:
-            patch.setattr(Federation, "_deliver", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(Federation, "_finalize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 run(method, tmp_path / "pieced", patience=2)
         lines: list[str] = []
@@ -87,11 +87,3 @@ class TestEarlyEnd:
     def test_with_patience_all_rounds_are_trained(self, patience: int | None) -> None:
         results = run(patience=patience)
         assert results["rounds"] == 6 and "stopped_early" not in [event["kind"] for event in results["events"]]
-
-
-def test_a_schedule_with_another_part_ahead_is_not_cut_short() -> None:
-    train, warm = (lambda rounds: [Step("train", number) for number in rounds]), [Step("warm_up", number) for number in range(4)]
-    whole = [*warm, *train(range(4, 8)), Step("validate", 8)]
-    assert cut_short(whole, [*warm, *train(range(4, 6)), Step("validate", 6)], 6, 8)
-    assert not cut_short(whole, [*warm, Step("validate", 2)], 2, 8), "a warm-up is not over"
-    assert not cut_short(whole, [warm[0], *train(range(1, 6)), Step("validate", 6)], 6, 8), "another way went there"

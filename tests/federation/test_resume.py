@@ -17,10 +17,10 @@ from helpers.killed_runs import Killed
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore
+from medflare.core.store import StateStore
 from medflare.federation.checkpoint import CHECKPOINT
 from medflare.federation.local.loop import resume_local
-from medflare.federation.memory import HalfMemory, RememberedAlgorithm
+from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
 
 TINY = tiny_phantom(batch_size=32)
@@ -119,7 +119,7 @@ class TestMissedResumption:
         return tmp_path
 
     def test_the_site_goes_on_from_what_it_remembers(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(RememberedAlgorithm, "begin", lambda algorithm, *_: pytest.fail(f"{algorithm.name} begins afresh"))
+        monkeypatch.setattr(StoredAlgorithm, "begin", lambda algorithm, *_: pytest.fail(f"{algorithm.name} begins afresh"))
         results = self.leg(folder, None, resume=True)
         assert results["status"] == "COMPLETED" and not [event for event in results["events"] if event["kind"] == "rejected"]
 
@@ -170,7 +170,7 @@ class TestDamagedStates:
     def test_a_lost_state_is_not_replaced_by_a_fresh_one(self, folder: Path) -> None:
         shutil.rmtree(folder / "sites" / "site-2" / "state")
         results = resume_local(folder)
-        assert results["status"] == "FAILED" and "its state is gone" in results["reason"]
+        assert results["status"] == "FAILED" and "its state is lost" in results["reason"]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
@@ -188,21 +188,3 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, ignored)
     assert store.load(CHECKPOINT) == Message({}, {"finished": 1})
     assert [path.name for path in tmp_path.iterdir()] == [f"{CHECKPOINT}.safetensors"], "no part of the failed file stays behind"
-
-
-class TestHalfMemory:
-    def test_a_step_can_be_done_again(self) -> None:
-        memory = HalfMemory(MemoryStore())
-        for step in range(4):
-            memory.save(step, Message({}, {"after": step}))
-        assert memory.before(3) == (3, Message({}, {"after": 3}))
-        assert memory.before(2) == (2, Message({}, {"after": 2}))
-        assert memory.before(1) is None, "older states are not kept"
-        memory.save(3, Message({}, {"after": "again"}))
-        assert memory.before(9) == (3, Message({}, {"after": "again"}))
-
-    def test_going_back_forgets_what_came_after(self) -> None:
-        memory = HalfMemory(MemoryStore())
-        for step in (4, 5, 3):
-            memory.save(step, Message({}, {"step": step}))
-        assert memory.before(9) == (3, Message({}, {"step": 3}))

@@ -13,8 +13,8 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.federation.exchange import numbered
 from medflare.federation.local.loop import run_local
-from medflare.federation.update_validation.messages import SiteGate
-from medflare.federation.update_validation.rounding import WIRE, Rounding
+from medflare.federation.update_validation.messages import RequestValidator
+from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE, Rounding
 from medflare.inference.deployed import load_model
 from medflare.methods.base import Plan
 from medflare.methods.catalogue import get_method
@@ -50,7 +50,7 @@ class TestWhatTravels:
     def test_kernels_come_rounded_and_all_else_as_it_is(self) -> None:
         weights = model(self.plan, 1)
         sent = self.rounding.down(self.train, Message({"model": weights}, {"step": 0}), {})
-        assert sent.meta == {"step": 0, WIRE: "bf16"}
+        assert sent.meta == {"step": 0, TRANSPORT_DTYPE: "bf16"}
         assert 0 < len(large(weights)) < len(weights)
         for name, tensor in weights.items():
             found = sent.states["model"][name]
@@ -176,10 +176,10 @@ def test_a_site_takes_rounded_weights_only_where_the_server_says_so() -> None:
     algorithm = method.make_site(squares.site("A"), method.plan(squares.site("A").task, ("A", "B"), {}))
     weights = Message({"model": squares.start(squares.site("A").task)})
     sent = numbered(Rounding(algorithm.plan).down(algorithm.phase("train"), weights, {}), 0, 1)
-    gate = SiteGate("A")
-    assert gate.numbers("train", 0, sent) == (0, 1, True)
-    gate.refuse("train", 0, sent, algorithm, rounded=True)
+    validator = RequestValidator("A")
+    assert validator.pop_numbers("train", 0, sent) == {"step": 0, "run_rounds": 1, "transport_dtype": "bf16"}
+    validator.check_request("train", 0, sent, algorithm, rounded=True)
     with pytest.raises(MessageError, match="bfloat16"):
-        gate.refuse("train", 0, sent, algorithm)
+        validator.check_request("train", 0, sent, algorithm)
     with pytest.raises(MessageError, match="float32"):
-        gate.refuse("train", 0, weights, algorithm, rounded=True)
+        validator.check_request("train", 0, weights, algorithm, rounded=True)

@@ -103,7 +103,7 @@ FAULTS = {
     "missing tensor": (poison(lambda s: s.pop(first(s))), "missing"),
     "shape": (poison(lambda s: s.update({first(s): torch.zeros(1)})), "shape"),
     "n_samples": (meta(n_samples=10**6), "n_samples"),
-    "loss NaN": (meta(loss=math.nan), "diverged"),
+    "loss NaN": (meta(loss=math.nan), "loss"),
 }
 
 

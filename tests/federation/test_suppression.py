@@ -29,7 +29,7 @@ from medflare.training.site import Site
 from methods import squares
 
 MINIMUM: Final = 5
-# Training images of each class, and how many patients show it: "a" and "b" withhold all counts, "c" has no rare class.
+# Training images of each class, and how many patients show it: "a" and "b" suppress_splits all counts, "c" has no rare class.
 CLASSES: Final = ("dark", "medium", "bright")
 IMAGES: Final = {"a": (53, 41, 37), "b": (43, 29, 47), "c": (10, 11, 12), "z": (5, 6, 7)}
 PATIENTS: Final = {"a": (9, 8, 2), "b": (9, 1, 8), "c": (9, 8, 7), "z": (5, 6, 7)}

@@ -5,7 +5,7 @@ import torch
 
 from medflare.core.manifest import StateSpec
 from medflare.core.message import Message
-from medflare.federation.update_validation.updates import Screened, capped, screen
+from medflare.federation.update_validation.updates import Validated, capped, validate_replies
 
 WEIGHTS = {"w": torch.ones(4)}
 ALONG = torch.tensor([0.1, 0.1, 0.0, 0.0])
@@ -13,7 +13,7 @@ ALONG = torch.tensor([0.1, 0.1, 0.0, 0.0])
 
 def judged(
     lengths: list[float], images: list[int] | None = None, weights: bool = True, sent: bool = True, strict: bool = False
-) -> Screened:
+) -> Validated:
     """A round in which the sites' updates have one direction, or for a negative length the opposite one."""
     sites = "ABCDE"[: len(lengths)]
     replies = {
@@ -22,7 +22,7 @@ def judged(
     enrolled = {site: {"train": count} for site, count in zip(sites, images or [4] * len(sites), strict=True)}
     asked = {site: Message({"model": dict(WEIGHTS)} if sent else {}, {}) for site in sites}
     chosen = ["model"] if weights else []
-    return screen(replies, {"model": StateSpec.like(WEIGHTS, "")}, asked, enrolled, weights=chosen, strict=strict)
+    return validate_replies(replies, {"model": StateSpec.like(WEIGHTS, "")}, asked, enrolled, weights=chosen, strict=strict)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 11], [1, 2, 16], [1, 1, 1, 11], [1, 1, 90, 90], [1, 1, 1, 1e30]])

@@ -19,7 +19,7 @@ from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.federation.local.workers import receive, send, threads_of_a_site
+from medflare.federation.local.exchange import receive, send, threads_of_a_site
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site

@@ -24,7 +24,7 @@ from nvflare.private.privacy_manager import Scope
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
-from medflare.federation.settings import FACTS_LIMIT
+from medflare.federation.settings import META_LIMIT
 from medflare.federation.update_validation.rounding import Rounding
 from medflare.flare.guard import OutboundGuard, outbound_limits, planned
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
@@ -105,7 +105,7 @@ def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: Parti
         (lambda m: m.states["model"].update(patient=torch.ones(3)), "patient"),
         (lambda m: m.states["model"].popitem(), "model"),
         (lambda m: m.states["model"].update({next(iter(m.states["model"])): torch.ones(2)}), "(2,)"),
-        (lambda m: m.meta.update(pixels=list(range(FACTS_LIMIT))), "bytes"),
+        (lambda m: m.meta.update(pixels=list(range(META_LIMIT))), "bytes"),
         (lambda m: m.meta.update(pixels=torch.ones(3)), "meta"),
     ],
 )

@@ -19,9 +19,9 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils import fobs
 
-from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, ConfigError, StateError
 from medflare.core.message import Message
+from medflare.core.states import memory_mapped
 from medflare.federation.exchange import Reply
 from medflare.flare import liveness
 from medflare.flare import tasks as steps
@@ -115,7 +115,7 @@ def test_each_site_gets_its_own_message_and_its_reply_comes_back() -> None:
 def test_replies_with_large_models_are_stored_in_files(tmp_path: Path) -> None:
     controller = FakeController(CS=answers(n_samples=3), DU=later(0.05, answers(n_samples=4)), FG=lambda task: error_reply("no images"))
     outgoing = {site: Message({"model": {"w": torch.full((30_000,), float(place))}}) for place, site in enumerate(("CS", "DU", "FG"))}
-    with Backing(tmp_path).used():
+    with memory_mapped(tmp_path):
         replies = exchange(controller)(STEP, outgoing)
     for site in ("CS", "DU"):
         tensor = received(replies[site]).states["model"]["w"]

@@ -15,7 +15,7 @@ from helpers.small_tasks import small_task
 from helpers.volume_sites import TASK, make_sites
 from medflare.cli import main
 from medflare.core.message import Message
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
 from medflare.training.opening import open_site

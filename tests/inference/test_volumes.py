@@ -19,7 +19,7 @@ from helpers.small_tasks import predicted, score
 from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 from medflare.core import packages
 from medflare.core.errors import ConfigError
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export
 from medflare.inference.inputs import find_inputs

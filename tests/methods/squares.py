@@ -18,8 +18,8 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.loading import SiteData, Split
-from medflare.federation.update_validation.messages import Incoming, unreadable
-from medflare.federation.update_validation.updates import screen
+from medflare.federation.update_validation.messages import RequestSchema, message_problem
+from medflare.federation.update_validation.updates import validate_replies
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
@@ -209,7 +209,9 @@ def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], 
         manifest = algorithm.manifest(step.phase, algorithm.plan)
         network = StateSpec.like(algorithm.plan.template(), "").tensors.items()
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
-        screened = screen(replies, manifest, outgoing, {name: algorithm.site.n for name, algorithm in algorithms.items()}, weights=weights)
+        screened = validate_replies(
+            replies, manifest, outgoing, {name: algorithm.site.n for name, algorithm in algorithms.items()}, weights=weights
+        )
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
         if store is not None:
@@ -222,10 +224,10 @@ def as_declared(algorithms: Mapping[str, Any], phase: str, outgoing: Mapping[str
     """Every message of a step holds what its phase declares and nothing else, and meta that can be written down."""
     for name, algorithm in algorithms.items():
         if name in outgoing:
-            assert Incoming(algorithm.plan).refusal(algorithm.phase(phase), outgoing[name]) is None, (phase, name)
+            assert RequestSchema(algorithm.plan).problem(algorithm.phase(phase), outgoing[name]) is None, (phase, name)
         if name in replies:
             assert algorithm.phase(phase).undeclared(replies[name], algorithm.plan) is None, (phase, name)
-            assert unreadable(replies[name], name) is None, (phase, name)
+            assert message_problem(replies[name], name) is None, (phase, name)
 
 
 def _restored(fresh: Any, memory: Message, folder: Path) -> Any:

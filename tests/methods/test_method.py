@@ -36,9 +36,9 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("values", "words"),
         [
-            ({"weigthing": "uniform"}, "method 'mine' has no hyper-parameter 'weigthing'; did you mean 'weighting'"),
-            ({"site.weighting": "uniform"}, "method 'mine' has no hyper-parameter 'site.weighting'"),
-            ({"server": {"nonsense": 1}}, "method 'mine' has no hyper-parameter 'server.nonsense'"),
+            ({"weigthing": "uniform"}, "method mine: unknown hyper-parameter 'weigthing'"),
+            ({"site.weighting": "uniform"}, "method mine: unknown site hyper-parameter 'weighting'"),
+            ({"server": {"nonsense": 1}}, "method mine: unknown server hyper-parameter 'nonsense'"),
             ({"weighting": "mean"}, "method mine, server algorithm: weighting"),
             ({"reset_optimizer": 3}, "method mine, site algorithm: reset_optimizer"),
         ],

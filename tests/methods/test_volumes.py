@@ -8,7 +8,7 @@ import torch
 
 from helpers.volume_sites import PATCHES, TASK, cube_task, make_sites, make_volumes
 from medflare.core.errors import ConfigError
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
 

@@ -9,7 +9,7 @@ import pytest
 
 from medflare.cli import main
 from medflare.core.errors import ConfigError, StateError
-from medflare.core.hyper import halved
+from medflare.core.hyper import split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.methods.catalogue import get_method
 from medflare.studies.archive import STUDY_FILE, read_runs, write_run
@@ -33,7 +33,7 @@ SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 
 def test_a_row_is_read_from_its_text() -> None:
     chosen = Candidate.parse("fedsm:lam=0.3,selection=last")
-    assert chosen.hyper == halved({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
+    assert chosen.hyper == split_hyper({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
     swapped = Candidate.parse("fedavg:server_algorithm=grace,server.selection=last")
     assert (swapped.server_algorithm, swapped.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
     assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {"reset_optimizer": True}

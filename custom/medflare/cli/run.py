@@ -144,7 +144,7 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     Raises:
         ConfigError: see `chosen`.
     """
-    from medflare.core.hyper import described, halved
+    from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
     from medflare.networks.weights import pretrained_settings, starting_state
 
@@ -171,7 +171,7 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
         task = task_with(task.to_dict() | pretrained_settings(task), {})
     if federation.model is not None:
         starting_state(task, 0, federation.model)  # raises if the model does not fit
-    return halved(hyper, method.hyper_classes, method.name), task
+    return split_hyper(hyper, method.hyper_classes, method.name), task
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""Errors that a person can act on: one line that names the offender, the place and the remedy."""
+"""Errors whose text is one line that names the problem, the place and the remedy."""
 
 from typing import Final
 
 from medflare.core.text import printable
 
-_LONGEST: Final = 200  # characters of what another library says
+_LONGEST: Final = 200  # characters of another library's error
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of another library says, as a part of a line; its kind where it says nothing.
+    """The text of another library's error as a part of a line; its type if it has no text.
 
     Examples:
         >>> one_line(ValueError("size mismatch:\\n  (2, 3)")), one_line(KeyError())
@@ -18,7 +18,7 @@ def one_line(error: BaseException) -> str:
 
 
 class MedflareError(Exception):
-    """Base of every error that medflare raises on purpose; its text is one clear line, whatever names it repeats."""
+    """Base of the errors that medflare raises on purpose."""
 
     def __init__(self, text: object = ""):
         super().__init__(printable(str(text)))
@@ -37,24 +37,24 @@ class UpdateError(MedflareError):
 
 
 class MessageError(MedflareError):
-    """What a server sends cannot be used by a site."""
+    """A server's message cannot be used by a site."""
 
 
 class StateError(MedflareError):
-    """A stored state is missing, damaged or belongs to somebody else."""
+    """A stored state is missing, damaged or belongs to another site or run."""
 
 
 class PrivacyError(MedflareError):
-    """A site's privacy budget does not allow what was asked of it."""
+    """A site's privacy budget does not allow the training."""
 
 
 class ExportError(MedflareError):
-    """A model cannot be exported, or what was exported gives other numbers."""
+    """A model cannot be exported, or the exported model gives other values."""
 
 
 class FederationFailed(MedflareError):
-    """The federation cannot go on (too few usable updates, a failed site under a strict policy)."""
+    """The federation cannot continue (too few usable updates, a site that cannot take part)."""
 
 
 class Aborted(MedflareError):
-    """The run was asked to stop from outside."""
+    """The run was stopped from outside."""

@@ -1,4 +1,4 @@
-"""What travels between a site algorithm and a server algorithm."""
+"""The message between a site algorithm and a server algorithm."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,11 +8,11 @@ from medflare.core.states import StateDict, state_bytes
 
 @dataclass
 class Message:
-    """Named states and meta.
+    """Named states and metadata.
 
     Attributes:
-        states: entry name -> state dict; everything that holds tensors, so that privacy filters and manifests see it.
-        meta: JSON-serialisable numbers and names (sample counts, losses, metrics); never anything model-like.
+        states: entry -> state dict; all tensors, so that privacy filters and manifests see them.
+        meta: JSON values (sample counts, losses, metrics); never anything model-like.
     """
 
     states: dict[str, StateDict] = field(default_factory=dict)
@@ -20,5 +20,5 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: what an exchange of this message costs beside small change."""
+        """Bytes of all tensors."""
         return sum(state_bytes(state) for state in self.states.values())

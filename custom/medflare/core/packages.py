@@ -1,7 +1,4 @@
-"""Installed packages: those that a site may do without, the versions of those that a result depends on, and how to be rid of them.
-
-A job that carries medflare's code runs on what torch, MONAI and FLARE bring along.
-"""
+"""Installed packages: optional ones, their versions, and code that a job may name."""
 
 import atexit
 import gc
@@ -15,10 +12,10 @@ from importlib.util import find_spec
 from medflare.core.errors import ConfigError, MedflareError
 
 _RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
-# Names to install by, where they are not the names to import by.
+# Names for pip that differ from the import names.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 _LONGEST = 200  # characters of a module's name
-# What a job, a task or a model's card may never name code of, whoever trusts it: what lies there is no network and no method of a lab's.
+# Packages from which a job, a task or a model's card may not name code, even if a site trusts it.
 NEVER_TRUSTED = frozenset({"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names})
 
 
@@ -28,14 +25,14 @@ def installed(module: str) -> bool:
 
 
 def require(module: str, purpose: str, error: type[MedflareError] = ConfigError) -> None:
-    """Go on only where a package is installed.
+    """Check that an optional package is installed.
 
     Args:
         module: its top-level module.
         purpose: what needs it, the beginning of the message.
 
     Raises:
-        error: it is not; the message names the package and the command that installs it.
+        error: with the command that installs it.
     """
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)
@@ -43,42 +40,41 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
 
 
 def untrusted(module: str, packages: Iterable[str]) -> str:
-    """Why code of a module is not imported because a job, a task or a card names it; "" where it may be.
+    """Why code of a module that a job, a task or a card names is not imported; "" if it may be.
 
     Examples:
         >>> untrusted("lab_nets.small", ["lab_nets"]), untrusted("os", ["os"])
-        ('', 'code of os is never imported by a name')
+        ('', 'code of os is never imported by name')
     """
     package = module.split(".")[0]
     if len(module) > _LONGEST or not all(part.isidentifier() for part in module.split(".")):
-        return "that is no module's name"
+        return "this is not the name of a module"
     if package in NEVER_TRUSTED:
-        return f"code of {package} is never imported by a name"
+        return f"code of {package} is never imported by name"
     if any(module == name or module.startswith(f"{name}.") for name in packages):
         return ""
-    return f'who trusts it adds "{package}" to packages in local/medflare.json'
+    return f'to trust it, add "{package}" to packages in local/medflare.json'
 
 
 def end_quickly() -> None:
-    """When this process ends it does not search what it has imported for circles of references; torch and MONAI cost a second there."""
+    """Skip garbage collection when this process ends, which takes a second with torch and MONAI."""
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
 
 
 def installed_versions() -> dict[str, str]:
-    """Package -> version of Python and of what a result depends on; a package that is not installed is left out."""
+    """Package -> version, of Python and the packages that a result depends on, if they are installed."""
     return {"python": platform.python_version()} | versions(_RECORDED)
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Package -> version, of those that are installed."""
-    found = {package: _version(package) for package in packages}
-    return {package: number for package, number in found.items() if number is not None}
+    return {package: number for package in packages if (number := _version(package))}
 
 
-@cache  # reads the whole of a package's description
-def _version(package: str) -> str | None:
+@cache  # reads a file
+def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # for example medflare itself where its code travels inside the job
-        return None
+    except PackageNotFoundError:  # for example medflare itself, if its code comes with the job
+        return ""

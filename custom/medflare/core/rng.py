@@ -1,8 +1,4 @@
-"""Random generators derived from names, so that no result depends on a global seed or on the order of events.
-
-Every source of randomness is keyed by (seed, site, round, purpose): the same keys give the same numbers in one process, in
-many, after a restart and whatever ran before.
-"""
+"""Random generators keyed by (seed, site, round, purpose): the same keys give the same numbers in every process and after a restart."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,8 +11,7 @@ Key = str | int
 
 
 def derived_seed(seed: int, *keys: Key) -> int:
-    """A 63-bit seed from a hash of the keys; unlike `hash()` it is the same in every process and Python version."""
-    # A round may come as numpy's or JSON's idea of an integer: equal numbers are equal keys, and never equal to a text.
+    """A 63-bit seed from a hash of the keys, the same in every process; integers of any type are equal keys, and never equal to a text."""
     named = (f"str:{key}" if isinstance(key, str) else f"int:{int(key)}" for key in keys)
     text = "\x1f".join([str(int(seed)), *named])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -28,7 +23,7 @@ def torch_generator(seed: int, *keys: Key) -> torch.Generator:
 
 
 def numpy_generator(seed: int, *keys: Key) -> np.random.Generator:
-    """A NumPy generator that (seed, keys) determine, see `derived_seed`."""
+    """A NumPy generator, see `derived_seed`."""
     return np.random.default_rng(derived_seed(seed, *keys))
 
 
@@ -44,7 +39,7 @@ def seeded(seed: int, *keys: Key) -> Iterator[None]:
     For code that can only draw from the global generator: module initialisation and dropout.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    # Where no GPU is in use yet, torch.manual_seed would note the seed, with a trace of the stack, for the moment when one is.
+    # torch.manual_seed would store the seed, with a stack trace, for GPUs that are initialized later.
     everywhere = torch.manual_seed if devices else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices=devices):
         everywhere(derived_seed(seed, *keys))

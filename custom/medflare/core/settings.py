@@ -10,29 +10,29 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationErro
 
 from medflare.core.errors import ConfigError, MedflareError
 
-# For `@dataclass(frozen=True, config=STRICT)`: a number is never read from a text, nor a truth value from a number.
+# For `@dataclass(frozen=True, config=STRICT)`: no conversion between numbers, texts and booleans.
 STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
-_SHOWN: Final = 80  # characters of a refused value
+_SHOWN: Final = 80  # characters of a wrong value
 
 S = TypeVar("S")
 
 
 def checked(kind: type[S], values: Mapping[str, Any], place: str, *, error: type[MedflareError] = ConfigError, remedy: str = "") -> S:
-    """An instance of the pydantic dataclass `kind`, made of settings that somebody wrote.
+    """An instance of the pydantic dataclass `kind` from JSON values.
 
     Args:
-        kind: the dataclass, declared with `STRICT`.
-        values: setting -> value as JSON has it; a list may stand for a tuple.
-        place: where the settings come from, the beginning of the message: a file, a task, a method.
-        error: what is raised.
-        remedy: the end of the message where a setting is missing; "" for none.
+        kind: declared with `STRICT`.
+        values: setting -> value; a list may stand for a tuple.
+        place: the beginning of an error: a file, a task, a method.
+        error: the class to raise.
+        remedy: the end of the error if a setting is missing.
 
     Raises:
-        error: a setting that is unknown (with the nearest names), missing, of another type or outside its range.
+        error: a setting is unknown (with the nearest names), missing, of another type or outside its range.
     """
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    if unlisted := [name for name in values if name not in known]:
-        raise error(no_such("setting", unlisted[0], known, place))
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    if unknown_names := [name for name in values if name not in names]:
+        raise error(no_such("setting", unknown_names[0], names, place))
     try:
         return _built(kind, values)
     except ValidationError as problem:
@@ -41,25 +41,26 @@ def checked(kind: type[S], values: Mapping[str, Any], place: str, *, error: type
 
 
 def first_problem(problem: ValidationError) -> str:
-    """What pydantic found, of the first setting that is wrong, on one line: "optimizer.lr: Input should be greater than 0, got -1"."""
-    found = problem.errors(include_url=False)
-    first = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]  # of a union one a member
+    """The first wrong setting of a pydantic error, on one line: "optimizer.lr: Input should be greater than 0, got -1"."""
+    errors = problem.errors(include_url=False)
+    first = [item for item in errors if item["loc"][:1] == errors[0]["loc"][:1]]  # a union has one for each member
     path = ".".join(str(part) for part in max((item["loc"] for item in first), key=len) if not str(part).startswith("function-"))
     words = " or ".join(dict.fromkeys(item["msg"].removeprefix("Value error, ") for item in first))
-    value = found[0]["input"]
-    if found[0]["type"] == "missing" or not (path or isinstance(value, str | int | float | None)):
-        return f"{path}{': ' if path else ''}{words}"
+    value = errors[0]["input"]
+    text = f"{path}: {words}" if path else words
+    if errors[0]["type"] == "missing" or not (path or isinstance(value, str | int | float | None)):
+        return text
     shown = repr(value)
-    return f"{path}{': ' if path else ''}{words}, got {shown if len(shown) <= _SHOWN else f'{shown[: _SHOWN - 3]}...'}"
+    return f"{text}, got {shown if len(shown) <= _SHOWN else f'{shown[: _SHOWN - 3]}...'}"
 
 
 def nested(kind: type) -> BeforeValidator:
-    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is an object with settings of its own, as strict as the outer ones."""
+    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is an object with strict settings of its own."""
     return BeforeValidator(lambda value: _built(kind, value) if isinstance(value, Mapping) else value)
 
 
 def one_of(*choices: Any) -> AfterValidator:
-    """For `Annotated[int, one_of(1, 3)]`: the allowed values, where a `Literal` would take true for 1 or would repeat a table's names."""
+    """For `Annotated[int, one_of(1, 3)]`: the allowed values; a `Literal` would accept true for 1."""
 
     def check(value: Any) -> Any:
         if value not in choices:
@@ -70,7 +71,7 @@ def one_of(*choices: Any) -> AfterValidator:
 
 
 def takes(words: str) -> WrapValidator:
-    """For `Annotated[tuple[int, int], takes("[height, width]")]`: what the setting must be, said whatever is wrong with it."""
+    """For `Annotated[tuple[int, int], takes("[height, width]")]`: one error text, whatever is wrong with the value."""
 
     def check(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -81,42 +82,28 @@ def takes(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def unknown(what: str, value: str, known: Iterable[str], place: str = "") -> ConfigError:
+def unknown(kind: str, value: str, names: Iterable[str], place: str = "") -> ConfigError:
     """The error for a name that does not exist, see `no_such`."""
-    return ConfigError(no_such(what, value, known, place))
+    return ConfigError(no_such(kind, value, names, place))
 
 
-def no_such(what: str, value: str, known: Iterable[str], place: str = "") -> str:
+def no_such(kind: str, value: str, names: Iterable[str], place: str = "") -> str:
     """One line about a name that does not exist, with the closest names that do.
-
-    Args:
-        what: kind of thing, for example "metric".
-        place: the beginning of the message; "" for none.
 
     Examples:
         >>> no_such("metric", "dise", ["dice", "iou"], "task brain")
         "task brain: unknown metric 'dise'; did you mean dice? known: dice, iou"
     """
-    names = sorted(known)
-    close = get_close_matches(str(value), names, n=2, cutoff=0.5)
+    known = sorted(names)
+    close = get_close_matches(str(value), known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{place + ': ' if place else ''}unknown {what} {value!r}; {hint}known: {', '.join(names)}"
+    return f"{place + ': ' if place else ''}unknown {kind} {value!r}; {hint}known: {', '.join(known)}"
 
 
-def refuse_arguments(build: Callable[..., Any], given: Iterable[str], place: str, *, taken: Iterable[str] = ()) -> None:
-    """Refuse an argument that the signature of `build` does not have.
-
-    Args:
-        build: the callable whose signature decides.
-        given: names of the arguments in the setting.
-        place: the beginning of a message.
-        taken: arguments that are not the setting's to give.
-
-    Raises:
-        ConfigError: names the first that it does not take, with the nearest names.
-    """
+def refuse_arguments(build: Callable[..., Any], arguments: Iterable[str], place: str, *, taken: Iterable[str] = ()) -> None:
+    """Raise ConfigError for an argument that the signature of `build` does not have, or that is `taken`: it is not a setting."""
     accepted = [name for name in inspect.signature(build).parameters if name not in taken]
-    for name in given:
+    for name in arguments:
         if name not in accepted:
             raise unknown("argument", name, accepted, place)
 
@@ -126,5 +113,5 @@ def _built(kind: type[S], values: Mapping[str, Any]) -> S:
 
 
 def _with_tuples(value: Any) -> Any:
-    """JSON has lists only, where a frozen dataclass has tuples; mappings stay what they are."""
+    """Lists of JSON as tuples; mappings are not changed."""
     return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value

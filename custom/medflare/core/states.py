@@ -1,29 +1,74 @@
-"""Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged."""
+"""Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged.
+
+Tensors of one name are processed in chunks, so that no float64 copy of a whole model is made. A server holds the models of all sites at
+once: inside `memory_mapped(folder)` large tensors are memory-mapped files, of which the operating system keeps in memory what has room.
+"""
 
 import math
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from medflare.core.backing import empty
+from medflare.core.errors import StateError
 
 StateDict = dict[str, Tensor]
-CACHED: Final = 2**15  # numbers of each tensor at a time, so that what is made of them stays in the processor's cache
-LONG: Final = 2**19  # the same for sums that decide about weights: as many as most tensors have, whose sums are then of one piece
+CHUNK: Final = 2**15  # values of each tensor at a time, so that intermediate results stay in the processor's cache
+LONG_CHUNK: Final = 2**19  # the same for sums that decide about weights: most tensors fit, so that their sums are not split
+_SMALL: Final = 2**16  # bytes; smaller tensors are never memory-mapped
+_FOLDER: ContextVar[Path | None] = ContextVar("medflare_memory_mapped", default=None)
 
 
-def stretches(tensors: Sequence[Tensor], size: int = CACHED) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape side by side, laid out flat, a stretch at a time: what is computed of them needs no room of their size.
+@contextmanager
+def memory_mapped(folder: Path) -> Iterator[None]:
+    """Inside, `allocate` makes large tensors as files in `folder`, which is made if needed. The files vanish with the tensors."""
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
 
-    Args:
-        tensors: all of one shape, with or without a graph; of a contiguous one the stretches share its memory.
-        size: numbers of a stretch; the last one may have fewer.
+
+def is_memory_mapped() -> bool:
+    """Whether `allocate` makes large tensors as files."""
+    return _FOLDER.get() is not None
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialized contiguous CPU tensor, in memory or, inside `memory_mapped`, in a file.
+
+    Raises:
+        StateError: the disk is full, or the folder cannot be written.
+    """
+    folder, size = _FOLDER.get(), torch.Size(shape).numel()
+    if folder is None or size * dtype.itemsize < _SMALL:
+        return torch.empty(shape, dtype=dtype)
+    path = folder / f".{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size * dtype.itemsize)  # raises if the disk is full; writing to the mapping would end the process
+            return torch.from_file(str(path), shared=True, size=size, dtype=dtype).reshape(shape)
+        finally:
+            os.close(file)
+            path.unlink()
+    except OSError as error:
+        raise StateError(f"{folder}: no space for the models of all sites ({error.strerror})") from error
+
+
+def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, flattened and split into chunks of `size` values; chunks of a contiguous tensor share its memory.
 
     Examples:
-        >>> [(a.tolist(), b.tolist()) for a, b in stretches([torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])], size=3)]
+        >>> [(a.tolist(), b.tolist()) for a, b in iter_chunks([torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])], size=3)]
         [([1, 2, 3], [5, 6, 7]), ([4], [8])]
     """
     return zip(*(tensor.detach().reshape(-1).split(size) for tensor in tensors), strict=True)
@@ -31,42 +76,38 @@ def stretches(tensors: Sequence[Tensor], size: int = CACHED) -> Iterator[tuple[T
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     """A detached copy on the CPU that shares no memory with `state`."""
-    return {name: empty(tensor.shape, tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
+    return {name: allocate(tensor.shape, tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
 
 
-def refuse_unlike(states: Mapping[str, StateDict]) -> None:
-    """Nothing where all states have the same names and shapes.
+def check_same_shapes(states: Mapping[str, StateDict]) -> None:
+    """Check that the states of all sites have the same names and shapes.
 
     Raises:
         ValueError: two differ, with the sites and the first names.
 
     Examples:
-        >>> refuse_unlike({"A": {"w": torch.zeros(2)}, "B": {"w": torch.zeros(1, 2)}})
+        >>> check_same_shapes({"A": {"w": torch.zeros(2)}, "B": {"w": torch.zeros(1, 2)}})
         Traceback (most recent call last):
         ValueError: states of A and B differ in ['w']
     """
     sites = sorted(states)
     for site in sites[1:]:
-        if odd := _unlike(states[sites[0]], states[site]):
-            raise ValueError(f"states of {sites[0]} and {site} differ in {odd[:3]}")
+        if names := _different(states[sites[0]], states[site]):
+            raise ValueError(f"states of {sites[0]} and {site} differ in {names[:3]}")
 
 
 def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
     """sum_k weights_k states_k / sum_k weights_k, by site.
 
-    Floating entries accumulate in float64 in sorted site order, so the result does not depend on who answered first, and
-    return to their own dtype. Integer entries (BatchNorm's `num_batches_tracked`) take the largest value of those that count.
+    Floating tensors are summed in float64 in sorted site order and returned in their own dtype. Integer tensors (BatchNorm's
+    `num_batches_tracked`) take the largest value of the sites with a weight above 0.
 
     Args:
         states: site -> state; all with the same names and shapes.
-        weights: site -> weight, not negative; only the ratios matter. Numbers of weight 0 do not count, whatever they are.
-
-    Returns:
-        The mean state, with the names, shapes and dtypes of the given ones.
+        weights: site -> weight, >= 0; only the ratios matter. A state with weight 0 may hold NaN.
 
     Raises:
-        ValueError: no state, a weight that is missing, negative or not finite, weights that sum to zero, or states whose
-            names or shapes differ.
+        ValueError: no state; a weight that is missing, negative or not finite; weights that sum to 0; names or shapes that differ.
 
     Examples:
         >>> weighted_mean({"A": {"w": torch.tensor(1.0)}, "B": {"w": torch.tensor(5.0)}}, {"A": 3.0, "B": 1.0})
@@ -75,25 +116,25 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
     sites = sorted(states)
     if not sites:
         raise ValueError("weighted_mean needs at least one state")
-    given = {site: float(weights.get(site, math.nan)) for site in sites}
-    total = sum(given.values())
-    if not 0 < total < math.inf or min(given.values()) < 0:
-        raise ValueError(f"weights must be finite, >= 0 and not all zero, one for each state, got {given}")
-    refuse_unlike(states)
-    counting = [site for site in sites if given[site]]  # 0 times NaN would be NaN
-    shares = [given[site] / total for site in counting]
+    by_site = {site: float(weights.get(site, math.nan)) for site in sites}
+    total = sum(by_site.values())
+    if not 0 < total < math.inf or min(by_site.values()) < 0:
+        raise ValueError(f"weights must be finite, >= 0 and not all zero, one for each state, got {by_site}")
+    check_same_shapes(states)
+    counting = [site for site in sites if by_site[site]]  # 0 times NaN would be NaN
+    shares = [by_site[site] / total for site in counting]
     return {name: _mean_tensor([states[site][name] for site in counting], shares) for name in states[sites[0]]}
 
 
 def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).amax(dim=0)
-    mean = empty(tensors[0].shape, tensors[0].dtype)
-    for found, *parts in stretches([mean, *tensors]):
-        total = torch.zeros(found.shape, dtype=torch.float64)
-        for part, share in zip(parts, shares, strict=True):
-            total.add_(part.to(torch.float64), alpha=share)
-        found.copy_(total)
+    mean = allocate(tensors[0].shape, tensors[0].dtype)
+    for mean_chunk, *chunks in iter_chunks([mean, *tensors]):
+        total = torch.zeros(mean_chunk.shape, dtype=torch.float64)
+        for chunk, share in zip(chunks, shares, strict=True):
+            total.add_(chunk.to(torch.float64), alpha=share)
+        mean_chunk.copy_(total)
     return mean
 
 
@@ -106,20 +147,17 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
                 [0., 4.]], dtype=torch.float64)
     """
     total = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
-    room = torch.empty(len(tensors) * min(LONG, origin.numel()), dtype=torch.float64)  # made once: the system takes its time to give it
-    for start, *parts in stretches([origin, *tensors], LONG):
-        deltas = room[: len(parts) * start.numel()].view(len(parts), -1)
-        for part, delta in zip(parts, deltas, strict=True):
-            delta.copy_(part).sub_(start)
+    buffer = torch.empty(len(tensors) * min(LONG_CHUNK, origin.numel()), dtype=torch.float64)  # allocated once
+    for start, *chunks in iter_chunks([origin, *tensors], LONG_CHUNK):
+        deltas = buffer[: len(chunks) * start.numel()].view(len(chunks), -1)
+        for chunk, delta in zip(chunks, deltas, strict=True):
+            delta.copy_(chunk).sub_(start)
         total += deltas @ deltas.T
     return total
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """cos(u_j, u_k) from the inner products <u_j, u_k>; 0 with a vector of length 0, itself included.
-
-    Returns:
-        (..., K, K).
+    """cos(u_j, u_k), (..., K, K), from the inner products <u_j, u_k>; 0 if a vector has length 0.
 
     Examples:
         >>> cosines(torch.tensor([[4.0, -6.0, 0.0], [-6.0, 9.0, 0.0], [0.0, 0.0, 0.0]])).tolist()
@@ -154,12 +192,7 @@ def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float
 
 
 def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: float) -> StateDict:
-    """(1 - share) * first + share * second for floating entries; integer entries are those of `second`.
-
-    Args:
-        first: the state at share 0, whose dtypes the result has.
-        second: the state at share 1, with every name of `first`.
-        share: between 0 and 1; beyond, it extrapolates.
+    """(1 - share) * first + share * second in the dtypes of `first`; integer entries are those of `second`.
 
     Examples:
         >>> a, b = {"w": torch.tensor(1.0)}, {"w": torch.tensor(3.0)}
@@ -181,11 +214,11 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
         >>> sorted(batch_norm_entries(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
         ['1.bias', '1.num_batches_tracked', '1.running_mean', '1.running_var', '1.weight']
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for prefix, layer in module.named_modules(remove_duplicate=False):  # a layer in two places has two names in the state
         if isinstance(layer, _NormBase) and (isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats):
-            found.update(f"{prefix}.{name}" if prefix else name for name in layer.state_dict())
-    return frozenset(found)
+            names.update(f"{prefix}.{name}" if prefix else name for name in layer.state_dict())
+    return frozenset(names)
 
 
 def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
@@ -199,37 +232,21 @@ def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[St
 
 
 def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
-    """Why `state` cannot be loaded where `like` came from, naming up to three entries; empty where it can.
+    """Why `state` cannot be loaded in place of `like`, naming up to three tensors; "" if it can.
 
     Examples:
         >>> misfit({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
         'w missing, unexpected or of another shape'
     """
-    wrong = _unlike(state, like)
-    return f"{', '.join(wrong[:3])} missing, unexpected or of another shape" if wrong else ""
+    names = _different(state, like)
+    return f"{', '.join(names[:3])} missing, unexpected or of another shape" if names else ""
 
 
-def _unlike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Names that one of two states has alone, sorted; where there are none, those of other shapes."""
-    return sorted(one.keys() ^ other.keys()) or sorted(name for name in one if one[name].shape != other[name].shape)
+def _different(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Names that only one of two states has, sorted; if there are none, names whose shapes differ."""
+    return sorted(first.keys() ^ second.keys()) or sorted(name for name in first if first[name].shape != second[name].shape)
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:
-    """Bytes of all tensors together.
-
-    Examples:
-        >>> state_bytes({"w": torch.zeros(3, dtype=torch.float32), "n": torch.zeros(1, dtype=torch.int64)})
-        20
-    """
+    """Bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes in order, uint8 (n,), without a copy where it lies on the CPU in one piece.
-
-    Examples:
-        >>> bytes_of(torch.tensor(1.0).expand(1)).tolist()  # its stride is 0, which `Tensor.view` does not take
-        [0, 0, 128, 63]
-    """
-    whole = tensor.detach().cpu().contiguous()
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

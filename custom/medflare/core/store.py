@@ -1,8 +1,4 @@
-"""State that survives a process: one safetensors file per message, written atomically, checked when read.
-
-Tensors and meta share one file (the meta are JSON in the safetensors header), so a crash can never leave tensors of one
-round beside meta of another. Nothing is ever unpickled.
-"""
+"""Files: written atomically; messages as safetensors with metadata in the header and a checksum. Nothing is unpickled."""
 
 import copy
 import csv
@@ -18,25 +14,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.states import StateDict, bytes_of, copy_state
+from medflare.core.states import StateDict, copy_state
 from medflare.core.text import escaped
 
-SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
-_HEADER = "medflare"  # the field of the safetensors header that holds meta, entry names and the checksum
+SEPARATOR = "//"  # between entry and tensor name
+_HEADER = "medflare"  # the field of the safetensors header with metadata, entry names and checksum
 
 
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Replace `path` in one step: a reader, or a crash, sees the old content or the new, never a part.
+    """Replace a file in one step, so that a reader, or a crash, sees the old content or the new one.
 
     Args:
-        path: the file; folders that do not exist are made.
-        public: whether file and folders get the permissions of the user's umask, as a report that is there to be read. Else they are for
-            this account alone: most of what is written is made of patients' images, or of models that know them.
+        path: the file; its folders are made if needed.
+        public: files and folders get the permissions of the umask, for a report. By default only this account can read them, since most
+            files come from patients' images.
     """
     with replacing(path, public=public) as temporary:
         temporary.write_bytes(content)
@@ -44,11 +41,7 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
 
 @contextmanager
 def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
-    """An empty file beside `path`, which takes its place in one step once the block has written it; see `write_atomically`.
-
-    Yields:
-        The path of the file to write, which is there already with its permissions.
-    """
+    """An empty temporary file to write, which replaces `path` after the block; see `write_atomically`."""
     make_folder(path.parent, public=public)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -58,17 +51,13 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # the system names none where writing fails
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # a failed write has no name
             error.filename = str(path)
         raise
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Before long work: nothing where a public file can be written there; folders that do not exist are made.
-
-    Raises:
-        OSError: it cannot, for the reason that writing would have.
-    """
+    """Before long work, raise OSError if a public file cannot be written there."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     make_folder(path.parent, public=True)
@@ -76,9 +65,9 @@ def refuse_unwritable(path: Path) -> None:
         pass
 
 
-def file_digest(path: Path, algorithm: str = "sha256") -> str:
-    """The checksum of a file's content, in hexadecimal digits."""
-    digest = hashlib.new(algorithm, usedforsecurity=False)
+def file_digest(path: Path) -> str:
+    """The SHA-256 checksum of a file's content, in hexadecimal digits."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(2**20):
             digest.update(part)
@@ -86,16 +75,12 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 
 
 def own_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=own_opener)`: a file that is made is for this account alone."""
+    """For `open(..., opener=own_opener)`: only this account can read a new file."""
     return os.open(path, flags, 0o600)
 
 
 def make_folder(folder: Path, *, public: bool = False) -> None:
-    """Make a folder and those above it where they do not exist; a folder that is there stays as it is.
-
-    Raises:
-        OSError: it cannot be made, or is a file.
-    """
+    """Make a folder and those above it; the permissions of existing folders do not change. OSError if one is a file."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         place.mkdir(mode=0o777 if public else 0o700, exist_ok=True)
@@ -104,18 +89,12 @@ def make_folder(folder: Path, *, public: bool = False) -> None:
 
 
 def write_json(path: Path, content: Any, *, public: bool = False) -> None:
-    """Write `content` as indented JSON, atomically; NaN and infinity are refused. `public` as for `write_atomically`."""
+    """Write indented JSON atomically; ValueError for NaN and infinity. `public` as for `write_atomically`."""
     write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(), public=public)
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
-    """Rows as CSV without control characters; a missing column stays empty.
-
-    Args:
-        rows: column -> value.
-        columns: their names, in order.
-        header: whether the names come first.
-    """
+    """Rows (column -> value) as CSV without control characters; a missing column is empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if header:
@@ -125,26 +104,19 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, heade
 
 
 def write_message(path: Path, message: Message) -> None:
-    """Write the message as a safetensors file, atomically and without a copy of it in memory; equal messages give equal files.
-
-    Args:
-        message: to write.
-
-    Raises:
-        OSError: it cannot be written; what was there before is whole.
-    """
+    """Write a message atomically; equal messages give equal files. After an OSError the old file is intact."""
     tensors = flat(message)
     content = {"meta": message.meta, "entries": sorted(message.states)}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
     with replacing(path) as temporary:
         try:
-            save_file(tensors, temporary, metadata={_HEADER: header})  # one field: safetensors writes several in any order
+            save_file(tensors, temporary, metadata={_HEADER: header})  # safetensors writes several fields in any order
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from error
 
 
 def flat(message: Message) -> StateDict:
-    """All tensors by entry and name as safetensors takes them: on the CPU, contiguous, and none in the memory of another one."""
+    """All tensors by entry and name for safetensors: on the CPU, contiguous, and without shared memory."""
     named = {
         f"{entry}{SEPARATOR}{name}": tensor.detach().to("cpu").contiguous()
         for entry, state in message.states.items()
@@ -159,7 +131,7 @@ def flat(message: Message) -> StateDict:
 
 
 def read_message(path: Path) -> Message:
-    """The message stored in `path`; where another one takes its place meanwhile, that one.
+    """The message in a file.
 
     Raises:
         StateError: the file is truncated, damaged or was not written by medflare.
@@ -168,13 +140,12 @@ def read_message(path: Path) -> Message:
         version = _version(path)
         try:
             return _read_once(path)
-        except StateError:  # safetensors opens a file twice, and a writer may replace it in between
+        except StateError:  # safetensors opens the file twice; it may have been replaced in between
             if _version(path) == version:
                 raise
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Tells a file from one that has taken its place; None where there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -190,9 +161,9 @@ def _read_once(path: Path) -> Message:
         content = {"meta": header["meta"], "entries": header["entries"]}
         intact = header["digest"] == _digest(tensors, content)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start afresh") from error
+        raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start again") from error
     if not intact:
-        raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start afresh")
+        raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start again")
     states: dict[str, StateDict] = {entry: {} for entry in content["entries"]}
     for key, tensor in tensors.items():
         entry, name = key.rsplit(SEPARATOR, 1)
@@ -201,54 +172,44 @@ def _read_once(path: Path) -> Message:
 
 
 def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
-    """A checksum of names, dtypes, shapes and values of all tensors, and of the meta and entry names beside them."""
+    """A checksum of names, dtypes, shapes and values of all tensors, of metadata and entry names."""
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor).numpy().data if tensor.numel() else b"")
+        flat_tensor = tensor.detach().cpu().contiguous()
+        flat_tensor = flat_tensor.as_strided((flat_tensor.numel(),), (1,))  # the stride of a single value may be 0, which `view` rejects
+        digest.update(flat_tensor.view(torch.uint8).numpy().data if tensor.numel() else b"")
     return digest.hexdigest()
 
 
 class Store(Protocol):
-    """Messages by name."""
+    """Messages by name: `load` returns None for an unknown name, `names` is sorted, `delete` ignores an unknown name."""
 
-    def save(self, name: str, message: Message) -> None:
-        """Keep a message under a name, in place of an earlier one."""
+    def save(self, name: str, message: Message) -> None: ...
 
-    def load(self, name: str) -> Message | None:
-        """The message saved under `name`, or None where none was.
+    def load(self, name: str) -> Message | None: ...
 
-        Raises:
-            StateError: it is damaged.
-        """
+    def names(self) -> list[str]: ...
 
-    def names(self) -> list[str]:
-        """Names of all messages, sorted."""
-
-    def delete(self, name: str) -> None:
-        """Forget a message; nothing where there is none."""
+    def delete(self, name: str) -> None: ...
 
 
 class MemoryStore:
-    """A store that lives as long as its process. What is saved and loaded is a copy: training goes on in place."""
+    """A store that lives as long as its process; messages are copied, since training changes tensors in place."""
 
     def __init__(self) -> None:
         self._messages: dict[str, Message] = {}
 
     def save(self, name: str, message: Message) -> None:
-        """Keep a copy of a message under a name."""
         self._messages[name] = _copied(message)
 
     def load(self, name: str) -> Message | None:
-        """A copy of the message saved under `name`, or None where none was."""
         return _copied(self._messages[name]) if name in self._messages else None
 
     def names(self) -> list[str]:
-        """Names of all messages, sorted."""
         return sorted(self._messages)
 
     def delete(self, name: str) -> None:
-        """Forget a message; nothing where there is none."""
         self._messages.pop(name, None)
 
 
@@ -257,7 +218,7 @@ def _copied(message: Message) -> Message:
 
 
 class StateStore:
-    """Messages by name in one folder, for example a site's algorithm between two tasks."""
+    """A store in one folder, with one file for each message; `load` raises StateError if the file is damaged."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -267,21 +228,13 @@ class StateStore:
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, message: Message) -> None:
-        """Write a message to its file, atomically."""
         write_message(self.path(name), message)
 
     def load(self, name: str) -> Message | None:
-        """The message saved under `name`, or None where none was.
-
-        Raises:
-            StateError: it is damaged.
-        """
         return read_message(self.path(name)) if self.path(name).exists() else None
 
     def names(self) -> list[str]:
-        """Names of all messages in the folder, sorted."""
         return sorted(path.stem for path in self.folder.glob("*.safetensors") if not path.name.startswith("."))
 
     def delete(self, name: str) -> None:
-        """Remove a message's file; nothing where there is none."""
         self.path(name).unlink(missing_ok=True)

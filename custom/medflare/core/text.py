@@ -1,18 +1,14 @@
-"""Text that somebody else wrote, as a log, a terminal and a table may show it."""
+"""Text of another party, made safe for a log, a terminal and a table."""
 
 from typing import Any, Final
 
-NAME: Final = 100  # most characters of a name
+NAME: Final = 100  # maximum characters of a name
 
 
 def printable(text: str) -> str:
-    """Free text on one line, whose characters are what they look like.
+    """Text on one line, without control characters, terminal escapes, invisible characters and marks of the writing direction.
 
-    Control characters, escapes of terminals, marks that turn the direction of writing and invisible characters are written as Python writes
-    them; what is no Unicode is a question mark.
-
-    Args:
-        text: for example a file's name, or what another party sent.
+    They are written as Python escapes; invalid Unicode becomes a question mark.
 
     Examples:
         >>> printable("two\\n lines"), printable("\\x1b[2Jgone \\u202etxt.exe"), printable("Müller 腦")
@@ -22,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The same, with lines and tabs as they are."""
+    """The same, with line breaks and tabs as they are."""
     if text.isprintable():
         return text
     letters = text.encode(errors="replace").decode()
@@ -30,11 +26,7 @@ def escaped(text: str) -> str:
 
 
 def printable_json(value: Any, depth: int = 32) -> Any:
-    """JSON in which every text is printable, names included.
-
-    Raises:
-        ValueError: it is nested deeper.
-    """
+    """A JSON value with every text and name printable; ValueError if it is nested deeper than `depth`."""
     if depth < 0:
         raise ValueError("nested too deep")
     if isinstance(value, str):
@@ -45,7 +37,7 @@ def printable_json(value: Any, depth: int = 32) -> Any:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a task, a label, a site or a model: in a table, in a figure and as a part of a file's name.
+    """Whether a text can name a task, a label, a site or a model, in a table, a figure and a file name.
 
     Examples:
         >>> is_name("optic cup"), is_name(".."), is_name("a\\x1b[2Jb"), is_name("x" * 101)

@@ -166,13 +166,13 @@ def read_range(value: object) -> TrainedOn:
     return checked(TrainedOn, value if isinstance(value, dict) else {}, TRAINED_ON)
 
 
-def no_range(value: object) -> str | None:
-    """What is wrong with what stands for a range, in words that follow its name, or None."""
+def check_range(value: object) -> object:
+    """For a pydantic `AfterValidator`: raise ValueError if `read_range` does not accept the value."""
     try:
         read_range(value)
     except ConfigError as error:
-        return f"is no range of training images ({error})"
-    return None
+        raise ValueError(str(error)) from None
+    return value
 
 
 def joined_range(ranges: Iterable[TrainedOn]) -> TrainedOn | None:

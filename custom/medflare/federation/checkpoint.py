@@ -1,4 +1,4 @@
-"""The server algorithm after every step, on disk, so that a killed server goes on after the last finished one."""
+"""The server algorithm after every step, on disk, so that a killed server continues after the last finished step."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ from medflare.federation.outcome import Cost
 from medflare.federation.schedule import Federation
 
 CHECKPOINT: Final = "checkpoint"
-_ADDED: Final = {"transport_dtype": "fp32"}  # settings that 0.2.0 did not have, as it ran
-_RUN: Final = "run"  # the item that holds what belongs to the run and not to the algorithm
+_RUN: Final = "run"  # metadata item of what belongs to the run and not to the algorithm
 
 
 @dataclass(frozen=True)
@@ -22,19 +21,19 @@ class Checkpoint:
     """The checkpoint of one run in a folder.
 
     Attributes:
-        plan: what the run is, as far as it decides what its steps mean: a checkpoint is taken up by the same run only.
+        plan: method, task, settings, ... of the run; only the same run can resume from the checkpoint.
     """
 
     folder: Path
     plan: Mapping[str, Any]
 
     def save(self, finished: int, federation: Federation) -> None:
-        """Keep the server algorithm and what belongs to the run, after so many steps."""
+        """Store the server algorithm and the state of the run after so many steps."""
         algorithm, outcome = federation.server.state(), federation.outcome
         members = {**federation.returning, **{site: meta["n"] for site, meta in outcome.enrolled.items()}}
         run = {
             "finished": finished,
-            "enrolled": dict(sorted(members.items())),  # also those that have not come back yet
+            "enrolled": dict(sorted(members.items())),  # also those that have not returned yet
             "history": outcome.history,
             "events": federation.events.to_list(),
             "bytes": [outcome.down_bytes, outcome.up_bytes],
@@ -44,42 +43,40 @@ class Checkpoint:
         StateStore(self.folder).save(CHECKPOINT, Message(algorithm.states, {**algorithm.meta, _RUN: run}))
 
     def restore(self, federation: Federation) -> int:
-        """Bring a federation to where the checkpoint was made; returns the number of finished steps.
+        """Restore a federation from the checkpoint; returns the number of finished steps.
 
         Raises:
             StateError: there is none, or it belongs to another run.
         """
         message = _stored(self.folder)
         run = message.meta.pop(_RUN)
-        begun_with = {**_ADDED, **run["plan"]}
         for name, value in json.loads(json.dumps(dict(self.plan))).items():
-            if begun_with.get(name) != value:
+            if run["plan"].get(name) != value:
                 raise StateError(
-                    f"the checkpoint in {self.folder} has {name} = {begun_with.get(name)!r}, this run {value!r}; "
-                    "resume with what it began with"
+                    f"the checkpoint in {self.folder} has {name} = {run['plan'].get(name)!r}, this run {value!r}; use the same"
                 )
         federation.server.restore(message)
         federation.returning = run["enrolled"]
         outcome = federation.outcome
         outcome.history.extend(run["history"])
         outcome.down_bytes, outcome.up_bytes = run["bytes"]
-        outcome.costs = {site: Cost(**cost) for site, cost in run.get("costs", {}).items()}  # 0.2.0 kept none
+        outcome.costs = {site: Cost(**cost) for site, cost in run["costs"].items()}
         federation.events.replace([*run["events"], *federation.events.to_list()])
-        federation.events.add("resumed", f"went on after {run['finished']} finished steps")
+        federation.events.add("resumed", f"continued after {run['finished']} finished steps")
         return int(run["finished"])
 
 
-def take_up(interrupted: Path, own: Path) -> None:
-    """Copy the checkpoint in the folder of an interrupted run to where a new run looks for its own.
+def take_up(interrupted: Path, folder: Path) -> None:
+    """Copy the checkpoint in the folder of an interrupted run to that of the run that resumes it.
 
     Raises:
         StateError: there is none, or it is damaged.
     """
-    StateStore(own).save(CHECKPOINT, _stored(interrupted))
+    StateStore(folder).save(CHECKPOINT, _stored(interrupted))
 
 
 def stored_plan(folder: Path) -> dict[str, Any]:
-    """What the run was whose checkpoint lies in `folder`, see `Checkpoint.plan`.
+    """The `Checkpoint.plan` of the checkpoint in a folder.
 
     Raises:
         StateError: there is none, or it is damaged.
@@ -90,5 +87,5 @@ def stored_plan(folder: Path) -> dict[str, Any]:
 def _stored(folder: Path) -> Message:
     message = StateStore(folder).load(CHECKPOINT)
     if message is None:
-        raise StateError(f"no checkpoint in {folder}: the run did not finish its first step, or came to its end; start it afresh")
+        raise StateError(f"no checkpoint in {folder}: the run did not finish its first step, or is complete; start it again")
     return message

@@ -1,7 +1,6 @@
-"""What a site remembers of a run: its algorithm, so that a step can be done again as if it had never been done, and its hours at work.
+"""What a site stores of a run: its algorithm before the last two steps, so that a step can be repeated, and its working time.
 
-A step is repeated when too few answers were usable, and when a killed server goes on from its last checkpoint: sites that had
-answered that step already must not answer it from a state that has it behind them.
+A step is repeated if too few replies were usable, and when a killed server continues from its last checkpoint.
 """
 
 import time
@@ -22,88 +21,41 @@ _MEMBERSHIP = "membership"
 _WORK = "work"
 
 
-class HalfMemory:
-    """States of an algorithm, each under the number of the step that it precedes: the newest one and the one before it."""
+class StoredAlgorithm:
+    """A site's algorithm, ready for the requested step: that of this process, or a new one restored from the store.
 
-    def __init__(self, store: Store):
-        self.store = store
-
-    def save(self, step: int, state: Message) -> None:
-        """Keep `state` as what `step` starts from, and the newest state of an earlier step; nothing else is needed any more."""
-        self.store.save(f"{_PREFIX}{step}", state)
-        earlier = [kept for kept in self._steps() if kept < step]
-        for kept in self._steps():
-            if kept != step and kept not in earlier[-1:]:
-                self.store.delete(f"{_PREFIX}{kept}")
-
-    def before(self, step: int) -> tuple[int, Message] | None:
-        """(step that it precedes, state): the newest state that `step` may start from; None where there is none.
-
-        Raises:
-            StateError: it is damaged.
-        """
-        usable = [kept for kept in self._steps() if kept <= step]
-        state = self.store.load(f"{_PREFIX}{usable[-1]}") if usable else None
-        return None if state is None else (usable[-1], state)
-
-    def clear(self) -> None:
-        """Forget every state: a new run begins."""
-        for kept in self._steps():
-            self.store.delete(f"{_PREFIX}{kept}")
-
-    def _steps(self) -> list[int]:
-        return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
-
-
-class RememberedAlgorithm:
-    """A site's algorithm, ready for the step that is asked for: the one of this process, or one made anew from what the store holds.
+    The store holds the memory under the number of the step that it precedes: the newest one and the one before it.
 
     Args:
-        name: of the site; a state of another site is not taken.
-        store: holds the memory of the algorithm, and in which federation the site is a member.
-        made: (role, inside sites, what its networks start from) -> a fresh algorithm.
+        name: of the site; a state of another site is an error.
+        make: (role, inside sites, initial weights) -> a new algorithm.
     """
 
-    def __init__(self, name: str, store: Store, made: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]):
-        self.name, self.store, self.made = name, store, made
-        self._memory = HalfMemory(store)
+    def __init__(self, name: str, store: Store, make: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]):
+        self.name, self.store, self.make = name, store, make
         self._algorithm: SiteAlgorithm[Any] | None = None
-        self._precedes = 0  # the step that the half of this process is ready for
-        self._steps: int | None = None
+        self._precedes = 0  # the step that the algorithm of this process is ready for
 
-    @property
-    def steps(self) -> int | None:
-        """Steps of the run, as the site was told when it enrolled; None where it was not told."""
-        if self._steps is None and (membership := self.store.load(_MEMBERSHIP)) is not None:
-            self._steps = membership.meta.get("steps")
-        return self._steps
-
-    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None, steps: int | None = None) -> None:
-        """A new run: a fresh algorithm, and nothing of an earlier run is remembered.
+    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
+        """A new run with a new algorithm: delete what an earlier run stored.
 
         Args:
             role: "inside" or "outside".
             sites: the inside sites.
-            start: what the task's network starts from; None: a random draw.
-            steps: of the run; None: nobody has said.
+            start: initial weights of the task's network; None: drawn from the seed.
         """
-        self._algorithm, self._precedes = self.made(role, sites, start), 0
-        self._memory.clear()
-        self._steps = steps
+        self._algorithm, self._precedes = self.make(role, sites, start), 0
+        for step in self._stored_steps():
+            self.store.delete(f"{_PREFIX}{step}")
         states = {} if start is None else {START: start}
-        self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role, "steps": steps}))
-        self._memory.save(0, self._algorithm.memory)
+        self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role}))
+        self._save(0, self._algorithm.memory)
 
     @contextmanager
-    def ready(self, step: int, *, kept: bool = True) -> Iterator[SiteAlgorithm[Any]]:
-        """The half as the last step before `step` left it, for the time of this step.
+    def ready(self, step: int, *, keep: bool = True) -> Iterator[SiteAlgorithm[Any]]:
+        """The algorithm as the last step before `step` left it; if `keep`, it is stored as this step leaves it.
 
-        Args:
-            step: number of the step in the run.
-            kept: remember it as the step leaves it; a delivery leaves nothing behind.
-
-        Yields:
-            The algorithm; what it raises inside makes the next step start from what was saved.
+        If the block raises, the next step starts from what was stored.
 
         Raises:
             StateError: see `recall`.
@@ -111,107 +63,103 @@ class RememberedAlgorithm:
         algorithm = self.recall(step)
         try:
             yield algorithm
-            if kept:
-                self._memory.save(step + 1, algorithm.memory)
+            if keep:
+                self._save(step + 1, algorithm.memory)
         except BaseException:
-            self._algorithm = None  # half way through a step; the next one starts from what was saved
+            self._algorithm = None
             raise
-        if kept:
+        if keep:
             self._precedes = step + 1
 
     def recall(self, step: int) -> SiteAlgorithm[Any]:
-        """The half as the last step before `step` left it.
+        """The algorithm as the last step before `step` left it.
 
         Raises:
-            StateError: the site has not enrolled, or its state is gone or another site's.
+            StateError: the site has not enrolled, or its state is lost, damaged or another site's.
         """
         if self._algorithm is not None and self._precedes <= step:
             return self._algorithm
         membership = self.store.load(_MEMBERSHIP)
         if membership is None:
-            raise StateError(
-                f"site {self.name} was asked to work before it enrolled, or its state is gone; put back that of the last job in which the "
-                "site took part, or start the run afresh"
-            )
-        owner = membership.meta["site"]
-        if owner != self.name:
-            raise StateError(f"the state that site {self.name} finds belongs to site {owner}; put each site's state back in its place")
-        kept = self._memory.before(step)
-        if kept is None:
-            raise StateError(f"site {self.name} has lost what it remembered before step {step}; restore its state or restart the job")
-        algorithm = self.made(membership.meta["role"], tuple(membership.meta["sites"]), membership.states.get(START))
-        self._precedes, memory = kept
+            raise StateError(f"site {self.name} has not enrolled, or its state is lost; restore the state or start the run again")
+        if (owner := membership.meta["site"]) != self.name:
+            raise StateError(f"the stored state of site {self.name} belongs to site {owner}; restore each site's own state")
+        usable = [stored for stored in self._stored_steps() if stored <= step]
+        memory = self.store.load(f"{_PREFIX}{usable[-1]}") if usable else None
+        if memory is None:
+            raise StateError(f"site {self.name} has lost its state before step {step}; restore it or start the run again")
+        algorithm = self.make(membership.meta["role"], tuple(membership.meta["sites"]), membership.states.get(START))
         algorithm.restore(memory)
-        self._algorithm = algorithm
+        self._algorithm, self._precedes = algorithm, usable[-1]
         return algorithm
+
+    def _save(self, step: int, memory: Message) -> None:
+        """Store what `step` starts from, and keep the newest earlier one."""
+        self.store.save(f"{_PREFIX}{step}", memory)
+        earlier = [stored for stored in self._stored_steps() if stored < step]
+        for stored in self._stored_steps():
+            if stored != step and stored not in earlier[-1:]:
+                self.store.delete(f"{_PREFIX}{stored}")
+
+    def _stored_steps(self) -> list[int]:
+        return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
 
 
 class WorkingTime:
-    """How long a site has been at work on a run, over all its processes, and the most that it may be by its own settings.
-
-    Time in which it waits for others does not count.
+    """A site's working time on a run over all its processes, without waiting, and its limits (`Bounds.minutes`, `Bounds.hours`).
 
     Args:
-        store: keeps the hours from one process to the next; those of a step at which a process was killed are lost.
-        minutes: the most of one step; None for no bound.
-        hours: the most of the run; None for no bound.
+        store: keeps the seconds; those of a step in which a process was killed are lost.
+        minutes: limit of one step; None: no limit.
+        hours: limit of the run; None: no limit.
     """
 
     def __init__(self, name: str, store: Store, minutes: float | None = None, hours: float | None = None):
         self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
         self._began = time.monotonic()
-        self._before, self._ends = 0.0, False
+        self._before, self._limited = 0.0, False
 
     def clear(self) -> None:
-        """A new run begins, with the step at hand."""
+        """A new run begins with this step."""
         self._before = 0.0
 
     @contextmanager
-    def step(self, ends: bool) -> Iterator[None]:
-        """The time inside is that of a step, however it ends.
+    def step(self, limited: bool) -> Iterator[None]:
+        """The time of the block is that of a step; `limited` if `hours` applies to it.
 
         Raises:
-            ConfigError: they are.
+            ConfigError: the limit of the run is reached.
         """
-        self._began, self._ends = time.monotonic(), ends
-        if self.hours is not None and (kept := self.store.load(_WORK)) is not None:
-            self._before = kept.meta["seconds"]
-        self._refuse_further_hours()
+        self._began, self._limited = time.monotonic(), limited
+        if self.hours is not None and (stored := self.store.load(_WORK)) is not None:
+            self._before = stored.meta["seconds"]
+        self.check()
         try:
             yield
         finally:
             if self.hours is not None:
-                self.store.save(_WORK, Message({}, {"seconds": self._before + self._now}))
+                self.store.save(_WORK, Message({}, {"seconds": self._before + time.monotonic() - self._began}))
 
-    def refuse(self) -> None:
-        """Nothing as long as the step at hand is within the site's bounds; asked before every batch.
+    def check(self) -> None:
+        """Called before every batch.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the step or the run takes longer than the site's limits.
         """
-        if self.minutes is not None and self._now > 60 * self.minutes:
+        seconds = time.monotonic() - self._began
+        if self.minutes is not None and seconds > 60 * self.minutes:
             raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
-        self._refuse_further_hours()
-
-    def _refuse_further_hours(self) -> None:
-        if self.hours is not None and self._ends and self._before + self._now > 3600 * self.hours:
-            raise ConfigError(
-                f"site {self.name} takes part no longer: it has been at work on this job for the {self.hours:g} hours of its bounds.hours"
-            )
-
-    @property
-    def _now(self) -> float:
-        """Seconds of the step at hand."""
-        return time.monotonic() - self._began
+        if self.hours is not None and self._limited and self._before + seconds > 3600 * self.hours:
+            raise ConfigError(f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours of its bounds.hours")
 
 
 def stored_members(folder: Path) -> tuple[str, ...]:
-    """The federation's inside sites as the participant that keeps its state in `folder` enrolled with them.
+    """The inside sites with which the participant that stores its state in `folder` enrolled.
 
     Raises:
         StateError: it has not enrolled, or its state is damaged.
     """
     membership = StateStore(folder).load(_MEMBERSHIP)
     if membership is None:
-        raise StateError(f"no membership in {folder}: the site has not enrolled in this job, or its state is gone")
+        raise StateError(f"{folder}: the site has not enrolled in this job, or its state is lost")
     return tuple(membership.meta["sites"])

@@ -1,4 +1,4 @@
-"""What the schedule leaves behind: a report after every step, and the outcome of the whole."""
+"""What the schedule leaves behind: a report after every step, and the outcome of the run."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -8,13 +8,13 @@ from medflare.methods.base import Step
 
 @dataclass
 class StepReport:
-    """What an observer learns after a step.
+    """A finished step.
 
     Attributes:
         index: 0-based number of the step in the run.
-        meta: site -> meta of its usable reply.
+        meta: site -> metadata of its usable reply.
         rejected: site -> why there is none.
-        aggregation: site -> numbers that the server algorithm noted about it, see `ServerContext.note`.
+        aggregation: site -> numbers that the server algorithm noted, see `ServerContext.note`.
     """
 
     step: Step
@@ -25,19 +25,14 @@ class StepReport:
     aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
-        """The step as metrics.jsonl and the report have it."""
-        place = {"step": self.index, "phase": self.step.phase, "round": self.step.round, "seconds": self.seconds}
-        return {**place, "sites": self.meta, "aggregation": self.aggregation}
+        """The step as a line of metrics.jsonl."""
+        step = {"step": self.index, "phase": self.step.phase, "round": self.step.round, "seconds": self.seconds}
+        return {**step, "sites": self.meta, "aggregation": self.aggregation}
 
 
 @dataclass
 class Cost:
-    """What one site has cost so far.
-
-    Attributes:
-        down_bytes, up_bytes: tensors sent to it and received from it.
-        seconds: that it was at work, as far as the engine knows.
-    """
+    """What one site has cost so far: bytes of tensors sent to it and received from it, and seconds of its work if the engine knows them."""
 
     down_bytes: int = 0
     up_bytes: int = 0
@@ -49,15 +44,15 @@ class Outcome:
     """How a federation ended.
 
     Attributes:
-        enrolled: site -> meta it enrolled with ("n", "class_counts", ...).
-        delivered: site -> meta of its final evaluation ("metrics": role -> metric -> value).
-        history: one line a step, see `StepReport.line`.
+        enrolled: site -> metadata of its enrollment ("n", "class_counts", ...).
+        delivered: site -> metadata of its final evaluation ("metrics": role -> metric -> value).
+        history: one `StepReport.line` per step.
         seconds: stage -> wall-clock seconds.
-        costs: site -> what it has cost.
-        model_selection: model -> {"round": of the final model, "rule": that decided, "candidates": see `ModelSelector.record`}.
-        tables: see `Telling.tables`.
+        costs: site -> cost.
+        model_selection: model -> {"round": of the final model, "rule": used, "candidates": see `ModelSelector.record`}.
+        tables: see `Documents.tables`.
         selector: see `Selecting.selector_summary`.
-        rounds: of training that were done; None in a run that failed before its end.
+        rounds: of training that were done; None if the run failed.
     """
 
     enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -74,8 +69,8 @@ class Outcome:
 
 
 @runtime_checkable
-class Telling(Protocol):
-    """A server algorithm that ends with more than models: with files beside the results, and with tables in them."""
+class Documents(Protocol):
+    """A server algorithm with files and tables beside its models."""
 
     def documents(self) -> dict[str, Any]:
         """Name of a file -> its content, as JSON."""
@@ -89,4 +84,4 @@ class Selecting(Protocol):
     """A server algorithm whose deployed model selects one of several networks for every image."""
 
     def selector_summary(self) -> dict[str, Any]:
-        """By what it selects, as `RunRecord.selector`."""
+        """How it selects, as `RunRecord.selector`."""

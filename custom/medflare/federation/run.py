@@ -1,19 +1,18 @@
-"""One run from settings to results: what the plain loop and the FLARE controller have in common around the schedule."""
+"""One run from settings to results, for the plain loop and the FLARE controller."""
 
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import Event, EventLog
 from medflare.core.manifest import Manifest
-from medflare.core.states import state_bytes
+from medflare.core.states import memory_mapped, state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import MODELS_GB
@@ -23,7 +22,7 @@ from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, UNKNOWN, RunR
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
-from medflare.federation.outcome import Outcome, Selecting, StepReport, Telling
+from medflare.federation.outcome import Documents, Outcome, Selecting, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
 from medflare.federation.schedule import Federation
@@ -44,16 +43,16 @@ class Run:
     """A federation's method, task and settings, and where its results go.
 
     Attributes:
-        hyper: the method's hyper-parameters, see `core.hyper.halved`.
-        sites: inside sites; sorted, their places are their labels.
-        aggregation: the formula to aggregate with, where an engine's component holds it; None: the server algorithm's own.
-        folder: results.json, metrics.jsonl, report.html, models and the checkpoint go here; None: only the returned dict.
-        checkpoints: folder for checkpoints where it is not `folder`.
-        pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
-        weights: file, or folder of the file, that the task's network starts from; None: see `networks.weights.found`.
-        models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
-        about: what else a reader of the results should know (the engine, for example).
-        say: takes progress lines.
+        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
+        sites: inside sites, sorted.
+        aggregation: the formula of FLARE's aggregator component; None: the server algorithm's own.
+        folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only the returned dict.
+        checkpoints: folder of the checkpoint if it is not `folder`.
+        pictures: title -> PNG for the report; only the plain loop has the sites' images.
+        weights: file of the initial weights, or its folder; None: see `networks.weights.found`.
+        models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
+        about: further settings for the results, for example the engine.
+        say: called with progress lines.
         observe: called after every step, for tracking.
     """
 
@@ -75,32 +74,32 @@ class Run:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Sites that never train."""
+        """Sites that do not train."""
         return self.settings.outside
 
     def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
-        """Run to the end and return the results dict; a failure is a result too (status FAILED and the reason), never silence.
+        """Run to the end and return the results dict; after a MedflareError its status is FAILED, with the reason.
 
         Args:
             exchange: how the engine reaches the sites.
-            resume: go on after the last step that the checkpoint in `folder` holds.
+            resume: continue after the last step of the checkpoint.
 
         Raises:
-            Aborted: stopped from outside, after the results were written.
-            KeyboardInterrupt: stopped by Ctrl-C, after the results were written.
+            Exception: Aborted, KeyboardInterrupt and every error that is not a MedflareError, after the results were written.
         """
         started, outcome, reason = time.monotonic(), Outcome(), ""
         if self.folder is not None:
-            make_folder(self.folder, public=True)  # before anything private is written deeper in it: others may read its report
+            make_folder(self.folder, public=True)  # others may read its report, not the folders in it
             for name in () if resume else (RESULTS_FILE, ROUNDS_FILE):
                 (self.folder / name).unlink(missing_ok=True)
         try:
             check_run(self.method, self.task, self.hyper, rounds=self.settings.rounds, outside=self.outside)
             plan = self.method.plan(self.task, self.sites, self.hyper)
-            with self._backing(plan):
+            mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
+            with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
                 federation = self._federation(plan, exchange, outcome)
-                federation.run(self._resumed(federation) if resume else 0)
-                self._keep(federation.server, outcome)
+                federation.run(self._restored(federation) if resume else 0)
+                self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
             reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
             self.events.add("aborted", str(error) or reason)
@@ -118,12 +117,6 @@ class Run:
             results = build_results(record) if self.folder is None else write_results(self.folder, record)
         return results
 
-    def _backing(self, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
-        """Files for large states, where a model of every site is more than `models_gb`."""
-        if state_bytes(plan.template()) * len(self.sites) <= self.models_gb * 10**9:
-            return nullcontext()
-        return Backing(self.checkpoints or self.folder or Path(tempfile.gettempdir())).used()
-
     def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome) -> Federation:
         algorithm, seed = self.method.site_class, self.settings.seed
         context = ServerContext(
@@ -138,38 +131,37 @@ class Run:
         )
         live = LiveReport()
 
-        @cache  # the networks behind a manifest are built once, not once a round
+        @cache  # the networks behind a manifest are built once
         def manifest(phase: str) -> Manifest:
             return algorithm.manifest(phase, plan)
 
         def after_step(report: StepReport) -> None:
-            place = report.step.phase, report.step.round, context.rounds
-            self.say(round_line(*place, report.meta, report.rejected, report.seconds, report.aggregation))
+            step = report.step.phase, report.step.round, context.rounds
+            self.say(round_line(*step, report.meta, report.rejected, report.seconds, report.aggregation))
             if self.folder is not None:
                 append_round(self.folder, report.line())
                 if problem := live.refresh(self.folder, lambda: self._record(outcome, running=True)):
-                    self.events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
+                    self.events.add("warning", f"the report is no longer updated during the run: {problem}")
             self.observe(report)
 
-        def keep(finished: int) -> None:
+        def save_checkpoint(finished: int) -> None:
             if self._checkpoint is not None:
                 self._checkpoint.save(finished, federation)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
         server = self.method.make_server(context)
-        federation = Federation(server, exchange, manifest, self.settings, identity, after_step, keep, outcome)
+        federation = Federation(server, exchange, manifest, self.settings, identity, after_step, save_checkpoint, outcome)
         federation.reply_meta = lambda phase: algorithm.phase(phase).reply_meta
         return federation
 
-    def _resumed(self, federation: Federation) -> int:
-        """The federation as its checkpoint has it; returns the number of finished steps."""
+    def _restored(self, federation: Federation) -> int:
+        """Restore the federation from the checkpoint; returns the number of finished steps."""
         if self._checkpoint is None:
-            raise StateError("a run that keeps nothing cannot be resumed; give it a folder")
+            raise StateError("a run without a folder cannot be resumed")
         return self._checkpoint.restore(federation)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:
-        """Where the run is taken up; None where it keeps nothing."""
         folder = self.checkpoints or self.folder
         if folder is None:
             return None
@@ -183,30 +175,30 @@ class Run:
         }
         return Checkpoint(folder, plan)
 
-    def _keep(self, server: ServerAlgorithm[Any], outcome: Outcome) -> None:
-        """Models and files that the server algorithm holds go beside the results; a model that never left its site is not among them."""
-        if isinstance(server, Telling):
+    def _store(self, server: ServerAlgorithm[Any], outcome: Outcome) -> None:
+        """Write the models and files that the server algorithm holds into the folder."""
+        if isinstance(server, Documents):
             outcome.tables = server.tables()
         if isinstance(server, Selecting):
             outcome.selector = server.selector_summary()
         if self.folder is None:
             return
-        seen = trained_on(outcome.enrolled)
+        total = trained_on(outcome.enrolled)
         for path, model in server.models().items():
             card: dict[str, Any] = {"method": self.method.name, "site": None, "role": path, "seed": self.settings.seed}
             card |= {"rounds": server.context.rounds, "round": model.meta.get(SELECTED_ROUND)}
-            card |= {TRAINED_ON: seen} if seen is not None else {}
+            card |= {TRAINED_ON: total} if total is not None else {}
             save_model(self.folder / MODELS / path, self.task, model, card)
-        for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
+        for name, content in (server.documents() if isinstance(server, Documents) else {}).items():
             write_json(self.folder / name, content, public=True)
 
     def _record(self, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:
-        """What is known of the run; a failed one has a reason."""
+        """The record of the run so far; `reason` why it failed."""
 
         def site_record(site: str) -> SiteRecord:
             delivered = outcome.delivered.get(site, {})
-            found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes"))
-            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), *found)
+            parts = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes"))
+            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), *parts)
 
         return RunRecord(
             method=self.method.name,
@@ -242,20 +234,17 @@ def refused_run(
     rounds: Any,
     events: Iterable[Event] = (),
 ) -> dict[str, Any]:
-    """Write and return the results of what could not become a run, because its task, method or settings are wrong, or died.
+    """Write and return the results of a run that could not start, because its task, method or settings are wrong.
 
     Args:
-        folder: where results.json and report.html go.
-        reason: what is wrong, one line.
+        folder: of results.json and report.html.
+        reason: one line.
         roles: site -> "inside" or "outside".
-        method: name, as far as it is known.
-        task: as far as it is known.
-        seed: as it was given; what is no whole number is shown as 0.
-        rounds: as they were given; what is no whole number is shown as 0.
-        events: what was noticed before.
+        seed, rounds: as in the job; a value that is not a whole number is recorded as 0.
+        events: noted so far.
     """
-    told = EventLog(events)
-    told.add("failed", reason)
+    log = EventLog(events)
+    log.add("failed", reason)
     record = RunRecord(
         method=method,
         task=task,
@@ -263,6 +252,6 @@ def refused_run(
         rounds=max(0, rounds) if isinstance(rounds, int) else 0,
         sites={site: SiteRecord(role) for site, role in roles.items()},
         reason=reason,
-        events=told.to_list(),
+        events=log.to_list(),
     )
     return write_results(folder, record)

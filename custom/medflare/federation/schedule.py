@@ -1,12 +1,10 @@
-"""The schedule of a federation, written once for every engine: enrol, the method's steps, deliver.
+"""The schedule of a federation, written once for every engine: enrollment, the method's steps, final models.
 
-An engine supplies an `Exchange`: it takes messages to sites and brings their replies back. Everything that decides what happens
-to a reply (screening, k of n, repetition, failure) happens here, once for the plain loop, the simulator and a provisioned
-federation. What they differ in is a bug in a site's code: the plain loop raises it, see `exchange.Exchange`.
+An engine supplies an `Exchange`. What happens to a reply (validation, k of n, repetition, failure) is decided here.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -17,17 +15,17 @@ from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
-from medflare.federation.enrolment import Enrolment, listed, trained_on
+from medflare.federation.enrolment import Enrolment, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Reply, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.settings import FINALIZE, Rules
-from medflare.federation.update_validation.messages import RANGE, STEPS
+from medflare.federation.update_validation.messages import RANGE
 from medflare.federation.update_validation.rounding import BF16, Rounding
-from medflare.federation.update_validation.updates import Screened, capped, lost_votes, screen
+from medflare.federation.update_validation.updates import Validated, capped, drop_invalid_metrics, validate_replies
 from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
-_REPEATS: Final = 1  # how often a step with too few usable replies is tried again before the run fails
+_REPEATS: Final = 1  # how often a step with too few usable replies is repeated before the run fails
 
 
 @dataclass
@@ -37,11 +35,11 @@ class Federation:
     Attributes:
         server: the server algorithm; its context names the inside and outside sites.
         manifest: phase -> what a reply holds (the site algorithm's declaration).
-        identity: meta sent with "enrol"; a site whose task or method differs refuses, by name.
+        identity: metadata in which the sites must agree, see `participant.identity_of`.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
-        reply_meta: phase -> the meta that a reply may hold, from the same declaration.
-        returning: sites that have enrolled in the run that is taken up, before one of its interruptions, with their counts.
+        returning: site -> image counts, of sites that enrolled before the run was interrupted.
+        reply_meta: phase -> the metadata that a reply may hold.
     """
 
     server: ServerAlgorithm[Any]
@@ -56,37 +54,36 @@ class Federation:
     reply_meta: Callable[[str], tuple[MetaSpec, ...]] = lambda phase: ()
 
     def __post_init__(self) -> None:
-        self._courier = Transport(self.exchange, self.outcome)
+        self._transport = Transport(self.exchange, self.outcome)
         self._network = StateSpec.like(self.server.context.plan.template(), "").tensors.items()
         self._rounding = Rounding(self.server.context.plan) if self.rules.transport_dtype == BF16 else None
 
     @property
     def events(self) -> EventLog:
-        """Whatever was noticed."""
+        """The events of the run."""
         return self.server.context.events
 
     def run(self, finished: int = 0) -> Outcome:
-        """Everything from enrolment to delivery; `finished` steps are skipped (a resumed run has restored the server algorithm).
+        """Everything from enrollment to final models; `finished` steps are skipped (a resumed run has restored the server algorithm).
 
         Raises:
-            FederationFailed: with the reason; what was noted until then is in `events` and `outcome`.
-            Aborted: raised by the exchange when the engine was asked to stop.
+            FederationFailed: with the reason; `events` and `outcome` hold what was noted until then.
+            Aborted: raised by the exchange when the engine is stopped.
         """
-        started = time.monotonic()
-        told = {**self.identity, STEPS: len(self.server.steps())}
-        enrolment = Enrolment(self.server.context, self._courier, told, self.returning, finished, self.rules.max_client_weight)
+        started, context = time.monotonic(), self.server.context
+        enrolment = Enrolment(context, self._transport, self.identity, self.returning, finished, self.rules.max_client_weight)
         enrolment.open(self._needed)
-        while finished < len(steps := steps_now(self, finished)):
+        while finished < len(steps := self._steps(finished)):
             self._step(finished, steps[finished], enrolment)
             finished += 1
             self.checkpoint(finished)
-        self.outcome.rounds = self.server.context.rounds
-        for model, election in self.server.model_selectors().items():
-            self.outcome.model_selection[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
+        self.outcome.rounds = context.rounds
+        for model, selector in self.server.model_selectors().items():
+            self.outcome.model_selection[model] = {"round": selector.round, "rule": selector.rule, "candidates": selector.record}
         if getattr(self.server.hyper, "selection", "last") != "last":  # a survey has no such setting
-            doubt_model_selection(self.outcome, self.events)
+            self._note_few_validation_images()
         self.outcome.seconds["training"] = time.monotonic() - started
-        self._deliver(finished, enrolment)
+        self._finalize(finished, enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
         return self.outcome
 
@@ -94,28 +91,77 @@ class Federation:
     def _needed(self) -> int:
         return self.rules.min_sites if self.rules.min_sites is not None else min(2, len(self.server.context.sites))
 
+    # -- the steps of the run --------------------------------------------------------------------------------------------------
+
+    def _steps(self, finished: int) -> list[Step]:
+        """The whole schedule; after early stopping, that of as many rounds as are done.
+
+        It follows from the history alone, so that a resumed run stops in the same round.
+        """
+        context, steps, patience = self.server.context, self.server.steps(), self.rules.patience
+        if patience is None or not 0 < finished < len(steps):
+            return steps
+        rounds, done = context.rounds, plateau((line for line in self.outcome.history if line["round"] < steps[finished].round), patience)
+        if done is None or done >= rounds:
+            return steps
+        context.rounds = done
+        shorter = self.server.steps()
+        # Early stopping is possible if the shorter schedule has the steps so far, and then only phases that end the run.
+        so_far = [step for step in steps if step.round < done] == [step for step in shorter if step.round < done]
+        endings = {step.phase for step in steps if step.round >= rounds}
+        if not so_far or not {step.phase for step in shorter if step.round >= done} <= endings:
+            context.rounds = rounds
+            return steps
+        if not self.events.of("stopped_early"):  # a resumed run has it already
+            text = f"no validated model became better in {patience} rounds; training ends after {done} of {rounds} rounds"
+            self.events.add("stopped_early", text, round=done - 1)
+        return shorter
+
+    def _participants(self, step: Step, members: list[str], attempt: int, failed: Collection[str]) -> list[str]:
+        """The sites to ask, sorted: all members or, with `sites_per_round`, those drawn for the round.
+
+        Args:
+            members: sites that are present.
+            attempt: how often the step was asked before.
+            failed: sites without a usable reply to the step; they are not drawn if there are enough others.
+        """
+        count = self.rules.sites_per_round
+        if step.everyone or count is None or count >= len(members):
+            return members
+        history, repeated = self.outcome.history, self.events.of("repeated")
+        if not attempt and history and history[-1]["round"] == step.round and any(event["round"] == step.round for event in repeated):
+            return [site for site in members if site in history[-1]["sites"]]  # steps of a round build on each other
+        others = [site for site in members if site not in failed]
+        keys = ("server", step.round, "participants", *((attempt,) if attempt else ()))
+        generator = numpy_generator(self.server.context.seed, *keys)
+        return sorted(generator.choice(others if len(others) >= count else members, size=count, replace=False).tolist())
+
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
-        failed: set[str] = set()
+        context, failed = self.server.context, set[str]()
         for attempt in range(_REPEATS + 1):
             started = time.monotonic()
             members = enrolment.members(step)
-            asked = drawn(self, step, members, attempt, failed)
-            outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
-            screened, rejected = self._exchange(step, outgoing)
-            accepted = screened.accepted
+            asked = self._participants(step, members, attempt, failed)
+            outgoing = {site: numbered(self.server.configure(step, site), index, context.rounds) for site in asked}
+            validated, rejected = self._exchange(step, outgoing)
+            accepted = validated.accepted
             if len(accepted) >= min(self._needed, self.rules.sites_per_round or self._needed):
                 break
             reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed} are needed"
-            gone = dict.fromkeys((site for site in enrolment.inside if site not in members), "not there")
-            named = listed({**gone, **rejected}) if asked else "no site is present"
+            absent = dict.fromkeys((site for site in enrolment.inside if site not in members), "not there")
+            problems = join_problems({**absent, **rejected}) if asked else "no site is present"
             if attempt == _REPEATS:
-                raise FederationFailed(f"{reason} ({named})")
-            self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)
+                raise FederationFailed(f"{reason} ({problems})")
+            self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
             failed |= rejected.keys()
-        self._take(step, screened)
-        context = self.server.context
+        for site, reason in validated.suspicious.items():
+            self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
+        if self.rules.max_client_weight is not None:
+            samples = {site: message.meta["n_samples"] for site, message in accepted.items() if "n_samples" in message.meta}
+            for site, count in capped(samples, self.rules.max_client_weight).items():
+                accepted[site].meta["n_samples"] = count
         context.notes = {}
         self.server.aggregate(step, accepted)
         meta = {site: reply.meta for site, reply in accepted.items()}
@@ -123,53 +169,56 @@ class Federation:
         self.outcome.history.append(report.line())
         self.on_step(report)
 
-    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
-        """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
+    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Validated, dict[str, str]]:
+        """The validated replies, and site -> reason for every other site; each reason becomes an event."""
         phase = next((phase for phase in self.server.context.phases if phase.name == step.phase), Phase(step.phase))
-        replies = ask_rounded(self._courier, self._rounding, phase, step, outgoing)
+        replies = self._ask(phase, step, outgoing)
         rejected = {site: reply.problem for site, reply in replies.items() if reply.message is None}
         for site, problem in rejected.items():
             self.events.add(replies[site].kind, problem, site=site, round=step.round)
-        usable = {site: reply.message for site, reply in replies.items() if reply.message is not None}
-        counts = {site: meta.get("n", {}) for site, meta in self.outcome.enrolled.items()}
         manifest = self.manifest(step.phase)
-        screened = screen(
-            usable,
+        validated = validate_replies(
+            {site: reply.message for site, reply in replies.items() if reply.message is not None},
             manifest,
             outgoing,
-            counts,
+            {site: meta.get("n", {}) for site, meta in self.outcome.enrolled.items()},
             reply_meta=self.reply_meta(step.phase),
             weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
             strict=self.rules.outlier_policy == "rejected",
         )
-        for site, reason in screened.rejected.items():
+        for site, reason in validated.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
-        for site, message in screened.accepted.items():
-            for model, (kind, problem) in lost_votes(message.meta).items():
+        for site, message in validated.accepted.items():
+            for model, (kind, problem) in drop_invalid_metrics(message.meta).items():
                 text = f"validation metric of the {model} model {problem}; its vote does not count"
                 self.events.add(kind, text, site=site, round=step.round)
             self.events.extend(message.meta.pop("events", []), site=site, round=step.round)
-        return screened, {**rejected, **screened.rejected}
+        return validated, {**rejected, **validated.rejected}
 
-    def _take(self, step: Step, screened: Screened) -> None:
-        """The usable replies of a step that is done: name what is odd about them, and cap what they count for."""
-        for site, reason in screened.suspicious.items():
-            self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
-        if self.rules.max_client_weight is not None:
-            given = {site: message.meta["n_samples"] for site, message in screened.accepted.items() if "n_samples" in message.meta}
-            for site, samples in capped(given, self.rules.max_client_weight).items():
-                screened.accepted[site].meta["n_samples"] = samples
+    def _ask(self, phase: Phase, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        """site -> reply in fp32, whatever the transport dtype."""
+        if self._rounding is None:
+            return self._transport.ask(step, outgoing)
+        shared: dict[int, Tensor] = {}
+        replies = self._transport.ask(step, {site: self._rounding.down(phase, message, shared) for site, message in outgoing.items()})
+        manifest = self._rounding.manifest(phase)
+        for site, reply in replies.items():
+            if reply.message is not None and (problem := violation(reply.message, manifest)):
+                replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
+            elif reply.message is not None:
+                replies[site] = replace(reply, message=self._rounding.restored(reply.message, outgoing[site]))
+        return replies
 
-    # -- delivery --------------------------------------------------------------------------------------------------------------
+    # -- final models ----------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, index: int, enrolment: Enrolment) -> None:
-        """Every enrolled site, inside and outside, gets its final models and measures them on its own test images."""
+    def _finalize(self, index: int, enrolment: Enrolment) -> None:
+        """Every enrolled site, inside and outside, gets its final models and evaluates them on its own test images."""
         step = Step(FINALIZE, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
         outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
-        if seen := trained_on(self.outcome.enrolled):
-            outgoing = {site: Message(message.states, {**message.meta, RANGE: seen}) for site, message in outgoing.items()}
-        for site, reply in self._courier.ask(step, outgoing).items():
+        if total := trained_on(self.outcome.enrolled):
+            outgoing = {site: Message(message.states, {**message.meta, RANGE: total}) for site, message in outgoing.items()}
+        for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:
                 self.events.add(reply.kind, f"final models not evaluated: {reply.problem}", site=site, round=step.round)
                 continue
@@ -177,105 +226,22 @@ class Federation:
             self.events.extend(meta.pop("events", []), site=site)
             self.outcome.delivered[site] = meta
         if not self.outcome.delivered:
-            raise FederationFailed("no site could take and evaluate the final models; see the events")
+            raise FederationFailed("no site evaluated the final models; see the events")
 
-
-def drawn(federation: Federation, step: Step, members: list[str], attempt: int = 0, failed: Collection[str] = ()) -> list[str]:
-    """Who is asked, sorted: everybody, or of partial participation the same sites in every engine and after a restart.
-
-    Args:
-        federation: its rules, seed and history.
-        step: what is asked.
-        members: sites that are there.
-        attempt: how often the step was asked before.
-        failed: sites without a usable answer to the step so far, which are not drawn where there are enough others.
-    """
-    count = federation.rules.sites_per_round
-    if step.everyone or count is None or count >= len(members):
-        return members
-    history, repeated = federation.outcome.history, federation.events.of("repeated")
-    if not attempt and history and history[-1]["round"] == step.round and any(event["round"] == step.round for event in repeated):
-        return [site for site in members if site in history[-1]["sites"]]  # steps of a round build on each other
-    others = [site for site in members if site not in failed]
-    keys = ("server", step.round, "participants", *((attempt,) if attempt else ()))
-    generator = numpy_generator(federation.server.context.seed, *keys)
-    return sorted(generator.choice(others if len(others) >= count else members, size=count, replace=False).tolist())
-
-
-def ask_rounded(
-    transport: Transport, rounding: Rounding | None, phase: Phase, step: Step, outgoing: Mapping[str, Message]
-) -> dict[str, Reply]:
-    """Site -> reply; where weights travel rounded, the reply as it was meant.
-
-    Args:
-        transport: asks the sites.
-        rounding: of the run; None: weights travel in fp32.
-        phase: of the step, as the site algorithm declares it.
-        outgoing: site -> what it is sent, in fp32.
-    """
-    if rounding is None:
-        return transport.ask(step, outgoing)
-    shared: dict[int, Tensor] = {}
-    replies = transport.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
-    manifest = rounding.manifest(phase)
-    for site, reply in replies.items():
-        if reply.message is not None and (problem := violation(reply.message, manifest)):
-            replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
-        elif reply.message is not None:
-            replies[site] = replace(reply, message=rounding.restored(reply.message, outgoing[site]))
-    return replies
-
-
-def steps_now(federation: Federation, finished: int) -> list[Step]:
-    """The whole schedule; where the sites' patience is over, that of as many rounds as are done.
-
-    It follows from the history alone, so that a run that is taken up ends where it would have ended.
-    """
-    context, steps, patience = federation.server.context, federation.server.steps(), federation.rules.patience
-    if patience is None or not 0 < finished < len(steps):
-        return steps
-    over = [line for line in federation.outcome.history if line["round"] < steps[finished].round]
-    asked, done = context.rounds, plateau(over, patience)
-    if done is None or done >= asked:
-        return steps
-    context.rounds = done
-    shorter = federation.server.steps()
-    if not cut_short(steps, shorter, done, asked):
-        context.rounds = asked
-        return steps
-    if not federation.events.of("stopped_early"):  # a run that is taken up has it already
-        text = f"no validated model became better in {patience} rounds; training ends after {done} of {asked} rounds"
-        federation.events.add("stopped_early", text, round=done - 1)
-    return shorter
-
-
-def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: int) -> bool:
-    """Whether a shorter schedule has the rounds that are done, and after them only what ends a run."""
-    before, after = ([step for step in shorter if (step.round >= done) == ended] for ended in (False, True))
-    endings = {step.phase for step in steps if step.round >= asked}
-    return before == [step for step in steps if step.round < done] and {step.phase for step in after} <= endings
-
-
-# -- doubts ------------------------------------------------------------------------------------------------------------------
-
-
-def doubt_model_selection(outcome: Outcome, events: EventLog) -> None:
-    """An event for every choice that rests on fewer than ten validation images: of all sites together, and of each that chooses alone."""
-    images = {site: enrolled["n"]["validation"] for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
-    for model, election in outcome.model_selection.items():
-        voters = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
-        behind = {site: images[site] for site in voters if site in images}
-        if election["candidates"] and images_behind(behind, election["rule"]) < FEW_IMAGES:
-            told = ", ".join(f"{site} {count}" for site, count in behind.items()) or "none"
-            events.add("few_validation_images", f"the round of the {model} model was chosen by votes on few validation images ({told})")
-    for site in sorted(images):
-        alone = sorted(_validated(outcome.history, site) - outcome.model_selection.keys())
-        if alone and images[site] < FEW_IMAGES:
-            text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of its own"
-            events.add("few_validation_images", text, site=site)
-
-
-def _validated(history: list[dict[str, Any]], site: str) -> set[str]:
-    """The models that a site has measured on validation images after a round of training."""
-    reports: list[Mapping[str, Any]] = [line["sites"].get(site, {}) for line in history if line["round"] > 0]
-    return {model for meta in reports for model in meta.get("validation") or {}}
+    def _note_few_validation_images(self) -> None:
+        """An event for every model whose round was chosen on few validation images, of all sites or of one that chooses alone."""
+        outcome = self.outcome
+        images = {site: enrolled["n"]["validation"] for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
+        for model, selection in outcome.model_selection.items():
+            voters = sorted({site for candidate in selection["candidates"] for site in candidate["votes"]})
+            counts = {site: images[site] for site in voters if site in images}
+            if selection["candidates"] and images_behind(counts, selection["rule"]) < FEW_IMAGES:
+                listed = ", ".join(f"{site} {count}" for site, count in counts.items()) or "none"
+                self.events.add("few_validation_images", f"the round of the {model} model was chosen on few validation images ({listed})")
+        for site in sorted(images):
+            reports: list[Mapping[str, Any]] = [line["sites"].get(site, {}) for line in outcome.history if line["round"] > 0]
+            validated = {model for meta in reports for model in meta.get("validation") or {}}
+            alone = sorted(validated - outcome.model_selection.keys())
+            if alone and images[site] < FEW_IMAGES:
+                text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of its own"
+                self.events.add("few_validation_images", text, site=site)

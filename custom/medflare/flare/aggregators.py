@@ -18,7 +18,7 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
-from medflare.core.hyper import build_hyper, halved
+from medflare.core.hyper import build_hyper, split_hyper
 from medflare.methods.catalogue import get_method
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class MethodAggregator(ModelAggregator):
     """The formula of a method's server algorithm.
 
     Args:
-        hyper: the method's hyper-parameters, see `core.hyper.halved`; those of the server algorithm shape the aggregation.
+        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`; those of the server algorithm shape the aggregation.
         method: name of the method whose server algorithm runs; the named subclasses have one by default.
         num_rounds: of FLARE's workflow, for formulas with a schedule; `MedflareController` knows its own.
     """
@@ -61,7 +61,7 @@ class MethodAggregator(ModelAggregator):
         """The formula; the server algorithm of a run calls this very object."""
         method = get_method(self.method_name)
         values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}  # may be another method's
-        owned = halved(values, method.hyper_classes, method.name)["server"]
+        owned = split_hyper(values, method.hyper_classes, method.name)["server"]
         hyper: Any = build_hyper(method.server_class.Hyper, owned, f"method {method.name}, server algorithm")
         formula = method.server_class.aggregation_class(hyper)
         formula.rounds = self.num_rounds

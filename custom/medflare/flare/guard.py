@@ -91,7 +91,7 @@ class OutboundGuard(Filter):
             MedflareError: the job's method or task is unknown, or the site has not enrolled.
         """
         from medflare.federation.exchange import REPORTS_OF_ALL
-        from medflare.federation.update_validation.rounding import WIRE, Rounding
+        from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE, Rounding
 
         if task.phase in REPORTS_OF_ALL:
             self._planned = None  # a site that enrolls again may do so among other sites
@@ -100,7 +100,7 @@ class OutboundGuard(Filter):
             self._planned = task.spec, *planned(task.spec)
         _, algorithm, plan = self._planned
         phase = algorithm.phase(task.phase)
-        rounded = WIRE in to_message(task.incoming).meta
+        rounded = TRANSPORT_DTYPE in to_message(task.incoming).meta
         return Rounding(plan).manifest(phase) if rounded else algorithm.manifest(task.phase, plan), phase.reply_meta
 
 
@@ -134,9 +134,9 @@ def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundL
         UpdateError: says what.
     """
     from medflare.core.manifest import violation
-    from medflare.federation.update_validation.messages import not_states
+    from medflare.federation.update_validation.messages import state_problem
 
-    if problem := not_states(message.states) or violation(message, manifest):
+    if problem := state_problem(message.states) or violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
     for entry in sorted(message.states):
         if limits.entries is not None and entry not in limits.entries:
@@ -154,18 +154,18 @@ def plain_meta(meta: Mapping[str, Any], declared: "tuple[MetaSpec, ...]", site: 
     Raises:
         UpdateError: an item is not declared, or is invalid.
     """
-    from medflare.federation.update_validation.messages import not_events, not_plain, shown
+    from medflare.federation.update_validation.messages import event_problem, meta_problem, shown
 
-    if problem := not_plain(meta):
+    if problem := meta_problem(meta):
         raise UpdateError(problem)
     plain: dict[str, Any] = json.loads(json.dumps(meta))
     if extra := sorted(plain.keys() - {*declared, _EVENTS}):
         names = ", ".join(sorted(declared)) or "no item"
         raise UpdateError(f"unexpected item {shown(extra[0])}; the method declares {names} and nothing else")
     for item in declared:
-        if item in plain and item.validator(plain[item]):
+        if item in plain and item.problem(plain[item]):
             raise UpdateError(f"item {str(item)!r} is not what the method declares it to be ({item.about})")
-    if not_events(plain.get(_EVENTS, []), site):
+    if event_problem(plain.get(_EVENTS, []), site):
         raise UpdateError(f"item {_EVENTS!r} is no list of a site's events")
     return plain
 
@@ -194,9 +194,9 @@ def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable
 
 def _one_line(text: str) -> str:
     """A reason as it may leave the site: one line of limited length, without the site's folders."""
-    from medflare.federation.update_validation.messages import one_line
+    from medflare.federation.update_validation.messages import reason_line
 
-    return one_line(without_folders(text))[:_LONGEST]
+    return reason_line(without_folders(text))[:_LONGEST]
 
 
 def _rows(message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec, ...]") -> list[dict[str, Any]]:

@@ -88,16 +88,12 @@ class ParticipantSpec:
 
         def opened(role: str) -> "Site":
             site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=Path(self.local_file).parents[1] / CACHE)
-            site.abort = stopped
+            site.abort = aborted
             for note in site.notes:
                 _log.info("%s: %s", self.name, note)
             return site
 
-        def stopped() -> bool:
-            participant.working.refuse()
-            return aborted()
-
-        participant = Participant(
+        return Participant(
             self.name,
             opened,
             method,
@@ -110,7 +106,6 @@ class ParticipantSpec:
             minutes=local.bounds.minutes,
             hours=local.bounds.hours,
         )
-        return participant
 
     def _resume(self, interrupted: Path) -> None:
         """Copy the state of the interrupted job, once and atomically; that job's own folder stays as it is."""

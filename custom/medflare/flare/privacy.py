@@ -90,9 +90,9 @@ def _origins(incoming: "Message", reply: "Message") -> "dict[str, StateDict]":
     """TensorSpec -> what came in, from which a change is measured; zeros where weights travel rounded, which are changes already."""
     import torch
 
-    from medflare.federation.update_validation.rounding import WIRE
+    from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE
 
-    if WIRE not in incoming.meta:
+    if TRANSPORT_DTYPE not in incoming.meta:
         return incoming.states
     rounded = {(entry, name) for entry, state in reply.states.items() for name, tensor in state.items() if tensor.dtype == torch.bfloat16}
     return {

@@ -20,7 +20,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError, StateError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply, laid_aside
+from medflare.federation.exchange import Reply, mapped_reply
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.flare.liveness import Liveness
 from medflare.flare.messages import error_of, to_message, to_shareable
@@ -228,7 +228,7 @@ def read_reply(shareable: Shareable) -> Reply:
     try:
         if (problem := error_of(shareable)) is not None:
             return Reply(problem=problem, kind="failed")
-        return laid_aside(Reply(to_message(shareable)))
+        return mapped_reply(Reply(to_message(shareable)))
     except (StateError, Aborted, MemoryError):
         raise
     except UpdateError as error:

@@ -3,20 +3,20 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models
+from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models, number
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, NoAggregation
-from medflare.methods.parts.measured import images, mean_loss, metric_value
 from medflare.methods.parts.selection import ModelSelector, Selection
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
@@ -43,9 +43,14 @@ class ServerHyper:
 
 
 # What every reply to training or validation reports, see `SiteAlgorithm.meta`. A bad metric costs the site its vote and not its update.
-N_SAMPLES = MetaSpec("n_samples", "training images", images)
-LOSS = MetaSpec("loss", "mean training loss", mean_loss, "train")
-VALIDATION = MetaSpec("validation", "model -> the task's metric on validation images before training", models(metric_value), "validation")
+N_SAMPLES = MetaSpec("n_samples", "training images", Annotated[number(), Field(gt=0)])
+LOSS = MetaSpec("loss", "mean training loss", number(-1e12, 1e12, optional=True), "train")
+VALIDATION = MetaSpec(
+    "validation",
+    "model -> the task's metric on validation images before training; the server ignores values that no metric can have",
+    models(Annotated[float, Field(strict=True)] | None),
+    "validation",
+)
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)

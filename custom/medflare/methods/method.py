@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import Halved, build_hyper, halved, plain
+from medflare.core.hyper import SplitHyper, build_hyper, plain, split_hyper
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +74,7 @@ class Method:
         """Every name and value, and whether they go with the task, before anything starts.
 
         Args:
-            values: hyper-parameters, see `core.hyper.halved`.
+            values: hyper-parameters, see `core.hyper.split_hyper`.
             task: what is to be learnt; None checks the hyper-parameters alone.
 
         Raises:
@@ -115,11 +115,11 @@ class Method:
         if not shared:
             raise ConfigError(f"task {task.name}: freeze.parts {task.freeze.parts} leave nothing to train; leave one of them out")
 
-    def effective(self, values: Mapping[str, Any]) -> Halved:
+    def effective(self, values: Mapping[str, Any]) -> SplitHyper:
         """Every hyper-parameter as it is used, under its algorithm: the given values, checked, and the defaults of the others.
 
         Args:
-            values: hyper-parameters, see `core.hyper.halved`.
+            values: hyper-parameters, see `core.hyper.split_hyper`.
         """
         site, server = self._built(values)
         return {"site": plain(site), "server": plain(server)}
@@ -127,7 +127,7 @@ class Method:
     def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
         if self.dp_unsupported_reason and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
             raise ConfigError(f"{asked[0]}: {self.dp_unsupported_reason}")
-        owned = halved(values, self.hyper_classes, self.name)
+        owned = split_hyper(values, self.hyper_classes, self.name)
         built: list[Any] = [
             build_hyper(cls, owned[algorithm], f"method {self.name}, {algorithm} algorithm")
             for algorithm, cls in self.hyper_classes.items()
@@ -160,7 +160,7 @@ class Method:
         Args:
             task: what is to be learnt.
             sites: names of the inside sites, sorted.
-            values: hyper-parameters, see `core.hyper.halved`.
+            values: hyper-parameters, see `core.hyper.split_hyper`.
 
         Raises:
             ConfigError: as `check`.

@@ -7,7 +7,7 @@ protected is a training patient, with all images. The mechanism is in `dp_sgd.py
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Annotated, Any, Final, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import Validator
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.local import PLACE
@@ -150,14 +149,13 @@ def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str,
     return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": hyper.dp_delta, "steps": steps}
 
 
-class _Cost(TypedDict):
+class Cost(TypedDict):
+    """What `privacy_cost` returns, as metadata."""
+
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # pydantic's place for it
     epsilon: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None
     delta: Annotated[float, Field(strict=True, ge=0, le=1)]
     steps: Annotated[int, Field(strict=True, ge=0)]
-
-
-cost: Final = Validator(_Cost)  # what `privacy_cost` gives, as it has travelled
 
 
 def _dp_sgd(site: Site) -> ModuleType:

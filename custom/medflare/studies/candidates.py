@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import Halved, halved, parsed_value
+from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
@@ -83,13 +83,13 @@ class Candidate:
             trained_as if method in REFERENCES else method, site=algorithms["site_algorithm"], server=algorithms["server_algorithm"]
         )
         trained.check(values)
-        hyper = halved(values, trained.hyper_classes, trained.name)
+        hyper = split_hyper(values, trained.hyper_classes, trained.name)
         if selection is not None and method != CONSTANT:
             hyper["server"] = {"selection": selection, **hyper["server"]}
         return cls(text, method, hyper, **algorithms, trained_as=trained_as)
 
     @property
-    def effective(self) -> Halved:
+    def effective(self) -> SplitHyper:
         """Every hyper-parameter as the row's runs use it, under its algorithm; a constant has none."""
         if self.method == CONSTANT:
             return {"site": {}, "server": {}}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates: 0, 0.05, ..., 1
-MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.FACTS_LIMIT`)
+MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`)
 _DIGITS: Final = 4
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 

@@ -99,8 +99,8 @@ def numbers(volumes: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("change", "token"), [({"images": -1}, "images"), ({"zeros": float("nan")}, ""), ({"names": ["smith"]}, "names")])
 def test_invalid_fingerprints_are_refused(numbers: dict[str, Any], change: dict[str, Any], token: str) -> None:
-    assert FINGERPRINT.validator(numbers) is None and FINGERPRINT.validator({}) is None
-    problem = FINGERPRINT.validator({**numbers, **change})
+    assert FINGERPRINT.problem(numbers) is None and FINGERPRINT.problem({}) is None
+    problem = FINGERPRINT.problem({**numbers, **change})
     assert problem and token in problem
 
 

@@ -11,7 +11,7 @@ from helpers.small_tasks import stacked
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state, weighted_mean
-from medflare.federation.update_validation.suppression import withhold
+from medflare.federation.update_validation.suppression import suppress_splits
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.server import FedAvgServer
@@ -131,7 +131,7 @@ def test_the_summary_leaves_out_suppressed_sites() -> None:
     played = federation()
     calibrate, tune = played.log[-2:]
     for turn in (calibrate, tune):
-        withhold(turn.replies["B"].meta, FedSMSite.phase(turn.step.phase).reply_meta, ("validation",))
+        suppress_splits(turn.replies["B"].meta, FedSMSite.phase(turn.step.phase).reply_meta, ("validation",))
         played.server.aggregate(turn.step, turn.replies)
     summary = played.server.selector_summary()
     assert list(summary["votes"]) == ["A", "C"] and summary["candidates"] == list(GAMMAS)

@@ -5,7 +5,7 @@ import torch
 
 from helpers.small_tasks import small_task
 from medflare.data.loading import SiteData, Split
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.training.site import Site
 
 TASK = small_task(size=[32, 32], network={"name": "unet", "channels": [8, 16], "norm": "instance"}, loss={"name": "dice_ce"}, batch_size=8)

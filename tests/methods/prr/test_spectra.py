@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medflare.core.backing import Backing
 from medflare.core.rng import torch_generator
+from medflare.core.states import memory_mapped
 from medflare.methods.prr import spectra
 from medflare.methods.prr.fourier import fourier_aggregate
 from medflare.methods.prr.spectra import change_spectra
@@ -66,6 +66,6 @@ def test_axes_in_another_order_come_back_in_their_own(order: tuple[int, ...]) ->
 def test_large_layers_in_files_end_in_the_same_bits(tmp_path: Path) -> None:
     for shape in ((2, 130, 257), (2, 64, 40, 3, 3)):
         weights = normal(*shape).float()
-        with Backing(tmp_path).used():
+        with memory_mapped(tmp_path):
             filed = fourier_aggregate(weights, 0.4)
         assert filed.is_shared() and torch.equal(filed, fourier_aggregate(weights, 0.4))

@@ -1,58 +1,250 @@
-"""How the plain loop reaches its sites where it does everything itself: one after the other, in this process."""
+"""How the plain loop reaches its sites: one after the other in this process, or several at a time in forks of it.
 
+A site computes in the same way, on as many threads, in either case, so that any number of workers ends in the same weights.
+"""
+
+import json
+import os
+import selectors
+import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
-from medflare.core.errors import Aborted, MedflareError
+import torch
+from safetensors.torch import load, save
+
+from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.federation.exchange import Reply, laid_aside
-from medflare.federation.participant import Participant
+from medflare.core.store import SEPARATOR, flat
+from medflare.federation.exchange import Reply, mapped_reply
+from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
+
+_PICTURES = "pictures of this site"  # an entry beside those of the message; entries of methods have no blanks
 
 
 class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
 
     Args:
-        opened: makes a site's participant when it is first asked; its errors are that site's errors.
+        open_participant: makes a site's participant when it is first asked; its errors are that site's errors.
         absent: round -> sites that cannot be reached in it.
     """
 
-    def __init__(self, sites: Sequence[str], opened: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None = None):
-        self.sites = sorted(sites)
-        self.opened = opened
+    def __init__(
+        self, sites: Sequence[str], open_participant: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None = None
+    ):
+        self.sites, self.open_participant = sorted(sites), open_participant
         self.absent = {round: set(names) for round, names in (absent or {}).items()}
         self.participants: dict[str, Participant] = {}
 
     def present(self, round: int) -> list[str]:
-        """The sites that are not listed as absent in this round, sorted."""
+        """The sites that are not absent in this round, sorted."""
         return [site for site in self.sites if site not in self.absent.get(round, ())]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        return {site: self.answer(site, step, own_copy(outgoing[site])) for site in sorted(outgoing)}
+        return {site: self.answer(site, step, copied(outgoing[site])) for site in sorted(outgoing)}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
-        """What one site answers, or why it does not.
+        """One site's reply, or its MedflareError as a problem.
 
         Raises:
-            Aborted: the run was asked to stop.
+            Aborted: the run was stopped.
         """
         started = time.monotonic()
         try:
             if site not in self.participants:
-                self.participants[site] = self.opened(site)
-            answer = self.participants[site].answer(step.phase, step.round, message)
+                self.participants[site] = self.open_participant(site)
+            message = self.participants[site].answer(step.phase, step.round, message)
         except Aborted:
             raise
         except MedflareError as error:
             return Reply(problem=str(error), seconds=time.monotonic() - started)
-        return laid_aside(Reply(answer, seconds=time.monotonic() - started))
+        return mapped_reply(Reply(message, seconds=time.monotonic() - started))
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Nothing to do."""
 
 
-def own_copy(message: Message) -> Message:
-    """What a site receives: no tensor of it is the sender's."""
+def copied(message: Message) -> Message:
+    """The message with tensors that share no memory with the sender's."""
     return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.meta)
+
+
+@dataclass
+class _Fork:
+    """The process of a site."""
+
+    process: int
+    connection: Connection
+
+    def kill(self) -> None:
+        """Kill the process without waiting for its end."""
+        self.connection.close()
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Kill the process and return its exit status; minus the number of the signal that ended it."""
+        self.kill()
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+
+def send(connection: Connection, words: dict[str, Any], message: Message) -> None:
+    """Send a message, and JSON values beside it, to another process, which calls `receive`; OSError if it is gone."""
+    names = {entry: list(state) for entry, state in message.states.items()}  # safetensors changes the order
+    connection.send_bytes(json.dumps({"words": words, "meta": message.meta, "names": names}).encode())
+    connection.send_bytes(save(flat(message)))
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], Message]:
+    """The next message, and the JSON values beside it; EOFError if the other process has closed the connection."""
+    header = json.loads(connection.recv_bytes())
+    tensors = load(connection.recv_bytes())
+    states = {entry: {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names} for entry, names in header["names"].items()}
+    return header["words"], Message(states, header["meta"])
+
+
+class ForkedExchange(LocalExchange):
+    """A `LocalExchange` with every site in a process of its own, which is forked when the site is first asked.
+
+    Args:
+        workers: how many sites work at the same time.
+        pictures: title -> PNG, filled with the pictures of the sites' processes.
+
+    Raises:
+        ConfigError: this process cannot be forked.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[str],
+        open_participant: Callable[[str], Participant],
+        absent: Mapping[int, Iterable[str]] | None,
+        workers: int,
+        pictures: dict[str, bytes],
+    ):
+        super().__init__(sites, open_participant, absent)
+        if not hasattr(os, "fork"):
+            raise ConfigError("this system cannot fork a process: remove 'workers'")
+        if torch.cuda.is_initialized():
+            raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or remove 'workers'")
+        import_ahead()
+        self._workers, self._pictures = workers, pictures
+        self._forks: dict[str, _Fork] = {}
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        waiting = sorted(outgoing)[::-1]
+        replies: dict[str, Reply] = {}
+        with selectors.DefaultSelector() as busy:
+            while waiting or busy.get_map():
+                while waiting and len(busy.get_map()) < self._workers:
+                    site = waiting.pop()
+                    busy.register(self._start(site, step, outgoing[site]).connection, selectors.EVENT_READ, site)
+                for key, _ in busy.select():
+                    busy.unregister(key.fileobj)
+                    replies[key.data] = self._reply(key.data, step)
+        return replies
+
+    def close(self) -> None:
+        """End all processes, at the same time."""
+        for fork in self._forks.values():
+            fork.kill()
+        for fork in self._forks.values():
+            fork.end()
+        self._forks.clear()
+
+    def _start(self, site: str, step: Step, message: Message) -> _Fork:
+        """The site's process, working on the step."""
+        words = {"phase": step.phase, "round": step.round}
+        if site not in self._forks:
+            self._forks[site] = self._fork(site)
+        try:
+            send(self._forks[site].connection, words, message)
+        except OSError:  # it was killed between two steps; its state is on disk
+            self._forks.pop(site).end()
+            self._forks[site] = self._fork(site)
+            send(self._forks[site].connection, words, message)
+        return self._forks[site]
+
+    def _reply(self, site: str, step: Step) -> Reply:
+        try:
+            words, message = receive(self._forks[site].connection)
+        except (EOFError, ConnectionError):
+            code = self._forks.pop(site).end()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return Reply(problem=f"site {site}: its process ended in '{step.phase}' of round {step.round} ({how})")
+        if trace := words.get("trace"):
+            raise RuntimeError(f"site {site} failed in '{step.phase}' of round {step.round}:\n{trace}")
+        if "aborted" in words:
+            raise Aborted(words["aborted"])
+        for title, png in message.states.pop(_PICTURES, {}).items():
+            self._pictures[title] = png.numpy().tobytes()
+        problem, seconds = words["problem"], words["seconds"]
+        return Reply(problem=problem, seconds=seconds) if problem else mapped_reply(Reply(message, seconds=seconds))
+
+    def _fork(self, site: str) -> _Fork:
+        parent_end, child_end = Pipe()
+        parent = os.getpid()
+        process = os.fork()
+        if process == 0:
+            parent_end.close()
+            for other in self._forks.values():
+                other.connection.close()
+            self._work(site, child_end, parent)
+        child_end.close()
+        return _Fork(process, parent_end)
+
+    def _work(self, site: str, connection: Connection, parent: int) -> NoReturn:
+        """The site's process: step after step, until the parent closes the connection or is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        sent = set(self._pictures)
+        with suppress(BaseException):  # this process never returns to the parent's code
+            while True:
+                request, message = receive(connection)
+                if os.getppid() != parent:
+                    break
+                words, reply = self._answered(site, Step(request["phase"], request["round"]), message)
+                if new := sorted(self._pictures.keys() - sent):
+                    pictures = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
+                    reply = Message({**reply.states, _PICTURES: pictures}, reply.meta)
+                    sent |= pictures.keys()
+                send(connection, words, reply)
+        os._exit(0)
+
+    def _answered(self, site: str, step: Step, message: Message) -> tuple[dict[str, Any], Message]:
+        try:
+            reply = self.answer(site, step, message)
+        except Aborted as error:
+            return {"aborted": str(error)}, Message()
+        except Exception:
+            return {"trace": traceback.format_exc()}, Message()
+        return {"problem": reply.problem, "seconds": reply.seconds}, reply.message or Message()
+
+
+@contextmanager
+def threads_of_a_site() -> Iterator[None]:
+    """Inside, this process and its forks compute on OMP_NUM_THREADS threads, by default one.
+
+    The number of threads decides the order of sums, hence the last bits: it must not depend on the number of workers.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is not a number of threads.
+    """
+    value = os.environ.get("OMP_NUM_THREADS") or "1"
+    first = value.split(",")[0].strip()  # it may list a number for each level of nested regions
+    if not first.isdecimal() or int(first) < 1:
+        raise ConfigError(f"OMP_NUM_THREADS is {value!r}: give the number of threads of a site, for example 1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(first))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""The plain loop: a whole federation on one machine, for tests, sweeps and studies. Same algorithms, same schedule as under FLARE."""
+"""The plain loop: a federation on one machine without FLARE, with the same algorithms and schedule."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -13,8 +13,7 @@ from medflare.core.text import is_name
 from medflare.data.local import MODELS_GB, Bounds
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
-from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
+from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.preflight import check_run
@@ -27,9 +26,9 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-SITES = "sites"  # below `out`: what each site would keep at home
-STATE = "state"  # below a site's folder: what it remembers between two steps
-Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, delivered model, its test scores patient by patient)
+SITES = "sites"  # folder in `out`: the folders of the sites
+STATE = "state"  # folder in a site's folder: its state between two steps
+Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, final model, its test scores by patient)
 
 
 def run_local(
@@ -63,29 +62,28 @@ def run_local(
         task: preset name, JSON file, mapping or configuration.
         sites: names of the sites, or how many (site-1, site-2, ...); all but those outside train.
         rounds: federation rounds.
-        seed: of everything that is drawn.
-        outside: sites that never train and only receive the final models, whether `sites` names them or not.
-        data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
-        weights: file, or folder of the file, that the task's network.weights name; None: MEDFLARE_WEIGHTS, else an installed package's.
-        resplit: draw the splits anew by patient with this seed.
-        site_algorithm: method whose site algorithm takes the place of its own; None: its own.
-        server_algorithm: method whose server algorithm takes the place of its own; None: its own.
+        seed: of everything that is random.
+        outside: sites that do not train and only receive the final models, whether `sites` names them or not.
+        data_root: folder with one folder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
+        weights: file of the task's network.weights, or its folder; None: MEDFLARE_WEIGHTS, else an installed package's.
+        resplit: draw the splits again by patient with this seed.
+        site_algorithm, server_algorithm: method whose site or server algorithm replaces that of `method`.
         absent: round -> sites that cannot be reached in it.
-        opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
-        out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
-        resume: go on where an interrupted run left `out`; everything else must be as it was.
-        workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
-            is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
-        models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
-        say: takes a progress line a step.
+        opener: (name, role) -> site, for data from elsewhere than `data_root`.
+        out: folder for results.json, report.html, models and the sites' folders; None: nothing is written.
+        resume: continue an interrupted run in `out`; everything else must be as before.
+        workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS threads (default 1); any number
+            gives the same models. None: one after the other in this process, on all of torch's threads.
+        models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
+        say: called with a progress line after every step.
         observe: called after every step.
-        delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
-        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, `max_client_weight`, `outlier_policy`, ...), and the
-            method's hyper-parameters: by name where one algorithm owns the name, else `site={name: value}`, `server={name: value}`.
+        delivered: called with every final model, in the site's process if there are several workers.
+        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, ...), and the method's hyper-parameters: by name if one
+            algorithm has the name, else `site={name: value}`, `server={name: value}`.
 
     Raises:
-        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
-        Exception: any that is no MedflareError is a bug, also of one site alone, and is raised after results.json says FAILED.
+        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Later errors give a result with status FAILED.
+        Exception: an error that is not a MedflareError is a bug; it is raised after results.json says FAILED.
     """
     chosen = get_method(method, site=site_algorithm, server=server_algorithm)
     config = load_task(task)
@@ -108,44 +106,24 @@ def run_local(
         return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
 
     def participant(name: str) -> Participant:
-        return _participant(run, name, opened, delivered)
+        home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
+        store = None if home is None else StateStore(home.folder / STATE)
+        artifacts = _Shown(run, name, delivered, home or ArtifactStore())
+        minutes = Bounds().minutes
+        return Participant(name, lambda role: opened(name, role), chosen, hyper, store=store, artifacts=artifacts, minutes=minutes)
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():
-        exchange: LocalExchange | ForkedExchange = LocalExchange(names, participant, absent)
+        exchange = LocalExchange(names, participant, absent)
         if workers is not None and workers > 1:
             exchange = ForkedExchange(names, participant, absent, workers, run.pictures)
         with closing(exchange):
             return run.execute(exchange, resume=resume)
 
 
-def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delivered: Delivered) -> Participant:
-    """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
-    home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
-    store = None if home is None else StateStore(home.folder / STATE)
-    artifacts = _Shown(run, name, delivered, home or ArtifactStore())
-
-    def within_bounds(role: str) -> Site:
-        site = opened(name, role)
-        aborted = site.abort
-
-        def stopped() -> bool:
-            participant.working.refuse()
-            return aborted()
-
-        site.abort = stopped
-        return site
-
-    participant = Participant(name, within_bounds, run.method, run.hyper, store=store, artifacts=artifacts, minutes=Bounds().minutes)
-    return participant
-
-
 @dataclass(frozen=True)
 class _Shown(ArtifactStore):
-    """Keeps what a site's own folder does, and shows models and pictures to the caller, who is the site here.
-
-    Whoever follows the run sees its steps, so that the site need not tell them.
-    """
+    """The store of a site's own folder, which also passes models and pictures to the caller of `run_local`."""
 
     run: Run
     name: str
@@ -173,22 +151,14 @@ def resume_local(
     weights: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Finish an interrupted run of the plain loop from what it left in `folder`; returns the results dict.
-
-    Args:
-        folder: the `out` of the interrupted run.
-        data_root: as for `run_local`.
-        workers: as for `run_local`.
-        models_gb: as for `run_local`.
-        weights: as for `run_local`.
-        say: takes a progress line a step.
+    """Finish an interrupted run of the plain loop in `folder`, its `out`; the other arguments are those of `run_local`.
 
     Raises:
-        StateError: no run that can be taken up is in `folder`.
+        StateError: the folder holds no checkpoint.
     """
     plan = stored_plan(Path(folder))
     site_algorithm, server_algorithm = plan["algorithms"]
-    steering = {name: plan[name] for name in RUN_SETTINGS if name in plan}  # an older version had fewer
+    settings = {name: plan[name] for name in RUN_SETTINGS if name in plan}
     return run_local(
         site_algorithm,
         plan["task"],
@@ -202,7 +172,7 @@ def resume_local(
         workers=workers,
         models_gb=models_gb,
         say=say,
-        **steering,
+        **settings,
         **plan["hyper"],
     )
 
@@ -214,19 +184,12 @@ def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _plain_name(name: str) -> str:
-    """The name, which is also a folder's.
-
-    Raises:
-        ConfigError: as a folder it would lie elsewhere.
-    """
-    if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
-        raise ConfigError(f"site {name!r}: a site's name is a folder's, too; use letters, digits, - and _")
-    return name
-
-
-def _listed(names: Iterable[str], what: str) -> list[str]:
-    """The names; a single text, which Python takes for its letters, is refused."""
+def _listed(names: Iterable[str], setting: str) -> list[str]:
+    """The names of sites, which are names of folders, too."""
     if isinstance(names, str):
-        raise ConfigError(f"{what} = {names!r}: give a list of site names, for example [{names!r}]")
-    return [_plain_name(name) for name in names]
+        raise ConfigError(f"{setting} = {names!r}: give a list of site names, for example [{names!r}]")
+    listed = list(names)
+    for name in listed:
+        if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
+            raise ConfigError(f"site {name!r}: a site's name is also a folder's name; use letters, digits, - and _")
+    return listed

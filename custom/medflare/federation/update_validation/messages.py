@@ -1,12 +1,12 @@
-"""What a message may hold, whoever sent it: plain tensors by name, the meta that are declared, and a site's events in its own name.
+"""Validation of messages: the form of any message, the metadata of every run, and a server's requests at a site.
 
-The server checks every reply and every site every request before a method sees it. A party is believed to be honest and may still be
-wrong: a full disk, a wrong version, a method of one's own. Nothing that it sends may raise an error behind these checks.
+The server checks every reply and every site every request before a method sees it. The parties are honest, but may have a full disk,
+another version or a method of their own.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
@@ -20,7 +20,6 @@ from medflare.core.manifest import (
     Phase,
     StateSpec,
     TensorSpec,
-    Validator,
     count,
     listing,
     models,
@@ -33,149 +32,90 @@ from medflare.core.manifest import (
 )
 from medflare.core.message import Message
 from medflare.core.text import printable
-from medflare.data.acquisition import TRAINED_ON, no_range
-from medflare.federation.settings import ENROL, FACTS_LIMIT, FINALIZE
-from medflare.federation.update_validation.rounding import WIRE, Rounding
+from medflare.data.acquisition import TRAINED_ON, check_range
+from medflare.federation.settings import ENROL, FINALIZE, META_LIMIT
+from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE, Rounding
 from medflare.methods.base import Plan, SiteAlgorithm
-from medflare.privacy.settings import cost
+from medflare.privacy.settings import Cost
 from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
 from medflare.tasks.metrics_table import METRICS
 
 _DEPTH: Final = 8  # of tables within tables
-_LARGEST: Final = 2**63  # of numbers; larger ones are no counts, and break what computes with them
-_NAME: Final = 500  # characters of a name; those of tensors deep in a network are long
-_EVENTS: Final = 100
-_EVENT: Final = ("kind", "message", "round", "site")
-_MESSAGE: Final = 2_000  # characters of an event
-_ROUNDS: Final = 10**6
-_TOLD: Final = 2**18  # bytes of meta of a server's message: names of all sites and their rounds, and no model
+_LARGEST_INT: Final = 2**63
+_LONGEST_NAME: Final = 500  # characters; tensors deep in a network have long names
+_LONGEST_REASON: Final = 2_000  # characters of an event or an error
+_REQUEST_LIMIT: Final = 2**18  # bytes of metadata of a request: names of all sites and their rounds
 
 # -- the form of any message -------------------------------------------------------------------------------------------------
 
 
-def unreadable(message: Message, site: str) -> str | None:
-    """What of a site's reply nobody can work with, in words, or None.
-
-    Args:
-        site: that sent it; it speaks for itself alone.
-    """
+def message_problem(message: Message, site: str) -> str | None:
+    """Why a site's reply cannot be used, whatever its phase, in words, or None."""
     try:
-        return not_states(message.states) or not_plain(message.meta) or not_events(message.meta.get("events", []), site)
-    except Exception as error:  # whatever it is made of, it is the site's
+        return state_problem(message.states) or meta_problem(message.meta) or event_problem(message.meta.get("events", []), site)
+    except Exception as error:  # a method of the site's own may have put anything into it
         return f"it cannot be read ({type(error).__name__})"
 
 
-def not_states(states: object) -> str | None:
-    """What in the states of a message nobody can compute with, in words, or None."""
+def state_problem(states: object) -> str | None:
+    """Which tensor is not a dense, detached tensor in memory, or which name is too long or not printable, in words, or None."""
     if not isinstance(states, Mapping):
         return f"its states are {type(states).__name__}"
     for entry, state in states.items():
-        if not _is_name(entry):
-            return f"an entry's name is {shown(entry)}"
-        if not isinstance(state, Mapping):
-            return f"entry {shown(entry)} is {type(state).__name__}, not a state"
+        if not _is_name(entry) or not isinstance(state, Mapping):
+            return f"entry {shown(entry)} is not a state ({type(state).__name__})"
         for name, tensor in state.items():
-            if not _is_name(name):
-                return f"{shown(entry)} holds a tensor of the name {shown(name)}"
-            if type(tensor) is not Tensor:
-                return f"{entry}/{name} is {type(tensor).__name__}, not a tensor"
-            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-                return f"{entry}/{name} holds no numbers of its own (it is sparse, nested, quantized or without memory)"
-            if tensor.requires_grad or tensor.is_neg() or tensor.is_conj():
-                return f"{entry}/{name} is a step of a computation (detach and clone it)"
+            dense = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+            if not _is_name(name) or not dense or tensor.requires_grad:
+                return f"{entry}/{shown(name)} is not a dense, detached tensor in memory ({type(tensor).__name__})"
     return None
 
 
-def not_plain(meta: object, most: int = FACTS_LIMIT) -> str | None:
-    """What in the meta of a message is neither number nor printable text, or more than `most` bytes of JSON, in words, or None."""
+def meta_problem(meta: object, limit: int = META_LIMIT) -> str | None:
+    """Why metadata are not plain JSON values with printable text in at most `limit` bytes, in words, or None.
+
+    Texts of events need not be printable: `core.events` makes them so.
+    """
     if not isinstance(meta, dict):
-        return f"its meta are {type(meta).__name__}"
-    for place, value in enumerate(_walk(meta, 0)):
-        if problem := _no_leaf(value):
-            return problem
-        if place > most // 2:  # each takes two bytes at least; few objects may be millions when they are written down
-            return f"over {most} bytes of meta, more than counts and metrics need"
-    named = {name: value for name, value in meta.items() if name != "events"}  # whose text `core.events` makes printable
-    if wrong := next((value for value in _walk(named, 0) if isinstance(value, str) and not value.isprintable()), None):
-        return f"meta hold text with characters that cannot be printed: {shown(wrong)}"
-    size = len(json.dumps(meta))
-    return f"{size} bytes of meta, more than the {most} that counts and metrics need" if size > most else None
+        return f"its metadata are {type(meta).__name__}"
+    try:
+        _check_plain({name: value for name, value in meta.items() if name != "events"}, 0)
+        size = len(json.dumps(meta))
+    except (TypeError, ValueError) as error:
+        return f"metadata: {error}"
+    return f"{size} bytes of metadata, more than {limit}" if size > limit else None
 
 
-_TOO_DEEP: Final[list[object]] = []  # stands for what lies deeper; told apart by identity
-
-
-def _walk(value: object, depth: int) -> Iterator[object]:
-    """A value and all within it, however nested, but none deeper than the limit."""
+def _check_plain(value: object, depth: int) -> None:
     if depth > _DEPTH:
-        yield _TOO_DEEP
-        return
-    yield value
+        raise ValueError(f"nested more than {_DEPTH} deep")
+    if isinstance(value, dict):
+        for name in value:
+            if not _is_name(name):
+                raise ValueError(f"a name is {shown(name)}")
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"text with characters that cannot be printed: {shown(value)}")
+    if isinstance(value, int) and abs(value) > _LARGEST_INT:
+        raise ValueError(f"a number of {value.bit_length()} bits")
     inner: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     for item in inner:
-        yield from _walk(item, depth + 1)
+        _check_plain(item, depth + 1)
 
 
-def _no_leaf(value: object) -> str | None:
-    """Why a value, taken by itself, is neither plain nor a list or table, or None."""
-    if value is _TOO_DEEP:
-        return f"meta are nested more than {_DEPTH} deep"
-    if isinstance(value, dict):
-        return next((f"meta have the name {shown(name)}" for name in value if not _is_name(name)), None)
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        return f"meta hold a number of {value.bit_length()} bits"
-    if isinstance(value, str):
-        return None if _is_unicode(value) else "meta hold text that is no Unicode"
-    if value is None or isinstance(value, int | float | list | tuple):
-        return None
-    return f"meta hold something that is neither number nor text ({type(value).__name__})"
-
-
-def not_events(events: object, site: str) -> str | None:
-    """Which event of a reply the record cannot take, in words, or None.
-
-    Args:
-        events: of a reply.
-        site: that sent them; it speaks for itself alone.
-    """
-    if not isinstance(events, list | tuple):
-        return f"its events are {type(events).__name__}, expected a list"
-    if len(events) > _EVENTS:
-        return f"{len(events)} events, more than {_EVENTS}"
-    return next((problem for event in events if (problem := _no_event(event, site))), None)
-
-
-def _no_event(event: object, site: str) -> str | None:
-    if not isinstance(event, dict):
-        return f"an event is {type(event).__name__}, expected an object"
-    if other := sorted(event.keys() - set(_EVENT)):
-        return f"an event with {shown(other[0])}, expected {', '.join(_EVENT)}"
-    if event.get("kind") not in OF_SITES:
-        return f"an event of the kind {shown(event.get('kind'))}; a site's are {', '.join(OF_SITES)}"
-    message, round = event.get("message"), event.get("round")
-    if not isinstance(message, str) or not message.strip() or len(message) > _MESSAGE:
-        return f"an event without a message of up to {_MESSAGE} characters"
-    if event.get("site") not in (None, site):
-        return f"an event in the name of {shown(event['site'])}; a site speaks for itself alone"
-    if round is not None and (type(round) is not int or not 0 <= round <= _ROUNDS):
-        return f"an event in round {shown(round)}"
-    return None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def event_problem(events: object, site: str) -> str | None:
+    """Why the events of a reply cannot be recorded, in words, or None; a site may send events in its own name only."""
+    if problem := _EVENTS.problem(list(events) if isinstance(events, tuple) else events):
+        return f"events: {problem}"
+    other = next((event["site"] for event in events if event.get("site") not in (None, site)), None)  # type: ignore[attr-defined]
+    return None if other is None else f"an event in the name of {shown(other)}"
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and len(name) <= _NAME and name.isprintable()
+    return isinstance(name, str) and len(name) <= _LONGEST_NAME and name.isprintable()
 
 
 def shown(value: object) -> str:
-    """What somebody sent, for a message: a text in part, of anything else its kind.
+    """A value of another party for a message: the beginning of a text, else its type.
 
     Examples:
         >>> shown("all"), shown(7), shown([1])
@@ -183,278 +123,236 @@ def shown(value: object) -> str:
     """
     if isinstance(value, str):
         return repr(value[:60])
-    return str(value) if isinstance(value, int) and abs(value) < _LARGEST else type(value).__name__
+    return str(value) if isinstance(value, int) and abs(value) < _LARGEST_INT else type(value).__name__
 
 
-def one_line(text: object) -> str:
-    """A reason in a site's own words as an event may say it: one printable line, not too long.
+def reason_line(text: object) -> str:
+    """A site's reason as one printable line of limited length.
 
     Examples:
-        >>> one_line("no\\n data"), one_line(""), len(one_line("x" * 9999))
-        ('no data', 'it does not say why', 2000)
+        >>> reason_line("no\\n data"), reason_line(""), len(reason_line("x" * 9999))
+        ('no data', 'no reason given', 2000)
     """
-    if not isinstance(text, str):
-        return f"its reason is {type(text).__name__}, expected text"
-    line = printable(text[: 2 * _MESSAGE])
-    if not line:
-        return "it does not say why"
-    return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 3]}..."
+    line = printable(str(text)[: 2 * _LONGEST_REASON])
+    return line[:_LONGEST_REASON] or "no reason given"
 
 
-# -- meta that every method has ---------------------------------------------------------------------------------------------
-
-
-def unfit(message: Message, declared: tuple[MetaSpec, ...], required: tuple[str, ...] = ()) -> str | None:
-    """Which item of a message is not what its declaration takes, in words, or None.
+def declaration_problem(message: Message, declared: tuple[MetaSpec, ...], required: Iterable[str] = ()) -> str | None:
+    """Which metadata item is not declared, missing or of another type, in words, or None; events need no declaration.
 
     Args:
-        message: whose meta are known to be plain.
-        declared: meta by name, with what they take; events need no declaration.
-        required: names of meta that must be there.
+        message: its metadata are plain, see `meta_problem`.
     """
     if extra := sorted(message.meta.keys() - {*declared, "events"}):
         return f"unexpected item {shown(extra[0])}"
     if missing := [name for name in required if name not in message.meta]:
         return f"item {missing[0]!r} is missing"
     for item in declared:
-        if item in message.meta and (problem := item.validator(message.meta[item])):
+        if item in message.meta and (problem := item.problem(message.meta[item])):
             return f"{item}: {problem}"
     return None
 
 
-def stateful(message: Message) -> str | None:
-    """The first state of a reply to a phase that has none, in words, or None."""
-    return f"unexpected entry {shown(sorted(message.states)[0])}" if message.states else None
-
-
-METRIC: Final = number(0.0, 1.0, optional=True)
-_DISTANCE: Final = number(0.0, 1e6, optional=True)  # pixels or millimetres
-_Images = Annotated[int, Field(strict=True, ge=0, le=10**9)]  # more than any hospital has, and few enough for sums of their pixels
-_Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-
+# -- metadata of every run ---------------------------------------------------------------------------------------------------
 
 _FORBID: Final = ConfigDict(extra="forbid")
+_Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
+_Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+_Reason = Annotated[str, Field(strict=True, min_length=1, max_length=_LONGEST_REASON)]
 
 
-def _measured(value: dict[str, Any]) -> dict[str, Any]:
-    for name, found in value.items():
-        if name not in METRICS:
-            raise ValueError(f"{shown(name)} is no metric")
-        if problem := (_DISTANCE if METRICS[name].lower_is_better else METRIC)(found):
-            raise ValueError(f"{name}: {problem}")
-    return value
-
-
-def _square(matrix: list[list[int]]) -> list[list[int]]:
-    if not all(len(row) == len(matrix) <= MOST_CLASSES for row in matrix):
-        raise ValueError(f"no square of at most {MOST_CLASSES} classes")
-    return matrix
-
-
-def _whole_curve(curve: Any) -> Any:
-    if len(curve["sensitivity"]) not in (0, len(FALSE_ALARMS)):
-        raise ValueError(f"sensitivity has not {len(FALSE_ALARMS)} places")
-    return curve
+class _Event(TypedDict, total=False):
+    __pydantic_config__ = _FORBID  # type: ignore[misc]  # where pydantic reads it
+    kind: Required[Literal[OF_SITES]]  # type: ignore[valid-type]  # a tuple of texts
+    message: Required[_Reason]
+    site: str | None
+    round: _Count | None
 
 
 class _Counts(TypedDict, total=False):
-    __pydantic_config__ = _FORBID  # type: ignore[misc]  # pydantic's place for it
-    train: Required[_Images]
-    validation: _Images
-    test: _Images
+    __pydantic_config__ = _FORBID  # type: ignore[misc]
+    train: Required[_Count]
+    validation: _Count
+    test: _Count
 
 
 class _Curve(TypedDict):
     __pydantic_config__ = _FORBID  # type: ignore[misc]
-    auc: _Share | None
-    low: _Share | None
-    high: _Share | None
-    sensitivity: list[_Share]
+    auc: _Fraction | None
+    low: _Fraction | None
+    high: _Fraction | None
+    sensitivity: list[_Fraction]
+
+
+def _check_square(matrix: list[list[int]]) -> list[list[int]]:
+    if not all(len(row) == len(matrix) <= MOST_CLASSES for row in matrix):
+        raise ValueError(f"not a square of at most {MOST_CLASSES} classes")
+    return matrix
+
+
+def _check_curve(curve: Any) -> Any:
+    if len(curve["sensitivity"]) not in (0, len(FALSE_ALARMS)):
+        raise ValueError(f"sensitivity must have {len(FALSE_ALARMS)} values")
+    return curve
 
 
 class _Classes(TypedDict):
-    """See `tasks.classes.class_report`; lists are empty where the site keeps them back."""
+    """See `tasks.classes.class_report`; suppressed lists are empty."""
 
     __pydantic_config__ = _FORBID  # type: ignore[misc]
-    confusion: Annotated[list[Annotated[list[list[_Images]], AfterValidator(_square)]], Field(max_length=MOST_CLASSES)]
-    roc: Annotated[list[Annotated[_Curve, AfterValidator(_whole_curve)]], Field(max_length=MOST_CLASSES)]
+    confusion: Annotated[list[Annotated[list[list[_Count]], AfterValidator(_check_square)]], Field(max_length=MOST_CLASSES)]
+    roc: Annotated[list[Annotated[_Curve, AfterValidator(_check_curve)]], Field(max_length=MOST_CLASSES)]
 
 
-_Metrics = Annotated[dict[str, Any], AfterValidator(_measured)]
+METRIC: Final = MetaSpec("metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True))
+_DISTANCE: Final = MetaSpec("distance", "in pixels or millimetres", number(0.0, 1e6, optional=True))
+
+
+def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    for name, value in metrics.items():
+        if name not in METRICS:
+            raise ValueError(f"{shown(name)} is not a metric")
+        if problem := (_DISTANCE if METRICS[name].lower_is_better else METRIC).problem(value):
+            raise ValueError(f"{name}: {problem}")
+    return metrics
+
+
 _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$")]
-VERSIONS: Final = MetaSpec(
-    "versions", "of the packages that its results depend on; medflare 0.2.0 does not tell them", table(Validator(_Version))
-)
+_EVENTS: Final = MetaSpec("events", "what the site noticed", listing(_Event, 100))
+VERSIONS: Final = MetaSpec("versions", "of the packages that results depend on", table(_Version))
 RANGE: Final = MetaSpec(
-    TRAINED_ON, "range of size, spacing and intensities of the training images, for the models' cards", no_range, "train"
+    TRAINED_ON,
+    "range of size, spacing and intensities of the training images, for the models' cards",
+    Annotated[Any, AfterValidator(check_range)],
+    "train",
+    optional=True,
 )
 ENROLS: Final = (
-    MetaSpec("n", "images by split", Validator(_Counts)),
-    MetaSpec("class_counts", "training images or pixels by class; none where the site keeps them", listing(count())),
+    MetaSpec("n", "images by split", _Counts),
+    MetaSpec("class_counts", "training images or pixels by class; empty if suppressed", listing(count())),
     VERSIONS,
     RANGE,
 )
 DELIVERS: Final = (
-    MetaSpec("metrics", "model -> metric -> value on test images", models(Validator(_Metrics), 1000), "test"),
-    MetaSpec("n", "images by split", Validator(_Counts)),
-    MetaSpec("reports", "what models say of their own work", models(table(), 1000), "test"),
-    MetaSpec("classes", "model -> confusion counts and ROC curves of test images", models(Validator(_Classes), 1000), "test"),
-    MetaSpec("privacy", "what the run has cost the site's patients", cost),
+    MetaSpec(
+        "metrics",
+        "model -> metric -> value on test images",
+        models(Annotated[dict[str, Any], AfterValidator(_check_metrics)], 1000),
+        "test",
+    ),
+    MetaSpec("n", "images by split", _Counts),
+    MetaSpec("reports", "what models report of their predictions", models(table(), 1000), "test"),
+    MetaSpec("classes", "model -> confusion counts and ROC curves of test images", models(_Classes, 1000), "test"),
+    MetaSpec("privacy", "privacy cost of the run for the site's patients", Cost),
 )
 
-# -- the server's messages at a site -----------------------------------------------------------------------------------------
+# -- the server's requests at a site -----------------------------------------------------------------------------------------
 
-ROLE, SITES, FINISHED, STEPS = "role", "sites", "finished", "steps"  # what an invitation says
+ROLE, SITES, FINISHED, STEP, RUN_ROUNDS = "role", "sites", "finished", "step", "run_rounds"
 INVITES: Final = (
-    MetaSpec(ROLE, "what the site is to be", text("inside", "outside")),
+    MetaSpec(ROLE, "whether the site trains", text("inside", "outside")),
     MetaSpec(SITES, "the inside sites, sorted", listing(text(), 10_000)),
     MetaSpec(FINISHED, "steps that were done before", count(), optional=True),
-    MetaSpec(STEPS, "steps of the run", count(10**9), optional=True),
-    MetaSpec("method", "whose algorithms run", text(), optional=True),
+    MetaSpec("method", "name of the method", text(), optional=True),
     MetaSpec("hyper", "all hyper-parameters", table(), optional=True),
-    MetaSpec("task", "the task's fingerprint", text(), optional=True),
+    MetaSpec("task", "hash of the task", text(), optional=True),
     MetaSpec("seed", "of the run", number(), optional=True),
 )
-NUMBERED: Final = (MetaSpec("step", "its number in the run", count(10**9)), MetaSpec("run_rounds", "rounds of the run", count(10**9)), WIRE)
+NUMBERED: Final = (
+    MetaSpec(STEP, "its number in the run", count(10**9)),
+    MetaSpec(RUN_ROUNDS, "rounds of the run", count(10**9)),
+    TRANSPORT_DTYPE,
+    RANGE,
+)
 
 
-class SiteGate:
-    """Checks the messages of a server at one site; a MessageError names the site, the step and what is wrong."""
+class RequestValidator:
+    """Checks the messages of a server at one site; every method raises MessageError with the site, the step and the problem."""
 
-    def __init__(self, name: str):
-        self.name = name
-        self._known: Incoming | None = None
+    def __init__(self, site: str):
+        self.site = site
+        self._schema: RequestSchema | None = None
 
-    def refuse_invitation(self, round: int, message: Message) -> None:
-        """Check an invitation, as far as is possible before the site's task is known.
+    def check_invitation(self, round: int, message: Message) -> None:
+        """Check an invitation, as far as is possible before the site's task is known."""
+        self._check(ENROL, round, _form_problem(round, message) or _request_meta_problem(message, INVITES))
+        if (message.meta[ROLE] == "inside") != (self.site in message.meta[SITES]):
+            self._check(ENROL, round, f"item {SITES!r} and the role {message.meta[ROLE]!r} of {self.site} do not agree")
 
-        Raises:
-            MessageError: a metadata item that is not declared, or a list of sites that does not fit the role.
-        """
-        self._refuse(ENROL, round, _unreadable(round, message) or _untold(message, INVITES))
-        sites, inside = message.meta[SITES], message.meta[ROLE] == "inside"
-        if not sites or sorted(set(sites)) != list(sites):
-            self._refuse(ENROL, round, f"item {SITES!r} is no sorted list of different names")
-        if inside != (self.name in sites):
-            self._refuse(ENROL, round, f"item {SITES!r} and the role {message.meta[ROLE]!r} of {self.name} do not agree")
+    def check_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
+        """Check that an invitation holds the initial weights as entry `start` if the task names a weights file, and no other tensors."""
+        request = (TensorSpec(start),) if plan.task.network.get("weights") else ()
+        self._check(ENROL, round, RequestSchema(plan).problem(Phase(ENROL, request=request, request_meta=INVITES), message))
 
-    def refuse_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
-        """Check that an invitation's entry `start` holds weights that fit the network, if the task names some, and else nothing.
+    def pop_numbers(self, phase: str, round: int, message: Message) -> dict[str, Any]:
+        """The items of `NUMBERED`, which do not belong to the method; they are taken out of the message."""
+        self._check(phase, round, _form_problem(round, message))
+        numbers = {str(item): message.meta.pop(item) for item in NUMBERED if item in message.meta}
+        self._check(phase, round, _request_meta_problem(Message({}, numbers), NUMBERED))
+        return numbers
 
-        Raises:
-            MessageError: it does not.
-        """
-        sends = (TensorSpec(start),) if plan.task.network.get("weights") else ()
-        self._refuse(ENROL, round, Incoming(plan).refusal(Phase(ENROL, request=sends, request_meta=INVITES), message))
-
-    def numbers(self, phase: str, round: int, message: Message, steps: int | None = None) -> tuple[int, int, bool]:
-        """(number of the step in the run, rounds of the run, whether weights are rounded), which are taken out of the message.
-
-        Args:
-            steps: of the run, as the site was told when it enrolled; None: it was not told.
-
-        Raises:
-            MessageError: the message cannot be read, has no such numbers, or a step that the run does not have.
-        """
-        told = Message({}, {item: message.meta[item] for item in NUMBERED if item in message.meta})
-        self._refuse(phase, round, _unreadable(round, message) or _untold(told, NUMBERED))
-        step, rounds, wire = (message.meta.pop(item, None) for item in NUMBERED)
-        if steps is not None and step > steps:
-            self._refuse(phase, round, f"its step is {step}, the run that the site enrolled in has {steps} and a delivery")
-        return step, rounds, wire is not None
-
-    def trained_on(self, phase: str, round: int, message: Message) -> dict[str, Any] | None:
-        """What the final models were trained on, taken out of the message that comes with them; None where it does not say.
-
-        Raises:
-            MessageError: the message cannot be read, or holds something else there.
-        """
-        self._refuse(phase, round, _unreadable(round, message))
-        if phase != FINALIZE or RANGE not in message.meta:
-            return None
-        self._refuse(phase, round, unfit(Message({}, {RANGE: message.meta[RANGE]}), (RANGE,)))
-        return message.meta.pop(RANGE)
-
-    def refuse(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any], rounded: bool = False) -> None:
-        """Check a message against the declaration of its phase and the algorithm's plan.
+    def check_request(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any], rounded: bool = False) -> None:
+        """Check a message, without the items of `NUMBERED`, against the declaration of its phase.
 
         Args:
-            phase: of the step; "finalize" for the final models.
-            message: the server's, without what `numbers` takes out.
-            algorithm: that will work with it.
             rounded: whether its weights are, see `Rounding`.
-
-        Raises:
-            MessageError: it does not fit.
         """
         declared = algorithm.delivery if phase == FINALIZE else algorithm.phase(phase)
         if declared is None:
             return
-        if self._known is None or self._known.plan is not algorithm.plan:
-            self._known = Incoming(algorithm.plan)
-        self._refuse(phase, round, self._known.refusal(declared, message, rounded) or algorithm.validate_request(message))
+        if self._schema is None or self._schema.plan is not algorithm.plan:
+            self._schema = RequestSchema(algorithm.plan)
+        self._check(phase, round, self._schema.problem(declared, message, rounded) or algorithm.validate_request(message))
 
-    def _refuse(self, phase: str, round: int, problem: str | None) -> None:
+    def _check(self, phase: str, round: int, problem: str | None) -> None:
         if problem is not None:
-            raise MessageError(f"site {self.name} does not take what the server sent for '{phase}' of round {round}: {problem}")
+            raise MessageError(f"site {self.site} rejects the server's message for '{phase}' of round {round}: {problem}")
 
 
-def _unreadable(round: object, message: Message) -> str | None:
-    unusable = not_states(message.states) or not_plain(message.meta, _TOLD)
-    return unusable or (None if type(round) is int and round >= 0 else "its round is no count")
+def _form_problem(round: object, message: Message) -> str | None:
+    problem = state_problem(message.states) or meta_problem(message.meta, _REQUEST_LIMIT)
+    return problem or (None if type(round) is int and round >= 0 else f"its round is {shown(round)}")
 
 
-def _untold(message: Message, request_meta: tuple[MetaSpec, ...]) -> str | None:
-    return unfit(message, request_meta, tuple(item for item in request_meta if not item.optional))
+def _request_meta_problem(message: Message, declared: tuple[MetaSpec, ...]) -> str | None:
+    return declaration_problem(message, declared, tuple(item for item in declared if not item.optional))
 
 
-class Incoming:
-    """What a server's messages may hold under a plan.
-
-    Args:
-        plan: of the site's algorithm.
-    """
+class RequestSchema:
+    """What a server's messages may hold with a plan."""
 
     def __init__(self, plan: Plan[Any, Any]):
         self.plan = plan
-        self._specs: dict[tuple[str, int, bool], StateSpec] = {}  # the networks behind them are built once, not once a step
+        self._specs: dict[tuple[str, int, bool], StateSpec] = {}  # the networks behind them are built once
 
-    def refusal(self, phase: Phase, message: Message, rounded: bool = False) -> str | None:
-        """What of a message is not as its phase declares, in words, or None.
+    def problem(self, phase: Phase, message: Message, rounded: bool = False) -> str | None:
+        """How a message, without the items of `NUMBERED`, differs from its phase's declaration, in words, or None.
 
         Args:
-            phase: says what the server sends and request_meta.
-            message: the server's, without what `federation.exchange.numbered` adds.
             rounded: whether its weights are, see `Rounding`.
         """
-        sent = {place: entry for place, entry in enumerate(phase.request) if entry.when(self.plan)}
-        needed = [entry for entry in sent.values() if not entry.optional and not entry.endswith("/")]
-        if missing := [entry for entry in needed if entry not in message.states]:
+        sent = {index: spec for index, spec in enumerate(phase.request) if spec.when(self.plan)}
+        required = [spec for spec in sent.values() if not spec.optional and not spec.endswith("/")]
+        if missing := [spec for spec in required if spec not in message.states]:
             return f"missing entry {shown(missing[0])}"
         for name in message.states:
-            places = [place for place, entry in sent.items() if self._covers(entry, name)]
-            if problem := self._misfit(phase, places, name, message, rounded):
+            part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
+            for index in (index for index, spec in sent.items() if self._covers(spec, name)):
+                manifest = {name: self._spec(phase, index, rounded)}
+                problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
+                if not problem:
+                    break
+            if problem:
                 return problem
-        return _untold(message, phase.request_meta)
+        return _request_meta_problem(message, phase.request_meta)
 
-    def _covers(self, entry: TensorSpec, name: str) -> bool:
-        """Whether it is this entry, or one of its family's; a family has a member for every inside site."""
-        return entry.covers(name) and (not entry.endswith("/") or name.removeprefix(entry) in self.plan.sites)
+    def _covers(self, spec: TensorSpec, name: str) -> bool:
+        """Whether it is this state, or a member of this family, which has one for every inside site."""
+        return spec.covers(name) and (not spec.endswith("/") or name.removeprefix(spec) in self.plan.sites)
 
-    def _misfit(self, phase: Phase, places: list[int], name: str, message: Message, rounded: bool) -> str | None:
-        """Why an entry is none of those that the phase declares at these places, in words, or None."""
-        part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
-        for place in places:
-            manifest = {name: self._spec(phase, place, rounded)}
-            problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
-            if not problem:
-                break
-        return problem or None
-
-    def _spec(self, phase: Phase, place: int, rounded: bool) -> StateSpec:
-        """What the phase declares at a place, as it travels."""
-        asked = phase.name, place, rounded
-        if asked not in self._specs:
-            spec = phase.request[place].spec(self.plan)
-            self._specs[asked] = Rounding(self.plan).sent(phase.request[place], spec) if rounded else spec
-        return self._specs[asked]
+    def _spec(self, phase: Phase, index: int, rounded: bool) -> StateSpec:
+        key = phase.name, index, rounded
+        if key not in self._specs:
+            spec = phase.request[index].spec(self.plan)
+            self._specs[key] = Rounding(self.plan).sent(phase.request[index], spec) if rounded else spec
+        return self._specs[key]

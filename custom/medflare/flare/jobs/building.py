@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 import medflare
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import Halved
+from medflare.core.hyper import SplitHyper
 from medflare.core.manifest import Manifest
 from medflare.core.settings import STRICT, checked
 from medflare.core.store import write_json
@@ -72,7 +72,7 @@ class JobSettings(RunSettings):
 
     Attributes:
         method: name of the method; `site_algorithm` and `server_algorithm` swap in the half of another one.
-        hyper: the method's hyper-parameters, see `core.hyper.halved`.
+        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         byoc: whether the job has an app/custom/ folder for classes of the user's own.
         embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
         track: "mlflow" or "mlflow=URI": the server's curves go to MLflow too, see `MLflowTracker`; "" for TensorBoard alone.
@@ -220,7 +220,7 @@ def _controller(settings: JobSettings) -> MedflareController:
     return MedflareController(site_algorithm=settings.site_algorithm, **chosen)
 
 
-def _aggregator(method: Method, hyper: Halved) -> MethodAggregator:
+def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:
     """The aggregator named after the server algorithm's formula: the method's own, or that of the algorithm which it is derived from."""
     name = method.algorithms[1]
     named = {get_method(known).server_class.aggregation_class: known for known in AGGREGATORS}
@@ -230,14 +230,14 @@ def _aggregator(method: Method, hyper: Halved) -> MethodAggregator:
     return AGGREGATORS[chosen](hyper, "" if chosen == name else name)
 
 
-def _executor(settings: JobSettings, method: Method, hyper: Halved) -> MedflareExecutor:
+def _executor(settings: JobSettings, method: Method, hyper: SplitHyper) -> MedflareExecutor:
     name, server = method.algorithms
     options: dict[str, Any] = {"seed": settings.seed, "hyper": hyper, "resume": settings.resume}
     options["server_algorithm"] = "" if server == name else server
     return EXECUTORS[name](**options) if name in EXECUTORS else MedflareExecutor(method=name, **options)
 
 
-def _transport(method: Method, task: TaskConfig, hyper: Halved) -> dict[str, int]:
+def _transport(method: Method, task: TaskConfig, hyper: SplitHyper) -> dict[str, int]:
     """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
     update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper)) if method.trains else {}
     return {"np_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}

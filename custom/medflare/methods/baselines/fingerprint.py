@@ -4,7 +4,9 @@ What a fingerprint holds, and what a site with `minimum_patients` holds back, is
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import AfterValidator
 
 from medflare.core.errors import DataError
 from medflare.core.manifest import MetaSpec, Phase
@@ -24,16 +26,17 @@ METHOD = Method(
 FILE: Final = "fingerprints.json"
 
 
-def _validate(value: object) -> str | None:
-    """Why a value is no fingerprint; an empty one, of a site with too few patients, is valid."""
+def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError for a value that is no fingerprint; an empty one, of a site with too few patients, is valid."""
     try:
         _ = value and from_json(value)
     except DataError as error:
-        return str(error)
-    return None
+        raise ValueError(str(error)) from None
+    return value
 
 
-FINGERPRINT = MetaSpec("fingerprint", "sizes, spacings, intensities and classes of the training images", _validate, "train")
+_Fingerprint = Annotated[dict[str, Any], AfterValidator(_check_fingerprint)]
+FINGERPRINT = MetaSpec("fingerprint", "sizes, spacings, intensities and classes of the training images", _Fingerprint, "train")
 
 
 class FingerprintSite(SiteAlgorithm[SiteHyper]):

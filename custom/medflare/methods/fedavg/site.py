@@ -18,7 +18,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Capability, Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import FeatureNetwork
-from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, cost, is_private, privacy_cost, train_privately
+from medflare.privacy.settings import Cost, PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.training.site import Site
@@ -40,7 +40,7 @@ def trainable_part(plan: Plan[Any, Any]) -> StateDict:
 GLOBAL = TensorSpec("model")
 MODEL = TensorSpec("model", "the site's locally trained model, for the weighted mean")
 OWN = TensorSpec("own")  # the local part of a model that is shared in part
-PRIVACY = MetaSpec("privacy", "privacy cost of the run so far, with DP-SGD", cost)
+PRIVACY = MetaSpec("privacy", "privacy cost of the run so far, with DP-SGD", Cost)
 SELECTED_ROUND = MetaSpec("selected_round", "rounds of training behind a model", count(optional=True))
 
 TRAIN = Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY))

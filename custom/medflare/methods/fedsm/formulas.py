@@ -10,8 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from medflare.core.backing import empty
-from medflare.core.states import StateDict, refuse_unlike, stretches
+from medflare.core.states import StateDict, allocate, check_same_shapes, iter_chunks
 
 GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # candidates
 TEMPERATURES: Final = tuple(2 ** (place / 2) for place in range(-12, 9))  # candidates, 1/64 to 16
@@ -46,7 +45,7 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam = {lam} is outside [0, 1]; the mean of the personal models is at 1 / K")
-    refuse_unlike(states)
+    check_same_shapes(states)
     count = len(states)
     if count < 2:
         return {site: dict(state) for site, state in states.items()}
@@ -59,7 +58,7 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
 
 
 def _elementwise(states: Mapping[str, StateDict], formula: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, StateDict]:
-    """A formula of all sites' floating entries, in float64 and in stretches, so that large models need no copies of themselves.
+    """A formula of all sites' floating entries, in float64 and in chunks, so that large models need no copies of themselves.
 
     Args:
         states: site -> state; of other entries each site keeps its own.
@@ -69,8 +68,8 @@ def _elementwise(states: Mapping[str, StateDict], formula: Callable[[list[Tensor
     found: dict[str, StateDict] = {site: {} for site in sites}
     for name, first in states[sites[0]].items():
         own = [states[site][name] for site in sites]
-        new = [empty(t.shape, t.dtype) for t in own] if first.is_floating_point() else [t.clone() for t in own]
-        for parts in stretches([*own, *new]) if first.is_floating_point() else ():
+        new = [allocate(t.shape, t.dtype) for t in own] if first.is_floating_point() else [t.clone() for t in own]
+        for parts in iter_chunks([*own, *new]) if first.is_floating_point() else ():
             for part, value in zip(parts[len(own) :], formula([part.to(torch.float64) for part in parts[: len(own)]]), strict=True):
                 part.copy_(value)
         for site, tensor in zip(sites, new, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from medflare.core.hyper import build_hyper, param
-from medflare.core.manifest import MetaSpec, TensorSpec, Validator
+from medflare.core.manifest import MetaSpec, TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.core.settings import STRICT
@@ -32,7 +32,7 @@ EXPERT = TensorSpec("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
 _Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Range = tuple[_Share, _Share]
-SHARES = MetaSpec("shares", "the inside sites' range of every foreground class's share", Validator(list[Range]))
+SHARES = MetaSpec("shares", "the inside sites' range of every foreground class's share", list[Range])
 
 ANCHOR: Final = 0.1  # weight of the divergence from the starting prediction
 GATE_INFORMATION: Final = 0.8  # least mutual information of a state, as a fraction of the start's

@@ -22,11 +22,10 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from medflare.core.backing import empty
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
-from medflare.core.states import LONG, StateDict, difference, moved, refuse_unlike, stretches, weighted_mean
+from medflare.core.states import LONG_CHUNK, StateDict, allocate, check_same_shapes, difference, iter_chunks, moved, weighted_mean
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 _STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
@@ -72,7 +71,7 @@ def combined(
         raise ValueError(f"rule {rule!r} is none of mean, {', '.join(get_args(RobustRule))}")
     if not states:
         raise ValueError(f"rule {rule!r} needs at least one state")
-    refuse_unlike(states)
+    check_same_shapes(states)
     if rule in ("median", "trimmed"):
         return robust_mean(states, rule, limits.trim), {}
     sites = sorted(states)
@@ -125,7 +124,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
         raise ValueError(f"rule {rule!r} goes by no coordinates: choose median or trimmed")
     if not 0 <= trim < 0.5:
         raise ValueError(f"trim = {trim} is outside [0, 0.5): of {len(states)} sites some have to be left")
-    refuse_unlike(states)
+    check_same_shapes(states)
     cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
     ordered = [states[site] for site in sorted(states)]
     return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
@@ -135,8 +134,8 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).sort(dim=0).values[len(tensors) - cut - 1]
-    middle = empty(tensors[0].shape, tensors[0].dtype)
-    for found, *parts in stretches([middle, *tensors]):
+    middle = allocate(tensors[0].shape, tensors[0].dtype)
+    for found, *parts in iter_chunks([middle, *tensors]):
         found.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
     return middle
 
@@ -155,7 +154,7 @@ def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
     ordered = [states[site] for site in sorted(states)]
     total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
     for name in [name for name, tensor in ordered[0].items() if tensor.is_floating_point()]:
-        for parts in stretches([state[name] for state in ordered], LONG):
+        for parts in iter_chunks([state[name] for state in ordered], LONG_CHUNK):
             rows = torch.stack(parts).double()
             total += torch.stack([(rows - row).square().sum(dim=1) for row in rows])
     return total
@@ -239,4 +238,4 @@ def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
 
 def _length(state: Mapping[str, Tensor]) -> float:
     floating = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    return math.sqrt(sum(float(part.double().square().sum()) for tensor in floating for (part,) in stretches([tensor], LONG)))
+    return math.sqrt(sum(float(part.double().square().sum()) for tensor in floating for (part,) in iter_chunks([tensor], LONG_CHUNK)))

@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from medflare.core.backing import empty
-from medflare.core.states import StateDict, batch_norm_entries, refuse_unlike, split_state, weighted_mean
+from medflare.core.states import StateDict, allocate, batch_norm_entries, check_same_shapes, split_state, weighted_mean
 from medflare.methods.prr.spectra import change_spectra
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -74,7 +73,7 @@ def fourier_aggregate(
         raise ValueError(f"weights of {weights.dtype} have no spectrum; PFA takes floating-point weights")
     if not 3 <= weights.dim() <= 6 or 0 in weights.shape:
         raise ValueError(f"weights of shape {tuple(weights.shape)} are not (K, O, I[, kh[, kw[, kd]]]); average them plainly")
-    found = empty(weights.shape, weights.dtype)
+    found = allocate(weights.shape, weights.dtype)
     _aggregate_layer(weights.detach().unbind(), found.unbind(), r, classifier, Reading(layout, window, components, phase_mean))
     return found
 
@@ -297,7 +296,7 @@ def aggregate_models(
     """
     if not states:
         raise ValueError("aggregate_models needs at least one state")
-    refuse_unlike(states)
+    check_same_shapes(states)
     sites = sorted(states)
     mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
     averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
@@ -306,7 +305,7 @@ def aggregate_models(
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     for name in mixed:
         treatment, given = plan[name], [states[site][name].detach() for site in sites]
-        found = [empty(states[site][name].shape, states[site][name].dtype) for site in sites]
+        found = [allocate(states[site][name].shape, states[site][name].dtype) for site in sites]
         weights, into = ([tensor.transpose(0, 1) if treatment.inputs_first else tensor for tensor in of] for of in (given, found))
         _aggregate_layer(weights, into, r, treatment.kind == "classifier", reading)
         for site, weight in zip(sites, found, strict=True):

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from medflare.core.backing import empty
+from medflare.core.states import allocate
 
 _BLOCK: Final = 2**21  # numbers transformed along rows at a time: enough that the tables, made for every call, cost little beside them
 _TILE: Final = 2**18  # bins transformed along columns at a time: 2 MB, about a second-level cache; smaller tiles mean many small copies
@@ -160,4 +160,4 @@ def _room(matrices: _Matrices, into: Tensor, kept: int) -> Tensor:
     paired = matrices.columns % 2 == 0 and into.storage_offset() % 2 == 0
     if paired and 2 * kept <= matrices.columns and into.dtype == matrices.dtype and into.is_contiguous():
         return torch.view_as_complex(into.view(matrices.rows, -1, 2))
-    return empty((matrices.rows, kept), matrices.dtype.to_complex())
+    return allocate((matrices.rows, kept), matrices.dtype.to_complex())
