@@ -73,10 +73,10 @@ def test_a_hyper_parameter_may_be_called_like_a_setting_of_the_run() -> None:
     ("setting", "method", "named"),
     [
         ("beta=1", PAIR, "site.beta"),
-        ("lamm=1", PAIR, "'lam'"),
+        ("lamm=1", PAIR, "lam"),
         ("server.lam=1", PAIR, "'server.lam'"),
         ("client.lam=1", PAIR, "'client.lam'"),
-        ("lam", PAIR, "'lam'"),
+        ("lam", PAIR, "lam"),
         ("=1", PAIR, "'=1'"),
         ("rounds=3", EMPTY, "--rounds"),
         ("min_sites=3", PAIR, "--min-sites"),

@@ -37,8 +37,8 @@ class TestCheck:
         ("values", "words"),
         [
             ({"weigthing": "uniform"}, "method mine: unknown hyper-parameter 'weigthing'"),
-            ({"site.weighting": "uniform"}, "method mine: unknown site hyper-parameter 'weighting'"),
-            ({"server": {"nonsense": 1}}, "method mine: unknown server hyper-parameter 'nonsense'"),
+            ({"site.weighting": "uniform"}, "method mine: unknown hyper-parameter 'site.weighting'"),
+            ({"server": {"nonsense": 1}}, "method mine: unknown hyper-parameter 'server.nonsense'"),
             ({"weighting": "mean"}, "method mine, server algorithm: weighting"),
             ({"reset_optimizer": 3}, "method mine, site algorithm: reset_optimizer"),
         ],

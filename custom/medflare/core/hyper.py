@@ -107,7 +107,8 @@ def split_hyper(values: Mapping[str, Any], owners: Mapping[str, type], method: s
     for algorithm in ALGORITHMS:
         for name in split[algorithm]:
             if name not in fields[algorithm]:
-                raise ConfigError(no_such(f"{algorithm} hyper-parameter", name, fields[algorithm], f"method {method}"))
+                names = [f"{algorithm}.{field}" for field in fields[algorithm]]
+                raise ConfigError(no_such("hyper-parameter", f"{algorithm}.{name}", names, f"method {method}"))
     return split
 
 

@@ -133,7 +133,7 @@ class WorkingTime:
         self._began, self._limited = time.monotonic(), limited
         if self.hours is not None and (stored := self.store.load(_WORK)) is not None:
             self._before = stored.meta["seconds"]
-        self.check()
+        self._check_hours()
         try:
             yield
         finally:
@@ -149,6 +149,10 @@ class WorkingTime:
         seconds = time.monotonic() - self._began
         if self.minutes is not None and seconds > 60 * self.minutes:
             raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
+        self._check_hours()
+
+    def _check_hours(self) -> None:
+        seconds = time.monotonic() - self._began
         if self.hours is not None and self._limited and self._before + seconds > 3600 * self.hours:
             raise ConfigError(f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours of its bounds.hours")
 
