@@ -103,7 +103,7 @@ class TestPhases:
         ],
     )
     def test_a_reply_that_holds_other_things_is_an_error_of_the_method(self, hyper: dict[str, bool], words: str) -> None:
-        with pytest.raises(ConfigError, match=f"^Echo answers 'train' with other things than it declares in `phases`: {words}$"):
+        with pytest.raises(ConfigError, match=f"Echo.*'train'.*{words}$"):
             half(**hyper).perform("train", 0, Message({"model": W}))
 
     def test_an_unknown_phase_is_named_with_the_known_ones(self) -> None:

@@ -25,8 +25,7 @@ from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.methods.catalogue import get_method, method_names
 from medflare.privacy import settings as privacy
-from medflare.privacy.ledger import Budget, Release
-from medflare.privacy.sampling import training_patients
+from medflare.privacy.ledger import Budget, Release, training_patients
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.computing import Computing
 from medflare.training.opening import open_site

@@ -1,7 +1,6 @@
 """A server algorithm's formula, apart from its schedule: from the sites' models to the next global one, or to one for each site.
 
-The same object works in both worlds: a server algorithm calls it on the replies of a round, and the FLARE aggregator that holds it calls
-it on the models of FLARE's own workflows.
+The same object is called by a server algorithm on the replies of a round, and by FLARE's aggregator on the models of FLARE's workflows.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +19,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SiteModel:
-    """One site's part in an aggregation.
-
-    Attributes:
-        samples: its number of training samples n_k.
-        meta: what came with it, for example a score.
-    """
+    """One site's part in an aggregation: its model, its number n_k of training samples, and the metadata of its reply."""
 
     state: StateDict
     samples: float = 1.0
@@ -33,21 +27,17 @@ class SiteModel:
 
 
 def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
-    """site -> state."""
+    """Site -> state."""
     return {site: model.state for site, model in models.items()}
 
 
 def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
-    """site -> number of samples."""
+    """Site -> number of samples."""
     return {site: model.samples for site, model in models.items()}
 
 
 def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
-    """site -> what an aggregation needs of its reply.
-
-    Args:
-        replies: site -> reply to a step that trains.
-        entry: the state to aggregate, for example "model".
+    """Site -> the state `entry` of its reply, for example "model", with its samples and metadata.
 
     Raises:
         UpdateError: a reply without its number of samples.
@@ -64,8 +54,8 @@ class Aggregation(ABC, Generic[V]):
 
     Attributes:
         hyper: the server algorithm's hyper-parameters.
-        rounds: of the federation, for formulas with a schedule; None where nobody has said.
-        weights: site -> its weight in the latest call, for the record; empty where the formula has none to tell.
+        rounds: of the federation, for formulas with a schedule; None if unknown.
+        weights: site -> its weight in the last call, for the record; may stay empty.
     """
 
     def __init__(self, hyper: V):
@@ -74,46 +64,42 @@ class Aggregation(ABC, Generic[V]):
         self.weights: dict[str, float] = {}
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
-        """Learn what only a federation of medflare's own can tell; FLARE's own workflows do without."""
+        """Gives task and rounds to the formula; not called under FLARE's own workflows."""
         self.rounds = rounds
 
     @abstractmethod
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The next model for everybody.
+        """The next model for all sites.
 
         Args:
             models: site -> its model, in sorted order.
             round: 0-based.
-            previous: the model that the round started from, where there is one.
+            previous: the model that the round started from, if there is one.
         """
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
-        """site -> the next model for that site alone; empty where all get the shared one."""
+        """Site -> the next model for that site alone; empty if all sites get the shared one."""
         return {}
 
     def pack(self, message: Message) -> None:
-        """Add what the formula remembers of earlier rounds to a message that stores an algorithm."""
+        """Adds the formula's state of earlier rounds to the algorithm's stored message."""
 
     def unpack(self, message: Message) -> None:
-        """Take up what `pack` stored."""
+        """Reads what `pack` added."""
 
 
 class NoAggregation(Aggregation[Any]):
     """Of a server algorithm that averages no models."""
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """Nothing to average.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raises ConfigError."""
         raise ConfigError("the method's server algorithm averages no models; run it with its own server algorithm")
 
 
 class WeightedMean(Aggregation[Any]):
-    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K where `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1).
+    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K if `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1).
 
-    Where `hyper.rule` is not "mean", a robust mean takes its place (`parts.robust`).
+    If `hyper.rule` is not "mean", a robust mean takes its place (`parts.robust`).
     """
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
@@ -121,14 +107,8 @@ class WeightedMean(Aggregation[Any]):
         return self.combined(states_of(models), self.shares(models), previous)
 
     def combined(self, states: Mapping[str, StateDict], shares: Mapping[str, float], origin: StateDict | None = None) -> StateDict:
-        """The mean by `hyper.rule`, whose weights are left in `weights`; a formula that weighs the sites itself gives its own as shares.
-
-        Args:
-            states: site -> state.
-            shares: site -> weight, up to a common factor.
-            origin: see `parts.robust.combined`.
-        """
-        rule = getattr(self.hyper, "rule", "mean")  # a method of another distribution may know no rules
+        """The mean by `hyper.rule`, which sets `weights`; arguments as of `parts.robust.combined`."""
+        rule = getattr(self.hyper, "rule", "mean")  # methods of other distributions may have no rule
         if rule == "mean":
             return weighted_mean(states, shares)
         limits = self.hyper if isinstance(self.hyper, RobustLimits) else RobustLimits()
@@ -136,7 +116,7 @@ class WeightedMean(Aggregation[Any]):
         return model
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
-        """site -> p_k, up to a common factor.
+        """Site -> p_k, up to a common factor.
 
         Examples:
             >>> from types import SimpleNamespace

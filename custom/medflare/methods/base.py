@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import nn
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models, number
+from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, Validator, models, number
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
@@ -26,29 +26,37 @@ from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 Capability = Literal["accumulate", "freeze"]  # see `SiteAlgorithm.capabilities`
+_LARGEST_LOSS: Final = 1e12
 
 
 @dataclass(frozen=True, config=STRICT)
 class SiteHyper:
-    """Hyper-parameters of a site algorithm; by itself, none."""
+    """Hyper-parameters of a site algorithm; none by itself."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ServerHyper:
-    """Hyper-parameters that every server algorithm has; site algorithms that keep models of their own go by them too."""
+    """Hyper-parameters of every server algorithm."""
 
     selection: Selection = param(
         "median", "deliver the round of best validation by the sites' median, median gain (paired) or weighted mean, or the last one"
     )
 
 
-# What every reply to training or validation reports, see `SiteAlgorithm.meta`. A bad metric costs the site its vote and not its update.
-N_SAMPLES = MetaSpec("n_samples", "training images", Annotated[number(), Field(gt=0)])
-LOSS = MetaSpec("loss", "mean training loss", number(-1e12, 1e12, optional=True), "train")
+def _mean_loss(value: object) -> str | None:
+    """What is wrong with a mean training loss, or None."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) <= _LARGEST_LOSS:  # NaN too
+        return f"is {value!r:.40}: training diverged at the site; lower its learning rate or check its images"
+    return number(optional=True)(value)
+
+
+# Metadata of every reply to training or validation, see `SiteAlgorithm.meta`. An invalid metric is ignored, the update is used.
+N_SAMPLES = MetaSpec("n_samples", "training images", Validator(Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]))
+LOSS = MetaSpec("loss", "mean training loss", _mean_loss, "train")
 VALIDATION = MetaSpec(
     "validation",
-    "model -> the task's metric on validation images before training; the server ignores values that no metric can have",
-    models(Annotated[float, Field(strict=True)] | None),
+    "model -> the task's metric on validation images before training",
+    models(Validator(Annotated[float, Field(strict=True)] | None)),
     "validation",
 )
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
@@ -61,10 +69,10 @@ class Step:
     """One exchange with the sites.
 
     Attributes:
-        phase: the name of the phase, and of the site algorithm's method that answers: "train", "validate", ...
+        phase: name of the phase, and of the site algorithm's method that replies: "train", "validate", ...
         round: 0-based; steps after the last round carry the number of rounds.
         everyone: ask all inside sites, also in a round for which only some were drawn.
-        part: 0-based number of the exchange where a phase comes more than once in a round.
+        part: 0-based number of the exchange if a phase comes more than once in a round.
     """
 
     phase: str
@@ -75,11 +83,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[S, V]):
-    """What both algorithms know before anything is trained.
+    """What both algorithms know before training.
 
     Attributes:
-        sites: names of the inside sites, sorted; a site's place in it is its label for as long as the federation lasts.
-        site_hyper, server_hyper: the hyper-parameters of the two algorithms. Each algorithm owns its own and may read the other's.
+        sites: names of the inside sites, sorted; a site's index is its label.
+        site_hyper, server_hyper: the hyper-parameters of the two algorithms; both may read both.
     """
 
     task: TaskConfig
@@ -89,15 +97,15 @@ class Plan(Generic[S, V]):
     _templates: dict[str, StateDict] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def network(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """The task's network, or one by `spec`, without memory or random numbers; see `meta_network`."""
+        """The task's network, or one by `spec`, on the meta device."""
         return meta_network(self.task, spec, outputs)
 
     def template(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
-        """Shapes and dtypes of that network's state, found out once."""
-        asked = repr((spec, outputs))
-        if asked not in self._templates:
-            self._templates[asked] = self.network(spec, outputs).state_dict()
-        return dict(self._templates[asked])
+        """That network's state on the meta device: names, shapes and dtypes."""
+        key = repr((spec, outputs))
+        if key not in self._templates:
+            self._templates[key] = self.network(spec, outputs).state_dict()
+        return dict(self._templates[key])
 
 
 @dataclasses.dataclass
@@ -105,13 +113,13 @@ class ServerContext:
     """What a server algorithm is given.
 
     Attributes:
-        phases: what the site algorithm declares, by phase; empty where nobody has said.
-        aggregation: the formula to aggregate with (FLARE's aggregator component may hold it already); None: the algorithm's own.
-        site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
-        events: where the algorithm reports what it noticed.
-        start: what the task's network starts from, where that is no random draw; see `networks.weights.starting_state`.
-        notes: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
-        counted: site -> the part of its training images that counts, below 1 where the lead limits its share; all of those of others.
+        phases: of the site algorithm; empty if unknown.
+        aggregation: the formula to aggregate with (that of FLARE's aggregator component); None: the algorithm's own.
+        site_counts: site -> its reply to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
+        events: takes warnings for the results.
+        notes: site -> numbers of this step's aggregation, see `note`.
+        start: the task's initial weights if they are not random, see `networks.weights.starting_state`.
+        counted: site -> fraction of its training images that counts, if the maximum client weight limits it.
     """
 
     plan: Plan[Any, Any]
@@ -137,30 +145,26 @@ class ServerContext:
         return self.plan.sites
 
     def answer(self, phase: str, entry: str) -> StateSpec | None:
-        """What the sites' entry of that name holds in a phase; None where the site algorithm declares none."""
-        found = (answer for declared in self.phases if declared.name == phase for answer in declared.answered(self.plan) if answer == entry)
-        return next((answer.spec(self.plan) for answer in found), None)
+        """Shapes of an entry of the sites' replies to a phase; None if the site algorithm declares no such entry."""
+        for declared in (declared for declared in self.phases if declared.name == phase):
+            for spec in (spec for spec in declared.answered(self.plan) if spec == entry):
+                return spec.spec(self.plan)
+        return None
 
     def note(self, **numbers: Mapping[str, float]) -> None:
-        """Leave numbers about the sites in the record of this step, for example `note(weight={"A": 0.4, "B": 0.6})`."""
+        """Adds numbers by site to the record of this step, for example `note(weight={"A": 0.4, "B": 0.6})`."""
         for name, by_site in numbers.items():
             for site, value in by_site.items():
                 self.notes.setdefault(site, {})[name] = finite_or_none(value)
 
     def initial_state(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
-        """The initial weights that every site would build itself from the same seed.
-
-        Args:
-            purpose: sets the weights apart from those of other networks, as for `Site.network`.
-            spec: the network, see `networks.catalogue`; None: the task's.
-            outputs: output channels; None: the task's.
-        """
+        """The initial weights that every site would draw from the same seed; arguments as of `SiteAlgorithm.network`."""
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
 class PersistentState:
-    """A state that an algorithm remembers, as an attribute of it: what is assigned lies in `memory` and outlives the process."""
+    """A state dict as an attribute of an algorithm, stored in its `memory`: `personal = PersistentState("personal")`; None if absent."""
 
     def __init__(self, entry: str):
         self.entry = entry
@@ -178,20 +182,20 @@ class PersistentState:
 class SiteAlgorithm(ABC, Generic[S]):
     """A method's work at one site.
 
-    An algorithm may be thrown away after any task and rebuilt in another process: whatever it must remember lies in `memory`. Everything
-    random is keyed by (seed, site, round, purpose).
+    An algorithm may be rebuilt in another process after any task: its state between tasks is `memory`. Random numbers are keyed by
+    (seed, site, round, purpose).
 
     Attributes:
-        Hyper: the hyper-parameters that this algorithm owns.
-        server_hyper: the class of hyper-parameters that the server algorithm must have, since this one reads them.
-        phases: what the algorithm answers and what its answers hold; each has a method of its name, (round, message) -> reply.
-        delivery: what the server's message with the final models holds; None: the algorithm does not say.
-        capabilities: "accumulate": every optimizer step is made by `training.accumulation`, which supports `TaskConfig.accumulate` and
+        Hyper: the hyper-parameters of this algorithm.
+        server_hyper: the class that the server algorithm's hyper-parameters must have.
+        phases: requests and replies; each phase has a method of its name, (round, message) -> reply.
+        delivery: the server's message with the final models; None: not declared.
+        capabilities: "accumulate": all optimizer steps go through `training.accumulation`, which supports `TaskConfig.accumulate` and
             fp16; "freeze": supports `TaskConfig.freeze`. A subclass that trains in another way removes them.
-        dp_unsupported_reason: why the algorithm cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
-        memory: states and meta that survive until the next task; empty where every round starts from the incoming message alone.
-        account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
-        minimum_patients: of how many a number must be for it to leave the site.
+        dp_unsupported_reason: why there is no DP-SGD, unless `Hyper` is a `privacy.PrivacyHyper`.
+        memory: states and meta that are kept until the next task; empty if every round starts from the incoming message alone.
+        account: the privacy ledger, stored by the participant.
+        minimum_patients: numbers of fewer patients are suppressed.
     """
 
     Hyper: ClassVar[type] = SiteHyper
@@ -216,20 +220,11 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
-        """Before anything starts, refuse what the algorithm cannot work with.
-
-        Args:
-            task: what is to be learnt.
-            hyper: of this algorithm.
-            server_hyper: of the server algorithm that it is paired with.
-
-        Raises:
-            ConfigError: the algorithm cannot work with this task and these settings.
-        """
+        """Raises ConfigError, before anything starts, for a task or settings that the algorithm does not support."""
 
     @classmethod
     def needs_features(cls, hyper: S) -> bool:
-        """Whether the algorithm works with a network's features or its head, under these settings; it is never given a network without."""
+        """Whether the algorithm uses a network's features or head, under these settings; networks without them are then refused."""
         return False
 
     @classmethod
@@ -237,75 +232,70 @@ class SiteAlgorithm(ABC, Generic[S]):
         """The declaration of a phase.
 
         Raises:
-            ConfigError: the algorithm has none of that name.
+            ConfigError: no such phase.
         """
         for phase in cls.phases:
             if phase.name == name:
                 return phase
-        raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
+        raise ConfigError(f"{cls.__name__} has no phase {name!r}; it has {', '.join(phase.name for phase in cls.phases)}")
 
     def validate_request(self, incoming: Message) -> str | None:
-        """What a message tells, though as it is declared, that is not so under this algorithm's plan, in words, or None."""
+        """What in a well-formed message does not fit this run, or None; such a message is refused."""
         return None
 
     @classmethod
     def manifest(cls, phase: str, plan: Plan[Any, Any]) -> Manifest:
-        """Everything that a reply to `phase` holds: what leaves the hospital, and nothing else may."""
+        """All states of a reply to `phase`: nothing else may leave the hospital."""
         return cls.phase(phase).manifest(plan)
 
     def perform(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step.
 
-        Args:
-            phase: name of a phase.
-            round: 0-based.
-            incoming: the server's message.
-
         Raises:
-            ConfigError: an unknown phase, or a reply that is not what the phase declares.
+            ConfigError: an unknown phase, or a reply that differs from the phase's declaration.
         """
         declared = self.phase(phase)
         reply: Message = getattr(self, phase)(round, incoming)
         if problem := declared.undeclared(reply, self.plan):
-            raise ConfigError(f"{type(self).__name__} answers '{phase}' with other things than it declares in `phases`: {problem}")
+            raise ConfigError(f"{type(self).__name__}: the reply to '{phase}' differs from its declaration in `phases`: {problem}")
         return reply
 
     @abstractmethod
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Final models by role ("global", "personal", "deployed"), each a message from which a module is built, see `Method.models`.
+        """Final models by role ("global", "personal", "deployed"), each a message that `Method.models` builds a module from.
 
-        An outside site calls it on an algorithm that never trained; a role it cannot have is left out.
+        Outside sites call it too; roles that a site cannot have are left out.
         """
 
     def meta(self, *, validation: Mapping[str, float | None], loss: float | None = None, **more: Any) -> dict[str, Any]:
-        """`MEASURED` and more: an undefined metric travels as None, a loss that is not finite as it is, for the server to see.
+        """The metadata of a reply: `MEASURED` and `more`.
 
         Args:
-            validation: role -> metric of the incoming model of that role.
-            loss: mean training loss; None where the phase does not train.
-            more: further meta, as the phase declares them.
+            validation: role -> metric of the incoming model; None if undefined.
+            loss: mean training loss, also if it is not finite; None if the phase does not train.
+            more: further meta of the phase.
         """
         measured = {role: finite_or_none(value) for role, value in validation.items()}
         return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: measured, **more}
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """PNG files by name, made of the site's own images at delivery: kept at the site, never sent."""
+        """PNG files by name, of the site's own images, made with the final models; kept at the site, never sent."""
         return {}
 
     def privacy(self) -> dict[str, Any] | None:
-        """What this run has cost the site's training patients, see `privacy.settings.privacy_cost`; None without differential privacy."""
+        """The privacy cost of this run, see `privacy.settings.privacy_cost`; None without differential privacy."""
         return None
 
     def restore(self, memory: Message) -> None:
-        """Take up a memory of the algorithm, in this or another process."""
+        """Continues with the memory of an earlier object."""
         self.memory.states, self.memory.meta = memory.states, memory.meta
 
     def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """The algorithm's network for a purpose, built once per process, holding `state`.
+        """A network with the weights `state`, built once per process and purpose.
 
         Args:
             purpose: names the network within the algorithm, and keys its initial weights.
-            state: what it is loaded with.
+            state: its weights.
             spec: the network, see `networks.catalogue`; None: the task's.
             outputs: output channels; None: the task's.
         """
@@ -315,27 +305,27 @@ class SiteAlgorithm(ABC, Generic[S]):
         return self._networks[purpose]
 
     def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:
-        """A network that only looks: evaluation mode, no gradients. Two that are needed together need two purposes."""
+        """A network in evaluation mode without gradients; two that are needed at once need two purposes."""
         network = self.network(purpose, state)
         network.eval().requires_grad_(False)
         return network
 
     def validation(self, model: nn.Module) -> float | None:
-        """The task's metric of a network of logits on this site's validation images; None where it is undefined."""
+        """The task's metric of a network of logits on this site's validation images; None if undefined."""
         metric = self.site.task.metric
         return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
 
 class ServerAlgorithm(ABC, Generic[V]):
-    """A method's work at the server: what each site is sent, and what becomes of the answers.
+    """A method's work at the server.
 
     Attributes:
-        Hyper: the hyper-parameters that this algorithm owns.
-        site_hyper: the class of hyper-parameters that the site algorithm must have, since this one reads them.
-        aggregation_class: the formula that the algorithm aggregates models with, if it does; FLARE's aggregators run the same one.
+        Hyper: the hyper-parameters of this algorithm.
+        site_hyper: the class that the site algorithm's hyper-parameters must have.
+        aggregation_class: the formula that aggregates models; FLARE's aggregators run the same one.
         capabilities: "freeze", as of a site algorithm.
-        site_extension: what the algorithm asks of any site beside training: a class mixed into the site algorithm (`method.extended`).
-        memory: everything a new server process needs to go on after the last finished step.
+        site_extension: a class that is mixed into any site algorithm (`method.extended`), for requests beside training.
+        memory: all state between steps, for a new server process.
     """
 
     Hyper: ClassVar[type] = ServerHyper
@@ -352,42 +342,37 @@ class ServerAlgorithm(ABC, Generic[V]):
         self.aggregation.prepare(context.task, context.rounds)
 
     def steps(self) -> list[Step]:
-        """The whole schedule; by default a training step per round and a look at the last round's models."""
+        """The whole schedule; by default a training step per round and a validation of the last round's models."""
         rounds = [Step("train", round) for round in range(self.context.rounds)]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
 
     @abstractmethod
     def configure(self, step: Step, site: str) -> Message:
-        """What a site is sent for a step."""
+        """The request to a site for a step."""
 
     @abstractmethod
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Take the screened replies, keyed by site in sorted order, into account.
-
-        Args:
-            step: what was asked.
-            replies: site -> reply; sites without a usable one are left out.
-        """
+        """Processes the valid replies of a step, by site in sorted order."""
 
     @abstractmethod
     def configure_final(self, site: str) -> Message:
-        """What the site needs for its final models; for an outside site too."""
+        """The message with a site's final models; for outside sites too."""
 
     def models(self) -> dict[str, Message]:
-        """Delivered models that the server holds, by path below its `models` folder; not those that never leave their site."""
+        """Final models that the server stores, by path below its `models` folder."""
         return {}
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """What the sites choose together, by model; empty where each chooses alone, or the last round is delivered."""
+        """Selections by all sites, by model; empty if each site selects alone, or the last round is delivered."""
         return {}
 
     def state(self) -> Message:
-        """The half as a message that `restore` takes up, in this or another process."""
+        """The algorithm's state, for `restore`."""
         stored = Message(dict(self.memory.states), dict(self.memory.meta))
         self.aggregation.pack(stored)
         return stored
 
     def restore(self, state: Message) -> None:
-        """Go on from what `state` gave."""
+        """Continues from an earlier object's `state`."""
         self.memory.states, self.memory.meta = state.states, state.meta
         self.aggregation.unpack(state)

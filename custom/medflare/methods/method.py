@@ -1,4 +1,4 @@
-"""A method as one object: its algorithms, the models it delivers, its paper. Light to import; the algorithms are loaded when needed."""
+"""A method as one object: its algorithms, the models it delivers, its paper. Importing it imports no torch."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ class Method:
     """Declared as `METHOD` in the package or module of the method, where the catalogue finds it.
 
     Attributes:
-        name: as commands, jobs and results spell it.
-        title: what it is, a few words.
+        name: as in commands, jobs and results.
+        title: a few words.
         paper: short citation.
         site, server: the two algorithms, each a class or "module:Class".
-        models: kind of a delivered model -> builder of its module, or "module:function"; the kind "plain" needs none.
-        trains: whether there are rounds of training, and models in the end; a method without asks sites what they have.
-        roles: which final models an inside site has, of `MODEL_ROLES`.
-        outside: whether a site that never trains gets a model; without, a run with outside sites is refused.
-        origin: names of the methods that site algorithm and server algorithm come from, where this is a pair of two methods' algorithms.
+        models: kind of a final model -> builder of its module, or "module:function"; the kind "plain" needs none.
+        trains: False for a method that only queries the sites: no rounds of training, no models.
+        roles: final models of an inside site, of `MODEL_ROLES`.
+        outside: whether outside sites get a model; if not, a run with outside sites is refused.
+        origin: names of the methods of the site algorithm and the server algorithm, for a pair of two methods.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Method:
 
     @property
     def algorithms(self) -> tuple[str, str]:
-        """Names of the methods that site algorithm and server algorithm come from."""
+        """Names of the methods of the site algorithm and the server algorithm."""
         return self.origin or (self.name, self.name)
 
     @cached_property
     def site_class(self) -> "type[SiteAlgorithm[Any]]":
-        """The site algorithm, with what the server algorithm asks of any site mixed in."""
+        """The site algorithm, extended by the server algorithm's `site_extension`."""
         return extended(loaded(self.site), self.server_class.site_extension)
 
     @cached_property
@@ -67,18 +67,18 @@ class Method:
 
     @property
     def hyper_classes(self) -> dict[str, type]:
-        """algorithm -> class of the hyper-parameters that it owns."""
+        """ "site" and "server" -> class of its hyper-parameters."""
         return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
 
     def check(self, values: Mapping[str, Any], task: "TaskConfig | None" = None) -> None:
-        """Every name and value, and whether they go with the task, before anything starts.
+        """Checks hyper-parameters, and with a task whether the method supports it under them.
 
         Args:
-            values: hyper-parameters, see `core.hyper.split_hyper`.
-            task: what is to be learnt; None checks the hyper-parameters alone.
+            values: hyper-parameters, see `core.hyper.halved`.
+            task: None checks the hyper-parameters alone.
 
         Raises:
-            ConfigError: names the first that is wrong.
+            ConfigError: names the first invalid value or unsupported setting.
         """
         self._check_pair()
         site, server = self._built(values)
@@ -92,10 +92,8 @@ class Method:
         build_loss(task)
         network = check_network(task)
         if self.site_class.needs_features(site) and not network.has_features:
-            raise ConfigError(
-                f"method {self.name!r} works with features, and network {task.network['name']} of task {task.name} has none: its output "
-                "is that of no single layer; take another network, or other arguments of it"
-            )
+            network_name = f"network {task.network['name']} of task {task.name}"
+            raise ConfigError(f"method {self.name!r} works with features, and {network_name} has none; choose another network")
         if task.freeze.parts:
             self._check_freeze(task, network)
         if "accumulate" not in self.site_class.capabilities:
@@ -103,7 +101,6 @@ class Method:
         self.site_class.check(task, site, server)
 
     def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
-        """ConfigError where an algorithm does not know of parts at rest, or the network has no such parts."""
         from medflare.methods.parts.partial import LocalPart
 
         if "freeze" not in self.site_class.capabilities & self.server_class.capabilities:
@@ -115,37 +112,37 @@ class Method:
         if not shared:
             raise ConfigError(f"task {task.name}: freeze.parts {task.freeze.parts} leave nothing to train; leave one of them out")
 
-    def effective(self, values: Mapping[str, Any]) -> SplitHyper:
-        """Every hyper-parameter as it is used, under its algorithm: the given values, checked, and the defaults of the others.
-
-        Args:
-            values: hyper-parameters, see `core.hyper.split_hyper`.
-        """
+    def effective(self, values: Mapping[str, Any]) -> Halved:
+        """All hyper-parameters, checked, with the defaults of those not in `values` (see `core.hyper.halved`)."""
         site, server = self._built(values)
         return {"site": plain(site), "server": plain(server)}
 
     def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
-        if self.dp_unsupported_reason and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
-            raise ConfigError(f"{asked[0]}: {self.dp_unsupported_reason}")
-        owned = split_hyper(values, self.hyper_classes, self.name)
-        built: list[Any] = [
-            build_hyper(cls, owned[algorithm], f"method {self.name}, {algorithm} algorithm")
+        names = [name.rpartition(".")[2] for name in values]
+        names += [name for value in values.values() if isinstance(value, Mapping) for name in value]
+        private = [name for name in names if name.startswith("dp_")]
+        if private and self.dp_unsupported_reason:
+            raise ConfigError(f"{private[0]}: {self.dp_unsupported_reason}")
+        by_algorithm = halved(values, self.hyper_classes, self.name)
+        built: dict[str, Any] = {
+            algorithm: build_hyper(cls, by_algorithm[algorithm], f"method {self.name}, {algorithm} algorithm")
             for algorithm, cls in self.hyper_classes.items()
-        ]
-        return built[0], built[1]
+        }
+        return built["site"], built["server"]
 
     def _check_pair(self) -> None:
-        """ConfigError where an algorithm needs of the other what only its own method's has."""
-        lonely = "method {!r}: the {} half of {!r} goes with no {} algorithm but its own; run {!r}"
+        """Raises ConfigError if an algorithm needs its own method's other algorithm."""
         (of_site, of_server), site, server = self.algorithms, self.site_class, self.server_class
-        if not issubclass(server.Hyper, site.server_hyper):
-            raise ConfigError(lonely.format(self.name, "site", of_site, "server", of_site))
-        if not issubclass(site.Hyper, server.site_hyper):
-            raise ConfigError(lonely.format(self.name, "server", of_server, "site", of_server))
+        for algorithm, method, fits in (
+            ("site", of_site, issubclass(server.Hyper, site.server_hyper)),
+            ("server", of_server, issubclass(site.Hyper, server.site_hyper)),
+        ):
+            if not fits:
+                raise ConfigError(f"method {self.name!r}: the {algorithm} algorithm of {method!r} needs its own other one; run {method!r}")
 
     @property
     def dp_unsupported_reason(self) -> str:
-        """Why sites cannot train with differential privacy, one line; empty where they can."""
+        """Why sites cannot train with differential privacy, one line; empty if they can."""
         from medflare.privacy.settings import PrivacyHyper
 
         if issubclass(self.site_class.Hyper, PrivacyHyper):
@@ -155,16 +152,7 @@ class Method:
     # -- objects ---------------------------------------------------------------------------------------------------------------
 
     def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
-        """What both algorithms know before anything is trained.
-
-        Args:
-            task: what is to be learnt.
-            sites: names of the inside sites, sorted.
-            values: hyper-parameters, see `core.hyper.split_hyper`.
-
-        Raises:
-            ConfigError: as `check`.
-        """
+        """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which raises the same errors."""
         from medflare.methods.base import Plan
 
         self._check_pair()
@@ -180,15 +168,7 @@ class Method:
 
 
 def refuse_other_steps(task: "TaskConfig", reason: str) -> None:
-    """Nothing where a step follows one batch and no loss is scaled, as every training loop can.
-
-    Args:
-        task: says how steps are taken.
-        reason: why no others can be, the beginning of the message.
-
-    Raises:
-        ConfigError: the task asks for others.
-    """
+    """Raises ConfigError if the task accumulates gradients or scales losses (fp16); `reason` begins the message."""
     if task.precision == "fp16":
         raise ConfigError(f"{reason}, which the scaled losses of fp16 do not reach; set task.precision 'bf16' or 'fp32'")
     if task.accumulate > 1:
@@ -199,13 +179,13 @@ def paired(of_site: Method, of_server: Method) -> Method:
     """The site algorithm of one method with the server algorithm of another.
 
     Raises:
-        ConfigError: one of the two trains nothing.
+        ConfigError: one of the two does not train.
     """
     if of_site is of_server:
         return of_site
     if not (of_site.trains and of_server.trains):
         alone = of_server if of_site.trains else of_site
-        raise ConfigError(f"method {alone.name!r} trains nothing, and its algorithms go with no others; run {alone.name!r}")
+        raise ConfigError(f"method {alone.name!r} does not train and cannot be paired; run {alone.name!r}")
     return Method(
         name=f"{of_site.name}+{of_server.name}",
         title=f"{of_site.title} with the server algorithm of {of_server.title}",
@@ -220,10 +200,10 @@ def paired(of_site: Method, of_server: Method) -> Method:
 
 
 def loaded(target: Any) -> Any:
-    """A class or function, imported where "module:name" names it.
+    """A class or function; a text "module:name" is imported.
 
     Raises:
-        ConfigError: there is no such module, or nothing of that name in it.
+        ConfigError: it cannot be imported.
     """
     if not isinstance(target, str):
         return target
@@ -231,16 +211,11 @@ def loaded(target: Any) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{target!r} cannot be loaded ({error}); a method names its parts as 'module:name'") from error
-
-
-def _bare_names(values: Mapping[str, Any]) -> list[str]:
-    names = [name.rpartition(".")[2] for name in values]
-    return names + [name for value in values.values() if isinstance(value, Mapping) for name in value]
+        raise ConfigError(f"{target!r} cannot be loaded ({error}); write it as 'module:name'") from error
 
 
 def extended(site_class: "type[SiteAlgorithm[Any]]", extension: "type[SiteAlgorithm[Any]] | None") -> "type[SiteAlgorithm[Any]]":
-    """The site algorithm with a server algorithm's `site_extension` mixed in; its hyper-parameters stay the site algorithm's own."""
+    """The site algorithm with a server algorithm's `site_extension` mixed in; its hyper-parameters stay its own."""
     from medflare.core.manifest import merged_phases
 
     if extension is None or issubclass(site_class, extension):

@@ -3,12 +3,12 @@
     g_t <- (Σ_{i in B_t} g_t(x_i) min(1, C / ||g_t(x_i)||_2) + N(0, σ² C² I)) / L
 
 B_t holds every patient with probability q, by one image each, and L = q · patients is its expected size. Opacus gives the
-gradient of every image and the accountant. Noise and samples come from a generator of medflare's own: PyTorch's takes 32 bits of a
-seed on the CPU, few enough to try them all.
+gradient of every image and the accountant. Noise and samples come from NumPy's generator: PyTorch's takes 32 bits of a seed on the
+CPU, few enough to try them all.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,41 +20,35 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
+from medflare.data.splits import Batch
 from medflare.networks.features import FeatureNetwork
-from medflare.privacy.ledger import Release
-from medflare.privacy.sampling import drawn_patients, training_patients
+from medflare.privacy.ledger import Release, training_patients
 from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def epsilon_of(releases: Sequence[Release], delta: float) -> float:
-    """ε at δ of everything together: Rényi DP of the sampled Gaussian mechanism (Mironov et al., arXiv 1908.10530), an upper bound.
+    """Upper bound of ε at δ of all releases: Rényi DP of the sampled Gaussian mechanism (Mironov et al., arXiv 1908.10530).
 
     Neighbouring data sets differ by one patient, added or removed.
     """
     accountant = RDPAccountant()
     accountant.history = [tuple(release) for release in releases]
-    with warnings.catch_warnings():  # that another order α might give a smaller bound; this one holds
+    with warnings.catch_warnings():  # another order α might give a smaller bound
         warnings.simplefilter("ignore")
         return float(accountant.get_epsilon(delta))
 
 
 class NoisyOptimizer(DPOptimizer):
-    """Opacus's optimizer with noise from a NumPy generator.
-
-    Args:
-        optimizer: takes the step along the noisy mean gradient.
-        random: where the noise comes from.
-        settings: as for Opacus: noise_multiplier σ, max_grad_norm C, expected_batch_size L.
-    """
+    """Opacus's optimizer with noise from a NumPy generator; settings: noise_multiplier σ, max_grad_norm C, expected_batch_size L."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, random: np.random.Generator, **settings: Any):
         super().__init__(optimizer, **settings)
         self.random = random
 
     def add_noise(self) -> None:
-        """Set every parameter's gradient to the clipped sum plus N(0, σ² C²) noise; Opacus divides by L afterwards."""
+        """Sets every parameter's gradient to the clipped sum plus N(0, σ² C²) noise; Opacus divides by L afterwards."""
         deviation = self.noise_multiplier * self.max_grad_norm
         for parameter in self.params:
             noise = torch.from_numpy(self.random.normal(0.0, deviation, tuple(parameter.shape)))
@@ -62,14 +56,10 @@ class NoisyOptimizer(DPOptimizer):
 
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
-    """Refuse a network of which Opacus cannot take the gradient of each image; it is given up afterwards.
-
-    Args:
-        network: whose gradients are tried.
-        images: two of them (2, C, ...).
+    """Tries gradients of each image with two images (2, C, ...); the network must not be used afterwards.
 
     Raises:
-        ConfigError: a layer that Opacus does not know, or that changes its input in place.
+        ConfigError: a layer that Opacus does not support, or that changes its input in place.
     """
     try:
         hooks = GradSampleModule(network, loss_reduction="mean")
@@ -92,16 +82,16 @@ def train_dp_sgd(
     random: np.random.Generator,
     loss: Loss | None = None,
 ) -> None:
-    """Train `model` in place for the steps of `release`.
+    """Trains `model` in place for the steps of `release`.
 
     Args:
-        model: without layers that mix the images of a batch (`privacy.check_private`).
+        model: without layers that mix the images of a batch (`settings.check_private`).
         optimizer: of the model's parameters.
-        site: whose training patients are drawn.
-        release: the noise σ, the sampling rate q and the number of steps.
+        site: gives the training patients.
+        release: noise σ, sampling rate q and number of steps.
         clip: C, the largest norm of one patient's gradient.
         random: the source of samples, augmentation, dropout and noise.
-        loss: (model, images, targets) -> the mean of the images' losses; default: the task's loss of the model's output.
+        loss: (model, images, targets) -> mean loss of the images; default: the task's loss of the model's output.
     """
     model.train()
     expected = release.rate * training_patients(site)
@@ -109,13 +99,13 @@ def train_dp_sgd(
     noisy = NoisyOptimizer(optimizer, random, noise_multiplier=release.noise, max_grad_norm=clip, expected_batch_size=expected)
     try:
         with seeded(int(random.integers(2**62)), "dropout"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Full backward hook is firing")  # as it must, for the first layer
+            warnings.filterwarnings("ignore", "Full backward hook is firing")  # expected of the first layer
             for images, targets, _ in drawn_patients(site, release.rate, release.steps, random):
                 noisy.zero_grad(set_to_none=True)
                 if len(images):
                     value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
                     value.backward()
-                else:  # nobody was drawn; the step is noise alone, and looks like any other
+                else:  # no patient was drawn: the step is noise alone
                     for parameter in noisy.params:
                         parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
                 noisy.step()
@@ -123,3 +113,20 @@ def train_dp_sgd(
         noisy.zero_grad(set_to_none=True)
         hooks.remove_hooks()
         hooks.del_grad_sample()
+
+
+def drawn_patients(site: Site, rate: float, steps: int, random: np.random.Generator) -> Iterator[Batch]:
+    """`steps` Poisson samples of the site's training patients, each with probability `rate`; a batch may be empty.
+
+    A batch has one random image of every drawn patient, so patients with many images have no more influence. `random` is the source of
+    every draw, augmentation included; DP-SGD needs it to be secret.
+    """
+    rows: dict[str, list[int]] = {}
+    for row, patient in enumerate(site.data.train.patients):
+        rows.setdefault(patient, []).append(row)
+    augmenting = np.random.RandomState(random.bit_generator)  # MONAI's kind of generator on the same stream
+    for _ in range(steps):
+        joins = random.random(len(rows)) < rate
+        chosen = [random.choice(images) for images, join in zip(rows.values(), joins, strict=True) if join]
+        batch = site.take("train", torch.tensor(chosen, dtype=torch.long), augmenting)
+        yield site.augmented(batch, augmenting) if chosen else batch

@@ -1,7 +1,7 @@
-"""What a site has given away of its patients' privacy: every noisy release, counted once and for good.
+"""The privacy ledger of a site: every noisy release, counted once.
 
-A ledger is kept apart from what a site algorithm remembers. A step that is asked again starts from an earlier state of the algorithm, but
-the first answer may have left the site: nothing is ever taken off a ledger.
+A ledger is stored apart from the site algorithm's memory. A repeated step starts from an earlier memory, but its first reply may have left
+the site: a ledger only grows.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from medflare.core.errors import PrivacyError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore, Store, make_folder, own_opener
 from medflare.data.local import PrivacyLimit
+from medflare.training.site import Site
 
 
 class Release(NamedTuple):
@@ -34,15 +35,20 @@ class Release(NamedTuple):
 Accountant = Callable[[Sequence[Release], float], float]  # (releases, delta) -> epsilon
 
 
+def training_patients(site: Site) -> int:
+    """Number of patients in the site's training split."""
+    return len(set(site.data.train.patients))
+
+
 class Ledger:
-    """Releases in the order in which they were counted, read and written afresh every time: another process may go on with it."""
+    """Releases in order, read from and written to a store every time, since several processes may use it."""
 
     def __init__(self, store: Store, name: str = "privacy"):
         self._store = store
         self._name = name
 
     def releases(self) -> list[Release]:
-        """Everything counted so far.
+        """All releases.
 
         Raises:
             StateError: the stored ledger is damaged.
@@ -51,24 +57,24 @@ class Ledger:
         return [] if message is None else [Release(*entry) for entry in message.meta["releases"]]
 
     def add(self, release: Release) -> None:
-        """Count a release; it is on disk, where the store is, when this returns."""
+        """Adds a release; it is stored when this returns."""
         releases = self.releases()
         if releases and releases[-1][:2] == release[:2]:
             release = release._replace(steps=release.steps + releases.pop().steps)
         self._store.save(self._name, Message({}, {"releases": [list(entry) for entry in [*releases, release]]}))
 
     def clear(self) -> None:
-        """A new run begins, with an account of its own."""
+        """Starts the ledger of a new run."""
         self._store.delete(self._name)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that a site gives away over all jobs, by its own decision.
+    """A site's limit over all jobs, by its local settings.
 
     Attributes:
         epsilon: limit of the privacy loss ε at `delta`.
-        folder: where the site's ledger lies, for all jobs; losing it is losing count.
+        folder: of the site's ledger over all jobs.
         site: names the ledger: several sites may share a folder on one machine.
     """
 
@@ -79,18 +85,14 @@ class Budget:
 
     @property
     def ledger(self) -> Ledger:
-        """The site's ledger in `folder`, over all jobs."""
+        """The site's ledger over all jobs."""
         return Ledger(StateStore(self.folder), f"privacy-{self.site}")
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
-        """Count a release that is about to happen.
-
-        Raises:
-            PrivacyError: it would exceed the budget; nothing is counted then.
-        """
-        with self._alone():
+        """Counts a release before it happens; raises PrivacyError, and counts nothing, if it would exceed the budget."""
+        with self._locked():
             total = epsilon_of([*self.ledger.releases(), release], self.delta)
-            if not total <= self.epsilon:  # not a number is too much
+            if not total <= self.epsilon:  # also if it is NaN
                 raise PrivacyError(
                     f"site {self.site} does not train: the round would bring it to ε = {total:.3g} at δ = {self.delta:g} over all jobs, "
                     f"its own budget is {self.epsilon:g}"
@@ -98,8 +100,8 @@ class Budget:
             self.ledger.add(release)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Two jobs that run at the same time must not both spend the last of the budget."""
+    def _locked(self) -> Iterator[None]:
+        """Two jobs at the same time must not both spend the rest of the budget."""
         make_folder(self.folder)
         with open(self.folder / f".privacy-{self.site}.lock", "w", opener=own_opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
@@ -107,7 +109,7 @@ class Budget:
 
 
 def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | None:
-    """A site's budget by its own settings, None where it has set none."""
+    """A site's budget by its local settings, with `folder` as the default place of the ledger; None without a limit."""
     if limit is None:
         return None
     return Budget(limit.epsilon, limit.delta, Path(limit.ledger or folder).expanduser(), site)
@@ -115,22 +117,13 @@ def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | N
 
 @dataclass(frozen=True)
 class Account:
-    """What a site gives away in one run, and how much it may.
-
-    Attributes:
-        ledger: of this run.
-        budget: over all runs; None for no limit.
-    """
+    """The ledger of one run, and the budget over all runs (None: no limit)."""
 
     ledger: Ledger = field(default_factory=lambda: Ledger(MemoryStore()))
     budget: Budget | None = None
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
-        """Count a release that is about to happen.
-
-        Raises:
-            PrivacyError: it would exceed the budget; nothing is counted then.
-        """
+        """As `Budget.charge`, in both ledgers."""
         if self.budget is not None:
             self.budget.charge(release, epsilon_of)
         self.ledger.add(release)

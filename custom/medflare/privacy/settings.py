@@ -1,7 +1,7 @@
-"""Training with differential privacy as a part of methods: its settings, what it can be used with, what it has cost.
+"""Training with differential privacy: settings, supported tasks, cost.
 
-Site algorithms opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes through `FedAvgSite.descend`. What is
-protected is a training patient, with all images. The mechanism is in `dp_sgd.py`, which alone needs Opacus.
+Site algorithms opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes through `FedAvgSite.descend`. The unit of
+privacy is a training patient with all images. The mechanism is in `dp_sgd.py`, which alone needs Opacus.
 """
 
 import math
@@ -25,8 +25,7 @@ from medflare.core.settings import STRICT
 from medflare.data.local import PLACE
 from medflare.networks.catalogue import meta_network
 from medflare.networks.structure import WholeNetwork, example
-from medflare.privacy.ledger import Account, Release
-from medflare.privacy.sampling import training_patients
+from medflare.privacy.ledger import Account, Release, training_patients
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
 from medflare.training.site import Site
@@ -34,7 +33,7 @@ from medflare.training.site import Site
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacyHyper:
-    """What an algorithm has that can train with DP-SGD."""
+    """Hyper-parameters of an algorithm that can train with DP-SGD."""
 
     dp_noise: float = param(0.0, "deviation of DP-SGD's noise in units of dp_clip; 0: none", symbol="σ", source="Abadi 2016, Alg. 1", low=0)
     dp_clip: float = param(1.0, "largest norm of one patient's gradient", symbol="C", source="Abadi 2016, Alg. 1", low=1e-6)
@@ -42,16 +41,12 @@ class PrivacyHyper:
 
 
 def is_private(hyper: object) -> TypeGuard[PrivacyHyper]:
-    """Whether these settings ask for DP-SGD."""
+    """Whether DP-SGD is on."""
     return isinstance(hyper, PrivacyHyper) and hyper.dp_noise > 0
 
 
 def check_private(task: TaskConfig) -> None:
-    """Before anything starts: what a patient changes must pass through that patient's own gradient.
-
-    Raises:
-        ConfigError: a layer or the loss mixes the images of a batch, or steps are taken as DP-SGD does not; names it and the remedy.
-    """
+    """Raises ConfigError if DP-SGD does not protect all of a task's training: a patient may only have effects by its own gradient."""
     for name, layer in meta_network(task).named_modules():
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
             raise ConfigError(
@@ -67,30 +62,18 @@ def check_private(task: TaskConfig) -> None:
         raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")
 
 
-def more_than_plain(site: Site) -> str:
-    """What makes a site's networks more than modules on one device, which some ways of training cannot follow; empty where nothing does."""
-    if site.computing.further:
-        return "several devices"
-    return "compile" if site.computing.compiled else ""
-
-
 def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
-    """What only the site can tell.
-
-    Raises:
-        ConfigError: the site computes in ways that Opacus does not follow, Opacus is missing or cannot handle the network, or δ is so large
-            that giving away one patient would be allowed.
-    """
-    if setting := more_than_plain(site):
+    """Raises ConfigError if Opacus is missing or does not support the site's network or devices, or if δ is too large for the site."""
+    setting = "several devices" if site.computing.further else "compile" if site.computing.compiled else ""
+    if setting:
         raise ConfigError(f"site {site.name}: dp_noise takes each image's gradient from a plain network; leave {setting} out of {PLACE}")
     dp_sgd, network = _dp_sgd(site), site.network()
-    if isinstance(network, WholeNetwork):  # ours are known to work
+    if isinstance(network, WholeNetwork):  # medflare's own networks are tested
         dp_sgd.check_gradients(network, example(site.task.image_channels, site.task.size, site.device))
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:
         raise ConfigError(
-            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / {patients} training patients, "
-            "so it would allow to give one of them away; choose it far smaller"
+            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / {patients} training patients; choose it far smaller"
         )
 
 
@@ -102,18 +85,10 @@ def train_privately(
     hyper: PrivacyHyper,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """A round of DP-SGD, counted before its first step: a crash must not make it cheaper.
-
-    Args:
-        model: trained in place; without layers that mix the images of a batch.
-        optimizer: of the model's parameters.
-        site: whose training patients are drawn.
-        account: takes the release before training begins.
-        hyper: noise, clipping norm and δ.
-        loss: (model, images, targets) -> the mean of the images' losses; None: the task's loss of the model's output.
+    """A round of DP-SGD in place; arguments as of `dp_sgd.train_dp_sgd`. It is counted before its first step, in case of a crash.
 
     Raises:
-        PrivacyError: the site's own budget does not allow it.
+        PrivacyError: it would exceed the site's budget.
     """
     dp_sgd = _dp_sgd(site)
     release = planned(site, hyper)
@@ -122,25 +97,18 @@ def train_privately(
 
 
 def planned(site: Site, hyper: PrivacyHyper) -> Release:
-    """One round: as many steps an epoch as draw every patient once on average."""
+    """The release of one round: an epoch has as many steps as draw every patient once on average."""
     patients, batch = training_patients(site), site.batch_size
     return Release(hyper.dp_noise, min(1.0, batch / patients), site.task.local_epochs * math.ceil(patients / batch))
 
 
 def system_generator() -> np.random.Generator:
-    """A generator from 128 bits of the operating system, nowhere kept.
-
-    The run's seed will not do: the server knows it, and could take the noise out again and tell who was drawn.
-    """
+    """A generator from 128 bits of the operating system: the server knows the run's seed, and could subtract the noise."""
     return np.random.default_rng()
 
 
 def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
-    """What the site's training has cost its patients in this run so far: {"epsilon", "delta", "steps"}; None before it trained.
-
-    Returns:
-        {"epsilon", "delta", "steps"}; "epsilon" is None where it is infinite. None before the first release.
-    """
+    """{"epsilon", "delta", "steps"} of this run so far; "epsilon" is None if infinite. None before the first release."""
     releases = account.ledger.releases()
     if not releases:
         return None
@@ -156,6 +124,9 @@ class Cost(TypedDict):
     epsilon: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None
     delta: Annotated[float, Field(strict=True, ge=0, le=1)]
     steps: Annotated[int, Field(strict=True, ge=0)]
+
+
+cost: Final = Validator(_Cost)  # of the result of `privacy_cost` in a message
 
 
 def _dp_sgd(site: Site) -> ModuleType:

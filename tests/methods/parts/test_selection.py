@@ -8,7 +8,7 @@ import torch
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.methods.base import ServerHyper
-from medflare.methods.parts.selection import Best, ModelSelector, agreed, plateau
+from medflare.methods.parts.selection import Best, ModelSelector, combined_score, plateau
 
 HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
 
@@ -19,11 +19,11 @@ def replies(**votes: float | None) -> dict[str, Message]:
 
 
 def election(rule: str, liar: dict[int, float]) -> ModelSelector:
-    held = ModelSelector(Message(), "global", rule)
+    selector = ModelSelector(Message(), "global", rule)
     for round, honest in ({0: 0.9} | HONEST).items():
         given = replies(A=honest, B=honest - 0.1, L=liar.get(round, 0.0))
-        held.hold(given, "global", round, {"w": torch.tensor(float(round))})
-    return held
+        selector.update(given, "global", round, {"w": torch.tensor(float(round))})
+    return selector
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def election(rule: str, liar: dict[int, float]) -> ModelSelector:
 )
 def test_by_hand(votes: dict[str, float], median: float | None, mean: float | None) -> None:
     samples = {"A": 1.0, "B": 3.0, "C": 1.0}
-    assert agreed(votes, samples) == median
-    assert agreed(votes, samples, "mean") == (None if mean is None else pytest.approx(mean))
+    assert combined_score(votes, samples) == median
+    assert combined_score(votes, samples, "mean") == (None if mean is None else pytest.approx(mean))
 
 
 def test_a_liar_chooses_by_the_mean_and_not_by_the_median() -> None:
@@ -53,35 +53,35 @@ def test_where_levels_differ_a_liar_says_whose_counts_but_not_whose_gain() -> No
     for wanted in levels:
         chosen = {}
         for rule in ("median", "paired"):
-            held = ModelSelector(Message(), "global", rule)
+            selector = ModelSelector(Message(), "global", rule)
             for round, (easy, hard) in levels.items():
-                held.hold(replies(A=easy, B=hard, L=float(round == wanted)), "global", round, {})
-            chosen[rule] = held.round
+                selector.update(replies(A=easy, B=hard, L=float(round == wanted)), "global", round, {})
+            chosen[rule] = selector.round
         assert chosen == {"median": wanted, "paired": 3}
 
 
 def test_a_gain_needs_sites_that_measured_both() -> None:
-    held = ModelSelector(Message(), "global", "paired")
+    selector = ModelSelector(Message(), "global", "paired")
     for round, votes in enumerate(({"A": 0.5}, {"B": 0.9}, {"A": 0.6, "B": 0.1}, {"A": 0.6, "B": 0.2}), start=1):
-        held.hold(replies(**votes), "global", round, {})
-    assert held.round == 4 and held.value == pytest.approx(0.65)
-    assert [candidate["value"] for candidate in held.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
+        selector.update(replies(**votes), "global", round, {})
+    assert selector.round == 4 and selector.value == pytest.approx(0.65)
+    assert [candidate["value"] for candidate in selector.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
 
 
 @pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
 def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
-    held = ModelSelector(Message(), "selector", "median", rivals=rivals)
-    assert held.rule == ("mean" if rivals else "median"), "reports say which decided"
+    selector = ModelSelector(Message(), "selector", "median", rivals=rivals)
+    assert selector.rule == ("mean" if rivals else "median"), "reports say which decided"
     for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
-        held.hold(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
-    assert held.round == chosen
+        selector.update(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
+    assert selector.round == chosen
 
 
 def test_a_selectors_largest_site_counts_once() -> None:
-    held = ModelSelector(Message(), "selector", "mean", rivals=True)
+    selector = ModelSelector(Message(), "selector", "mean", rivals=True)
     for round, (small, large) in {1: (0.9, 0.5), 2: (0.5, 1.0)}.items():
-        held.hold(replies(A=small, B=small, L=large), "global", round, {})
-    assert held.round == 1
+        selector.update(replies(A=small, B=small, L=large), "global", round, {})
+    assert selector.round == 1
 
 
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
@@ -101,7 +101,7 @@ def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
 
 def test_the_record_outlives_the_process() -> None:
     memory = Message()
-    ModelSelector(memory, "global", "median").hold(replies(A=0.5, B=None), "global", 1, {})
+    ModelSelector(memory, "global", "median").update(replies(A=0.5, B=None), "global", 1, {})
     assert ModelSelector(memory, "global", "median").record == [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]
 
 

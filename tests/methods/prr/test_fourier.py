@@ -1,6 +1,7 @@
 """Progressive Fourier Aggregation: reference numbers, a transcription of the equations, degenerate cases, whole models."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers.fixture_types import Golden
+from medflare.core.backing import Backing
 from medflare.core.rng import torch_generator
+from medflare.methods.prr import fourier
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
@@ -107,6 +110,21 @@ def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: d
     found = fourier_aggregate(weights.expand(4, -1, -1, -1, -1), 0.4, **options)
     torch.testing.assert_close(found, weights.expand(4, -1, -1, -1, -1))
     assert torch.equal(fourier_aggregate(weights, 0.4, **options), weights)
+
+
+def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for shape in ((2, 30, 57), (2, 6, 20, 3, 3)):
+        weights = normal(*shape)
+        expected = [fourier_aggregate(weights, 0.4, classifier=classifier) for classifier in (False, True)]
+        with monkeypatch.context() as patched:
+            patched.setattr(fourier, "_BLOCK", 128)
+            patched.setattr(fourier, "_TILE", 64)
+            for classifier in (False, True):
+                torch.testing.assert_close(fourier_aggregate(weights, 0.4, classifier=classifier), expected[classifier])
+    weights = normal(2, 130, 257).float()
+    with Backing(tmp_path).used():
+        on_disk = fourier_aggregate(weights, 0.4)
+    assert on_disk.is_shared() and torch.equal(on_disk, fourier_aggregate(weights, 0.4))
 
 
 def test_half_precision_comes_back_as_half_precision() -> None:

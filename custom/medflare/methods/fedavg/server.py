@@ -87,7 +87,7 @@ class FedAvgServer(ServerAlgorithm[G]):
             self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
             self.memory.meta["whole"] = True
             return
-        self.best.hold(replies, "global", step.round, self.model)
+        self.best.update(replies, "global", step.round, self.model)
         if step.phase in ("train", "train_part"):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 

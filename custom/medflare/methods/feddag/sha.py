@@ -173,7 +173,7 @@ class SHAServer(FedAvgServer[K]):
             self._conclude(model, self.aggregation.weights)
             return
         if step.round > self.warmup:  # as many rounds are behind the model; those of a warm-up are FedAvg's
-            self.best.hold(replies, "global", step.round, self.model)
+            self.best.update(replies, "global", step.round, self.model)
         if step.phase != "validate":
             self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
             if not (self.hyper.sha and step.phase == "train"):

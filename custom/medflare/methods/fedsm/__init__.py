@@ -1,7 +1,6 @@
-"""FedSM (Xu et al., CVPR 2022): a "super model" of a global model, one personal model per site and a selector between them.
+"""FedSM (Xu et al., CVPR 2022): a "super model" of a global model, one personal model per site and a selector.
 
-For an image from anywhere the selector's most probable site k serves its personal model if the probability exceeds γ, else the
-global model answers. Its relatives whose selector learns after the other models stand in `extra.py`.
+For each image, the personal model of the selector's most probable site predicts if the probability exceeds γ, else the global model.
 """
 
 from typing import Any

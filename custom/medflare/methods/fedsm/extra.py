@@ -1,29 +1,40 @@
-"""FedSM-extra and the ensemble (FedSM paper, Sec. 3.1.1 and 3.1.2): the selector learns after the other models are finished.
+"""FedSM-extra and the ensemble (FedSM paper, Sec. 3.1.1 and 3.1.2): the selector is trained after the other models.
 
-For the federation's rounds only the global and the personal models are trained; then they are frozen, every site receives all
-K + 1 of them, and the selector, now with K + 1 outputs (0 = global), is trained for extra rounds. FedSM-extra labels every
-training image with the model of the smallest loss and later takes the most probable model; the ensemble minimises the loss of
-the weighted output and later answers with that weighted output.
+The federation's rounds train the global and the personal models; then these are frozen, every site receives all K + 1 of them, and a
+selector with K + 1 outputs (0 = global) is trained for extra rounds. FedSM-extra labels every training image with the model of the
+smallest loss and deploys the most probable model; the ensemble minimises the loss of the weighted output and deploys this output.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError, StateError
+from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
-from medflare.data.loading import Batch
+from medflare.core.settings import STRICT
+from medflare.data.splits import Batch
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import MEASURED, Capability, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
-from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
-from medflare.methods.fedsm.personalization import ADAPTED, LOSSES, META, PERSONAL, PERSONAL_OF, ServerPersonal, SitePersonal
+from medflare.methods.fedsm.personalization import (
+    ADAPTED,
+    LOSSES,
+    META,
+    PERSONAL,
+    PERSONAL_OF,
+    PersonalServerHyper,
+    PersonalSiteHyper,
+    ServerPersonal,
+    SitePersonal,
+)
 from medflare.methods.fedsm.selector import SelectorLoss, ServerSelector, SiteSelector, selector_entries
 from medflare.methods.fedsm.server import SoftPull, members, with_members
 from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_models, other_super_model
@@ -31,13 +42,30 @@ from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
-_FROZEN = TensorSpec("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
+_FROZEN = TensorSpec("frozen/")  # the frozen models in a site's memory
 _COMBINE = MetaSpec("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
 _SELECTOR, _SENT, _GRADIENT = selector_entries(lambda plan: len(plan.sites) + 1)  # one score for the global model and one for every site
 
 
+@dataclass(frozen=True, config=STRICT)
+class FedSMExtraSiteHyper(PersonalSiteHyper):
+    """The site of FedSM-extra and the ensemble."""
+
+    selector: Literal["auto", "compact_selector", "vgg11"] = param(
+        "auto", "trained selector; auto: VGG-11 or, where that is larger than the task's network, the compact one"
+    )
+    combine: Literal["extra", "ensemble"] = param("extra", "label by the best model, or learn the weighted output", source="Sec. 3.1")
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedSMExtraServerHyper(PersonalServerHyper):
+    """The server of FedSM-extra and the ensemble; their K + 1 scores include the global model, so there is no γ."""
+
+    selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)
+
+
 class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
-    """Trains the selector alone once the other models are finished."""
+    """Trains the global and the personal model, then the selector alone."""
 
     Hyper: ClassVar[type] = FedSMExtraSiteHyper
     server_hyper: ClassVar[type] = FedSMExtraServerHyper
@@ -48,7 +76,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
             "train_selector",
             request=(GLOBAL.as_optional(), PERSONAL_OF, _SENT),
             reply=(_GRADIENT,),
-            request_meta=(*(item.as_optional() for item in (*SUPER, _COMBINE)), UPDATE),  # the finished models come once
+            request_meta=(*(item.as_optional() for item in (*SUPER, _COMBINE)), UPDATE),  # the frozen models come once
             reply_meta=MEASURED,
         ),
     )
@@ -64,11 +92,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
-        """Refuse labels of whole images where the selector reads patches.
-
-        Raises:
-            ConfigError: combine "extra" with `image_mode` "patch".
-        """
+        """Raises ConfigError for labels of whole images (combine "extra") if the selector reads patches."""
         super().check(task, hyper, server_hyper)
         if hyper.combine == "extra" and task.image_mode == "patch":
             raise ConfigError(
@@ -76,7 +100,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
             )
 
     def validate_request(self, incoming: Message) -> str | None:
-        """A super model of other sites, or with another selector, than the plan has."""
+        """Refuses a super model of other sites, or with another selector, than the plan's."""
         return other_super_model(self.plan, incoming)
 
     def train(self, round: int, incoming: Message) -> Message:
@@ -88,10 +112,10 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         return self.personal.validate(round, incoming, super().validate(round, incoming))
 
     def train_selector(self, round: int, incoming: Message) -> Message:
-        """A round of the selector alone; the finished models come with its first message, and what is needed of them is kept.
+        """A round of the selector alone. The frozen models come with its first message; the site keeps them or the labels by them.
 
         Raises:
-            StateError: they have not come.
+            StateError: the frozen models have not come.
         """
         labelled = self.hyper.combine == "extra"
         if GLOBAL in incoming.states:
@@ -121,7 +145,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     @torch.no_grad()
     def _labels(self, networks: list[nn.Module]) -> list[int]:
-        """Each training image's best model. The models are finished and images come without augmentation, so once is enough."""
+        """Each training image's best model, computed once: the models are frozen and the images are not augmented."""
         losses = []
         for images, targets, _ in self.site.ordered("train"):
             outputs = [network(images) for network in networks]
@@ -135,20 +159,20 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         return lambda logits, batch: F.cross_entropy(logits, labels[batch.index.cpu()].to(logits.device))
 
     def _ensemble_loss(self, networks: list[nn.Module]) -> SelectorLoss:
-        """The task's loss of the weighted output, through the weights alone."""
+        """The task's loss of the weighted output; gradients flow through the scores only."""
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
             with torch.no_grad():
                 outputs = torch.stack([self.site.task.probabilities(network(batch.images)) for network in networks], dim=1)
             mixed = ensemble_output(outputs, logits.softmax(dim=1)).clamp(1e-6, 1 - 1e-6)
-            # the task's loss takes logits: the inverse of its activation gives it back exactly this mixture
+            # the task's loss takes logits: the inverse of its activation
             return self.site.loss(mixed.log() if self.site.task.target == "multiclass" else mixed.logit(), batch.targets)
 
         return loss
 
 
 class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
-    """After the federation's rounds come those of the selector; a site is sent the finished models once."""
+    """The selector's rounds come after the federation's; a site is sent the frozen models once."""
 
     Hyper: ClassVar[type] = FedSMExtraServerHyper
     site_hyper: ClassVar[type] = FedSMExtraSiteHyper
@@ -166,21 +190,21 @@ class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
         return [*super().steps(), *extra]
 
     @property
-    def _given(self) -> list[str]:
-        """Sites that hold the finished models."""
+    def _have_models(self) -> list[str]:
+        """Sites that have the frozen models."""
         return self.memory.meta.get("given", [])
 
     def configure(self, step: Step, site: str) -> Message:
-        """The site's models; for the selector its state, and the finished models where the site does not have them yet."""
+        """The site's models; in the selector's rounds the selector, and the frozen models if the site does not have them yet."""
         if step.phase != "train_selector":
             return Message({**super().configure(step, site).states, **self.personal.sent(site)})
-        models = Message() if site in self._given else self.configure_final(site)
+        models = Message() if site in self._have_models else self.configure_final(site)
         return Message({**models.states, **self.selector.sent}, {**models.meta, UPDATE: 0})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """The models' next versions, or after them the selector's."""
+        """The next models, or the next selector."""
         if step.phase == "train_selector":
-            self.memory.meta["given"] = sorted({*self._given, *replies})
+            self.memory.meta["given"] = sorted({*self._have_models, *replies})
             self.selector.step(replies)
         else:
             super().aggregate(step, replies)
@@ -198,14 +222,9 @@ class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
 
 
 class ExtraSuperModel(SuperModel):
-    """The most probable of K + 1 models answers each image (extra), or all of them by their scores (ensemble).
+    """The most probable of K + 1 models predicts each image (combine "extra"), or all of them by their scores ("ensemble").
 
-    Args:
-        task: gives the probabilities.
-        networks: the global network and the personal ones, K + 1.
-        selector: images (N, C, H, W) -> logits (N, K + 1).
-        names: "global" and the sites, in the order of the networks.
-        combine: "extra" or "ensemble".
+    The selector gives logits (N, K + 1); other arguments as of `SuperModel`.
     """
 
     def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], combine: str = "extra"):
@@ -213,11 +232,11 @@ class ExtraSuperModel(SuperModel):
         self.combine = combine
 
     def choose(self, scores: Tensor) -> Tensor:
-        """(N, K + 1) scores -> (N,) the most probable model."""
+        """The most probable model (N,)."""
         return scores.argmax(dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the probabilities of the chosen model, or of all models by their scores."""
+        """Images (N, C, H, W) to probabilities."""
         if self.combine == "extra":
             return super().forward(images)
         scores = self.scores(images)
@@ -225,11 +244,11 @@ class ExtraSuperModel(SuperModel):
         return self.combined(self.every_answer(images), scores)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
-        """The chosen answer, or the mean of all (N, K + 1, ...) with the scores (N, K + 1) as weights."""
+        """The chosen prediction, or the mean of all (N, K + 1, ...) weighted by the scores (N, K + 1)."""
         return ensemble_output(answers, scores) if self.combine == "ensemble" else super().combined(answers, scores)
 
 
 def extra_super_model(task: TaskConfig, message: Message) -> ExtraSuperModel:
-    """The deployed model of FedSM-extra or the ensemble, as told by the item "combine"."""
+    """The deployed model of FedSM-extra or the ensemble, by the metadata item "combine"."""
     parts = super_model_parts(task, message, outputs=len(message.meta["sites"]) + 1)
     return ExtraSuperModel(task, *parts, combine=message.meta["combine"]).eval()

@@ -1,40 +1,70 @@
-"""Personal models: SoftPull's, and what FedSM's Table 6 compares with it (fine-tuning, APFL, Per-FedAvg, pFedMe).
+"""Personal models: SoftPull's, and those that FedSM's Table 6 compares with it (fine-tuning, APFL, Per-FedAvg, pFedMe).
 
-`SitePersonal` trains the site's personal model for a round, `ServerPersonal` keeps all of them; formulas stand in `formulas.py`. Per-FedAvg
-and pFedMe share a second model ("meta") from which personal ones start. Their gradient steps are the task's optimizer's: plain steps at
-the rate of a task with Adam leave a model where it is.
+`SitePersonal` trains the site's personal model for a round, `ServerPersonal` holds all of them. Per-FedAvg and pFedMe share a second model
+("meta") from which personal models start. Their gradient steps are those of the task's optimizer: plain SGD steps at the learning rate of
+a task with Adam hardly move a model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.rng import seeded
+from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.loading import Batch
 from medflare.methods.aggregation import Aggregation, site_models
 from medflare.methods.base import ServerContext, Step
-from medflare.methods.fedavg.site import GLOBAL, FedAvgSite
+from medflare.methods.fedavg.server import FedAvgServerHyper
+from medflare.methods.fedavg.site import GLOBAL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
-from medflare.methods.fedsm.hyper import SHARED_META
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
 from medflare.training.accumulation import preserved_moments
 from medflare.training.epochs import epochs, finite_or_none, train_epochs, trainable
 from medflare.training.site import Site
 
+SHARED_META: Final = ("perfedavg", "pfedme")  # personalizations with a second shared model beside w_g
+APFL_SHARE: Final = 0.5  # α
+ADAPTATION_STEPS: Final = 1  # of Per-FedAvg
+PFEDME_LAMBDA: Final = 15.0
+PFEDME_STEPS: Final = 5  # inner steps per batch
+
+
+@dataclass(frozen=True, config=STRICT)
+class PersonalSiteHyper(FedAvgSiteHyper):
+    """How a site trains its personal model."""
+
+    personalization: Literal["softpull", "finetune", "apfl", "perfedavg", "pfedme"] = param(
+        "softpull", "where personal models come from", source="Table 6"
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class PersonalServerHyper(FedAvgServerHyper):
+    """How the server combines personal models."""
+
+    lam: float = param(
+        0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1
+    )
+
+
+def _shares_meta(plan: Any) -> bool:
+    return plan.site_hyper.personalization in SHARED_META
+
+
 PERSONAL = TensorSpec("personal", "the site's personal model, a part of everybody's super model")
-META = TensorSpec(
-    "meta", "the site's copy of the model that personal models start from", when=lambda plan: plan.site_hyper.personalization in SHARED_META
-)
+META = TensorSpec("meta", "the site's copy of the model that personal models start from", when=_shares_meta)
 ADAPTED = TensorSpec("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
-PERSONAL_OF = TensorSpec("personal/")  # every site's, where all are sent together
+PERSONAL_OF = TensorSpec("personal/")  # those of all sites, where they are sent together
 LOSSES = MetaSpec("losses", "mean training loss of each model", table(number(optional=True)), "train")
 
 
@@ -42,23 +72,19 @@ LOSSES = MetaSpec("losses", "mean training loss of each model", table(number(opt
 
 
 class SitePersonal:
-    """The personal model at one site; what it remembers lies in the algorithm's memory.
-
-    Args:
-        algorithm: the site algorithm that it belongs to.
-    """
+    """The personal model at one site; its state is in the algorithm's memory."""
 
     def __init__(self, algorithm: FedAvgSite[Any]):
         self.algorithm, self.site, self.hyper = algorithm, algorithm.site, algorithm.plan.site_hyper
 
     def train(self, round: int, incoming: Message, reply: Message) -> Message:
-        """The reply of the global model's round with the personal model measured as it came, and trained on the same images."""
+        """Adds to the reply of the global model's round: the personal model's validation metric, its next version and losses."""
         start = self._measured(round, incoming, reply)
         reply.meta[LOSSES] = {"global": reply.meta["loss"]}
         return Message({**reply.states, **self._trained(round, incoming, start)}, reply.meta)
 
     def validate(self, round: int, incoming: Message, reply: Message) -> Message:
-        """The reply with the personal model measured; with Per-FedAvg it is the one that the last shared model becomes."""
+        """Adds the personal model's validation metric to a reply; with Per-FedAvg also the model, adapted from the last shared one."""
         measured = self._measured(round, incoming, reply)
         return Message({ADAPTED: measured} if ADAPTED.when(self.algorithm.plan) else {}, reply.meta)
 
@@ -68,23 +94,21 @@ class SitePersonal:
         return state
 
     def _adapted(self, round: int, incoming: Message) -> StateDict:
-        """Per-FedAvg's personal model: a few steps on the site's images from the shared model as it comes from the server."""
+        """Per-FedAvg's personal model: a few steps on the site's images from the shared model of the server."""
         model = self.algorithm.network("personal", incoming.states[META])
         optimizer = self.site.optimizer(trainable(model))
         if not self.hyper.reset_optimizer:
-            self.algorithm.optimizers.recall("meta", optimizer)  # and never kept: these steps are no training
-        adapt(model, self.site, round, optimizer, self.hyper.adapt_steps)
+            self.algorithm.optimizers.recall("meta", optimizer)  # read only: these steps do not train the shared model
+        adapt(model, self.site, round, optimizer, ADAPTATION_STEPS)
         return copy_state(model.state_dict())
 
     def _trained(self, round: int, incoming: Message, start: StateDict) -> dict[str, StateDict]:
-        """One round of the personal model (and of the shared model it starts from), by the chosen personalization."""
+        """One round of the personal model, and of the shared model that it starts from."""
         kind, algorithm = self.hyper.personalization, self.algorithm
         if kind == "apfl":
             local = algorithm.memory.states.get("apfl_local", start)
-            trained = train_apfl(
-                algorithm.network("personal", start), local, incoming.states[GLOBAL], self.site, round, self.hyper.apfl_share
-            )
-            algorithm.memory.states["apfl_local"], mixture = trained
+            model = algorithm.network("personal", start)
+            algorithm.memory.states["apfl_local"], mixture = train_apfl(model, local, incoming.states[GLOBAL], self.site, round, APFL_SHARE)
             return {PERSONAL: mixture}
         if kind in SHARED_META:
             meta, personal = algorithm.network("meta", incoming.states[META]), algorithm.network("personal", incoming.states[META])
@@ -93,22 +117,20 @@ class SitePersonal:
                 if kind == "perfedavg":
                     train_per_fedavg(meta, self.site, round, optimizer)
                 else:
-                    strength, steps = self.hyper.pfedme_lambda, self.hyper.pfedme_steps
-                    train_pfedme(meta, personal, self.site, round, optimizer, strength=strength, inner_steps=steps)
-            own = start if kind == "perfedavg" else copy_state(personal.state_dict())
-            return {PERSONAL: own, META: copy_state(meta.state_dict())}
+                    train_pfedme(meta, personal, self.site, round, optimizer, strength=PFEDME_LAMBDA, inner_steps=PFEDME_STEPS)
+            return {PERSONAL: start if kind == "perfedavg" else copy_state(personal.state_dict()), META: copy_state(meta.state_dict())}
         model = algorithm.network("personal", incoming.states[GLOBAL] if kind == "finetune" else start)
         algorithm.optimized(model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal"))
         return {PERSONAL: copy_state(model.state_dict())}
 
 
 def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
-    """One round of APFL: v learns through the mixture; returns (v, mixture v̄). `model` is a workspace.
+    """One round of APFL: v is trained through the mixture; returns (v, mixture v̄).
 
-    Running statistics are collected while v̄ computes, so they are v̄'s as they are and nothing is blended into them.
+    Running statistics are collected by the mixture's forward passes, so they are v̄'s already and are not blended.
 
     Args:
-        model: a network of the task; what it holds is overwritten.
+        model: a network of the task, used as workspace.
         local: v.
         global_: w.
         site: gives batches, loss and optimizer.
@@ -130,14 +152,8 @@ def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Sit
 def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer) -> None:
     """One round of first-order Per-FedAvg in place: θ' = θ - α g(θ; B1), θ <- θ - β g(θ'; B2) (Fallah et al. 2020, Alg. 1, FO).
 
-    Both steps are the optimizer's; the inner one starts from its moments, and leaves them as they are. Consecutive mini-batches play B1
-    and B2; a last batch without a partner is left out, unless it is the only one, which then plays both.
-
-    Args:
-        model: θ, trained in place.
-        site: gives batches and loss.
-        round: 0-based, a key of batches and dropout.
-        optimizer: of θ's trainable parameters.
+    Both steps are the optimizer's; the inner one uses its moments without changing them. B1 and B2 are consecutive mini-batches; a last
+    batch without a partner is left out, unless it is the only one, which is then both.
     """
     weights = trainable(model)
     model.train()
@@ -154,18 +170,10 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: torch.
 
 
 def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """A few steps in place on the site's training images: how Per-FedAvg's shared model becomes personal.
-
-    Args:
-        model: changed in place.
-        site: gives batches and loss.
-        round: 0-based, a key of batches and dropout.
-        optimizer: of the model's trainable parameters.
-        steps: how many, each on one batch; the batches begin again where they end.
-    """
+    """Per-FedAvg's adaptation in place: `steps` steps on one training batch each; the batches begin again after the last one."""
     weights = trainable(model)
     model.train()
-    passes = (site.batches("train", round, "adapt", 0) for _ in range(steps))  # equal ones, and at least a batch in each
+    passes = (site.batches("train", round, "adapt", 0) for _ in range(steps))  # equal keys: equal batches
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
         for batch in islice(chain.from_iterable(passes), steps):
             _step(optimizer, weights, _gradients(model, site, batch))
@@ -176,11 +184,11 @@ def train_pfedme(
 ) -> None:
     """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ.
 
-    w goes as far as θ, η = 1 / λ: the largest step along the gradient λ (w - θ) that does not go beyond it.
+    w moves as far as θ (η = 1 / λ): the largest step along the gradient λ (w - θ) that does not go beyond it.
 
     Args:
         shared: w, moved in place.
-        personal: θ, trained in place; it goes on from the weights that it holds.
+        personal: θ, trained in place.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
         optimizer: of θ's trainable parameters.
@@ -197,9 +205,9 @@ def train_pfedme(
             with torch.no_grad():
                 for weight, moved in zip(weights, pfedme_outer(weights, thetas, eta, strength), strict=True):
                     weight.copy_(moved)
-    with torch.no_grad():  # running statistics follow the model that saw the images
-        for own, seen in zip(shared.buffers(), personal.buffers(), strict=True):
-            own.copy_(seen)
+    with torch.no_grad():  # running statistics are those of the model that saw the images
+        for statistic, measured in zip(shared.buffers(), personal.buffers(), strict=True):
+            statistic.copy_(measured)
 
 
 def _step(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
@@ -210,7 +218,6 @@ def _step(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gra
 
 
 def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
-    """Two by two, as they come; a last one without a partner is left out, the only one is its own."""
     rest = iter(batches)
     first, second = next(rest, None), next(rest, None)
     if first is not None and second is None:
@@ -229,7 +236,7 @@ def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
 
 
 class ServerPersonal:
-    """Every site's personal model at the server, in the algorithm's memory, and the best one of each by its site's validation metric.
+    """Every site's personal model in the server algorithm's memory, and the best one of each by its site's validation metric.
 
     Args:
         context: names the sites.
@@ -254,25 +261,21 @@ class ServerPersonal:
         return {PERSONAL: self[site], **({META: self.memory.states[META]} if self.kind in SHARED_META else {})}
 
     def aggregate(self, step: Step, replies: Mapping[str, Message], aggregation: Aggregation[Any]) -> None:
-        """Offer the models that were measured for delivery; after training keep the next ones, pulled to each other by SoftPull.
+        """Offers the measured models for selection; after training stores the next ones, combined by SoftPull.
 
-        The sites that did not answer keep their models.
+        Sites that did not reply keep their models.
         """
-        answered = {site: reply.states[PERSONAL] for site, reply in replies.items() if PERSONAL in reply.states}
-        for site, reply in replies.items():  # Per-FedAvg's is made by the site, which answers with the one that it measured
-            measured = answered[site] if self.kind == "perfedavg" else self[site]
+        replied = {site: reply.states[PERSONAL] for site, reply in replies.items() if PERSONAL in reply.states}
+        for site, reply in replies.items():  # Per-FedAvg's model is made, measured and sent by the site
+            measured = replied[site] if self.kind == "perfedavg" else self[site]
             self.best[site].offer(reply.meta["validation"].get("personal"), step.round, measured)
-        if self.kind == "softpull" and answered:
-            answered = aggregation.own(site_models(replies, PERSONAL), step.round)
-        self.memory.states |= {PERSONAL_OF.of(site): state for site, state in answered.items()}
+        if self.kind == "softpull" and replied:
+            replied = aggregation.own(site_models(replies, PERSONAL), step.round)
+        self.memory.states |= {PERSONAL_OF.of(site): state for site, state in replied.items()}
         if self.kind in SHARED_META and step.phase == "train":
             self.memory.states[META] = aggregation.shared(site_models(replies, META), step.round, self.memory.states[META])
 
     def delivered(self, best: bool) -> tuple[dict[str, StateDict], dict[str, int | None]]:
-        """(entry -> personal model, site -> rounds of training behind it): of each site's best round, or the last ones.
-
-        Args:
-            best: whether of the best round; the rounds of the last one stay unsaid.
-        """
+        """(entry -> personal model, site -> rounds of training behind it), of each site's best round, or without rounds the last ones."""
         models = {PERSONAL_OF.of(site): (best and self.best[site].state) or self[site] for site in self.sites}
-        return models, {site: found.round for site, found in sorted(self.best.items())} if best else {}
+        return models, {site: kept.round for site, kept in sorted(self.best.items())} if best else {}

@@ -1,12 +1,11 @@
-"""FedSM's model selector: a network that is solved at the server (ridge regression), or trained by the sites' gradients.
+"""FedSM's model selector: solved at the server (ridge regression), or trained by the sites' gradients.
 
-A site's images all have one label, its own. So all that a least-squares fit needs of a site are the mean of its features and the mean of
-their products, sent once; and the gradient of a trained selector leads to the site's own label, so that only the server, which has the
-mean of all gradients, takes a step.
+All images of a site have one label, the site itself. So a least-squares fit needs of each site only the mean of its features and the mean
+of their products, sent once; and only the server, which has the mean of all gradients, can step a trained selector.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +25,11 @@ from medflare.training.site import Site
 
 RIDGE, COMPACT, VGG11 = "ridge_selector", "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # of Adam; VGG-11: the paper's
-GRADIENT = "selector_gradient"  # entry of a reply
+GRADIENT = "selector_gradient"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PENALTY = 0.01  # of the ridge selector, as a share of each feature's variance
 SelectorLoss = Callable[[Tensor, Batch], Tensor]  # (selector's logits, batch) -> mean loss
 SelectorPlan = Plan[Any, Any]
-
-
-# -- what it is --------------------------------------------------------------------------------------------------------------
 
 
 def is_ridge(plan: SelectorPlan) -> bool:
@@ -42,10 +38,10 @@ def is_ridge(plan: SelectorPlan) -> bool:
 
 
 def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
-    """The selector's network: the one asked for, or with "auto" VGG-11 unless it would dwarf the task's own network.
+    """The selector's network.
 
-    VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" takes the
-    compact selector where VGG-11 is larger than the task's network, and for volumes, which VGG-11 does not take.
+    VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" is the compact
+    selector if VGG-11 is larger than the task's network, and for volumes, which VGG-11 does not take.
     """
     if is_ridge(plan):
         return {"name": RIDGE}
@@ -53,43 +49,25 @@ def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
         return {"name": plan.site_hyper.selector}
     if plan.task.spatial_dims != 2:
         return {"name": COMPACT}
-    size = {name: sum(t.numel() for t in plan.template(spec).values()) for name, spec in (("task", None), ("vgg", {"name": VGG11}))}
-    return {"name": COMPACT if size["vgg"] > size["task"] else VGG11}
+    task, vgg = (sum(tensor.numel() for tensor in plan.template(spec).values()) for spec in (None, {"name": VGG11}))
+    return {"name": COMPACT if vgg > task else VGG11}
 
 
-class SelectorEntries(NamedTuple):
-    """The entries of a selector.
+def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    """Declarations of a selector with `outputs` scores: its weights; its weights if it is trained; its gradient if it is trained."""
 
-    Attributes:
-        itself: its weights.
-        sent: its weights, where it is trained.
-        gradient: what a site answers with, where it is trained.
-    """
-
-    itself: TensorSpec
-    sent: TensorSpec
-    gradient: TensorSpec
-
-
-def selector_entries(outputs: Callable[[SelectorPlan], int]) -> SelectorEntries:
-    """The declared entries of a selector.
-
-    Args:
-        outputs: plan -> how many scores it gives.
-    """
-
-    def whole(plan: SelectorPlan) -> StateDict:
+    def weights(plan: SelectorPlan) -> StateDict:
         return plan.template(selector_spec(plan), outputs(plan))
 
     def parameters(plan: SelectorPlan) -> StateDict:
         names = dict(plan.network(selector_spec(plan), outputs(plan)).named_parameters())
-        return {name: tensor for name, tensor in whole(plan).items() if name in names}
+        return {name: tensor for name, tensor in weights(plan).items() if name in names}
 
     def trained(plan: SelectorPlan) -> bool:
         return not is_ridge(plan)
 
     gradient = TensorSpec(GRADIENT, "the gradient of the selector, which tells sites apart", parameters, trained)
-    return SelectorEntries(TensorSpec("selector", template=whole), TensorSpec("selector", template=whole, when=trained), gradient)
+    return TensorSpec("selector", template=weights), TensorSpec("selector", template=weights, when=trained), gradient
 
 
 def _statistics(plan: SelectorPlan) -> StateDict:
@@ -116,12 +94,17 @@ class SiteSelector:
 
     Args:
         algorithm: the site algorithm that it belongs to.
-        outputs: one score for every site, or for the global model too.
+        outputs: number of scores: one for every site, or for the global model too.
     """
 
     def __init__(self, algorithm: SiteAlgorithm[Any], outputs: int):
         self.algorithm, self.outputs = algorithm, outputs
         self.plan: SelectorPlan = algorithm.plan
+
+    @property
+    def label(self) -> int:
+        """The site's class."""
+        return self.plan.sites.index(self.algorithm.site.name)
 
     def network(self, state: StateDict) -> nn.Module:
         """The selector with these weights."""
@@ -134,33 +117,32 @@ class SiteSelector:
         return torch.cat([selector(batch.images).cpu() for batch in self.algorithm.site.ordered(split)])
 
     def accuracy(self, state: StateDict) -> float:
-        """How many of the site's validation images it takes for the site's own; there must be some."""
-        choices = self.logits(state, "validation").argmax(dim=1)
-        return float((choices == self.plan.sites.index(self.algorithm.site.name)).float().mean())
+        """Share of the site's validation images that are recognized as the site's; there must be at least one image."""
+        return float((self.logits(state, "validation").argmax(dim=1) == self.label).float().mean())
 
     def gradient(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
-        """The gradient of the mean loss over all training images, as the entry to answer with, and that loss."""
+        """The gradient of the mean loss over all training images, as an entry of the reply, and that loss."""
         site, selector = self.algorithm.site, self.network(incoming.states["selector"]).train()
         keys = (round, "selector", incoming.meta.get("update", 0), 0)
-        values, shares, seen = list[Tensor](), list[float](), samples_of_pass(site)
+        values, shares, total = list[Tensor](), list[float](), samples_of_pass(site)
         selector.zero_grad(set_to_none=True)
         with seeded(site.seed, site.name, *keys, "dropout"):
             for batch in site.batches("train", *keys):
-                value, share = loss(selector(batch.images), batch), len(batch.images) / seen
+                value, share = loss(selector(batch.images), batch), len(batch.images) / total
                 (value * share).backward()
                 values.append(value.detach())
                 shares.append(share)
-        named = {name: weight.grad for name, weight in selector.named_parameters() if weight.grad is not None}
-        return {GRADIENT: {name: gradient.detach().cpu().clone() for name, gradient in named.items()}}, weighted_sum(values, shares)
+        gradients = {name: weight.grad.detach().cpu().clone() for name, weight in selector.named_parameters() if weight.grad is not None}
+        return {GRADIENT: gradients}, weighted_sum(values, shares)
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """y_s = one_hot(k) for all images of site k (Eq. 2)."""
-        return F.cross_entropy(logits, torch.full((len(logits),), self.plan.sites.index(self.algorithm.site.name), device=logits.device))
+        """Cross entropy with y_s = one_hot(k) for all images of site k (Eq. 2)."""
+        return F.cross_entropy(logits, torch.full((len(logits),), self.label, device=logits.device))
 
 
 @torch.no_grad()
 def site_statistics(site: Site) -> StateDict:
-    """{"mean": (F,), "products": (F, F)} of φ over the site's training images, float64: E[φ] and E[φ φᵀ]; without augmentation."""
+    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the site's training images without augmentation."""
     body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
     mean: Tensor | float = 0.0
     products: Tensor | float = 0.0
@@ -175,12 +157,12 @@ def site_statistics(site: Site) -> StateDict:
 
 
 class ServerSelector:
-    """The selector at the server, in the algorithm's memory: what is sent of it, and its next version from the sites' answers.
+    """The selector at the server: weights, Adam moments and step count, in the algorithm's memory.
 
     Args:
         context: gives plan, seed and initial weights.
-        memory: of the server algorithm; takes the selector, its moments and its step count.
-        outputs: one score for every site, or for the global model too.
+        memory: of the server algorithm.
+        outputs: see `SiteSelector`.
     """
 
     def __init__(self, context: ServerContext, memory: Message, outputs: int):
@@ -201,24 +183,24 @@ class ServerSelector:
 
     @property
     def sent(self) -> dict[str, StateDict]:
-        """The entry that a site needs to train it; none of one that is never trained."""
+        """The entry that a site needs to train it; empty if it is never trained."""
         return {} if is_ridge(self.plan) else {"selector": self.state}
 
     def solve(self, replies: Mapping[str, Message]) -> None:
-        """The ridge selector from the sites' statistics; a site that sent none is never chosen. Without a solution it stays as it is."""
+        """Solves the ridge selector; a site without statistics is never chosen. Without any, or if singular, it stays as it is."""
         statistics = {self.plan.sites.index(site): reply.states[STATISTICS] for site, reply in replies.items()}
-        statistics = {place: state for place, state in statistics.items() if state["products"].any()}
+        statistics = {label: state for label, state in statistics.items() if state["products"].any()}
         if not statistics:
             return
         try:
             weight, bias = ridge_solution(statistics, len(self.plan.sites), PENALTY)
-        except torch.linalg.LinAlgError:  # statistics of no images: one site must not end the run
+        except torch.linalg.LinAlgError:  # invalid statistics of one site must not end the run
             return
         if torch.isfinite(weight).all():
             self.memory.states["selector"] = {name: weight if name.endswith("weight") else bias for name in self.state}
 
     def step(self, replies: Mapping[str, Message]) -> None:
-        """One Adam step along the mean gradient. Its classes are sites, which count alike: by images the largest would answer for all."""
+        """One Adam step along the sites' mean gradient. Sites, its classes, have equal weights: else it would choose the largest site."""
         states, step = self.memory.states, self.memory.meta["selector_step"] + 1
         mean = weighted_mean({site: reply.states[GRADIENT] for site, reply in replies.items()}, dict.fromkeys(replies, 1.0))
         moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}

@@ -10,18 +10,17 @@ from medflare.methods.base import Capability, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tempered, tuned_gamma
-from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import PERSONAL_OF, ServerPersonal
 from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
-from medflare.methods.fedsm.site import CALIBRATION, GAINS, UPDATE
+from medflare.methods.fedsm.site import CALIBRATION, GAINS, UPDATE, FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.parts.selection import ModelSelector
 
 SELECTOR = "selector"
-_UPDATES: Final = 100  # of a trained selector in a run, at least, unless said otherwise; as many as the published code takes
+_UPDATES: Final = 100  # of a trained selector in a run with `selector_updates=auto`: as many as in the published code
 
 
 class SoftPull(WeightedMean):
-    """The weighted mean for everybody, and SoftPull (Eq. 11) for each site's own model."""
+    """The weighted mean for the global model, SoftPull (Eq. 11) for the sites' personal models."""
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
@@ -38,6 +37,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
+        self.ridge = is_ridge(context.plan)
         self.personal = ServerPersonal(context, self.memory, self.model)
         self.selector = ServerSelector(context, self.memory, len(context.sites))
         self.best_selector = ModelSelector(self.memory, SELECTOR, self.hyper.selection, rivals=True)
@@ -50,21 +50,20 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
 
     def steps(self) -> list[Step]:
         """FedAvg's schedule with the updates of a trained selector; at the end the ridge selector, the temperature, and the tuning of γ."""
+        rounds, updates = self.context.rounds, self.hyper.selector_updates
+        if self.ridge:
+            updates = 1
+        elif isinstance(updates, str):
+            updates = -(-_UPDATES // max(1, rounds))
         steps = []
-        ridge, asked = is_ridge(self.context.plan), self.hyper.selector_updates
-        updates = 1 if ridge else -(-_UPDATES // max(1, self.context.rounds)) if isinstance(asked, str) else asked
         for step in super().steps():
-            further = updates - 1 if step.phase == "train" else 0
-            steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        last = [
-            *(["selector_features"] if ridge else []),
-            "selector_confidence",
-            *(["evaluate_gamma"] if self.hyper.gamma == "tune" else []),
-        ]
-        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in last)]
+            further = range(1, updates) if step.phase == "train" else ()
+            steps += [step, *(Step("train_selector", step.round, part=part) for part in further)]
+        last = ["selector_features"] * self.ridge + ["selector_confidence"] + ["evaluate_gamma"] * (self.hyper.gamma == "tune")
+        return [*steps, *(Step(phase, rounds, everyone=True) for phase in last)]
 
     def configure(self, step: Step, site: str) -> Message:
-        """In a round the site's three models; the selector alone to train or calibrate it; the whole super model to tune γ."""
+        """In a round the site's models; to train or calibrate the selector the selector alone; to tune γ the whole super model."""
         match step.phase:
             case "train_selector":
                 return Message(self.selector.sent, {UPDATE: step.part})
@@ -77,7 +76,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
         return Message({**super().configure(step, site).states, **self.personal.sent(site), **self.selector.sent})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """The models' next versions; at the end the ridge selector, its temperature, and γ."""
+        """The next models; at the end the ridge selector, its temperature, and γ."""
         match step.phase:
             case "train_selector":
                 self.selector.step(replies)
@@ -87,46 +86,42 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
                 losses = {site: reply.meta[CALIBRATION] for site, reply in replies.items() if CALIBRATION in reply.meta}
                 self.memory.meta["temperature"] = fitted_temperature(losses)
             case "evaluate_gamma":
-                told = {site: reply.meta[GAINS] for site, reply in replies.items() if GAINS in reply.meta}
-                gains = {site: {name: known.get(name) for name in map("{:g}".format, GAMMAS)} for site, known in told.items()}
+                replied = {site: reply.meta[GAINS] for site, reply in replies.items() if GAINS in reply.meta}
+                gains = {site: {name: by_gamma.get(name) for name in map("{:g}".format, GAMMAS)} for site, by_gamma in replied.items()}
                 self.memory.meta |= {"gains": gains, "gamma": tuned_gamma(gains)}
-            case _:
-                self._aggregate_round(step, replies)
-
-    def _aggregate_round(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """A round, or the last look: every model that was measured is a candidate, then comes its next version."""
-        super().aggregate(step, replies)
-        self.personal.aggregate(step, replies, self.aggregation)
-        if not is_ridge(self.context.plan):
-            self.best_selector.hold(replies, "selector", step.round, self.selector.state)
-            if step.phase == "train":
-                self.selector.step(replies)
+            case _:  # "train" and the last "validate": the measured models are candidates, then come the next ones
+                super().aggregate(step, replies)
+                self.personal.aggregate(step, replies, self.aggregation)
+                if not self.ridge:
+                    self.best_selector.update(replies, "selector", step.round, self.selector.state)
+                    if step.phase == "train":
+                        self.selector.step(replies)
 
     @property
     def delivered_selector(self) -> StateDict:
-        """Of the round with the best accuracy, or the last one, at its temperature."""
+        """The selector of the round with the best accuracy, or the last one, at its temperature."""
         chosen = (self.hyper.selection != "last" and self.best_selector.state) or self.selector.state
         return tempered(chosen, self.memory.meta["temperature"])
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """The global model and the selector."""
-        found = super().model_selectors()
-        return {**found, SELECTOR: self.best_selector} if found else {}
+        """Those of the global model and of the selector."""
+        selectors = super().model_selectors()
+        return {**selectors, SELECTOR: self.best_selector} if selectors else {}
 
     def selector_summary(self) -> dict[str, Any]:
-        """γ, the selector's temperature, and the sites' votes on the candidates where γ was tuned."""
-        gains = {site: of for site, of in self.memory.meta.get("gains", {}).items() if any(gain is not None for gain in of.values())}
-        known = [gain for of in gains.values() if (gain := of[f"{self.gamma:g}"]) is not None]
+        """γ, the selector's temperature, and the sites' gains by candidate if γ was tuned."""
+        gains = {site: by_gamma for site, by_gamma in self.memory.meta.get("gains", {}).items() if set(by_gamma.values()) - {None}}
+        reached = [gain for by_gamma in gains.values() if (gain := by_gamma[f"{self.gamma:g}"]) is not None]
         return {
             "gamma": self.gamma,
             "temperature": self.memory.meta["temperature"],
             "candidates": list(GAMMAS) if self.hyper.gamma == "tune" else [],
-            "votes": {site: [of[f"{gamma:g}"] for gamma in GAMMAS] for site, of in sorted(gains.items())},
-            "mean_gain": sum(known) / len(known) if known else None,
+            "votes": {site: [by_gamma[f"{gamma:g}"] for gamma in GAMMAS] for site, by_gamma in sorted(gains.items())},
+            "mean_gain": sum(reached) / len(reached) if reached else None,
         }
 
     def configure_final(self, site: str) -> Message:
-        """The whole super model: every site may meet images that another site's model knows better."""
+        """The whole super model: every site may meet images that look like another site's."""
         message = with_members(super().configure_final(site), self.context, self.personal, self.delivered_selector)
         message.meta |= {"gamma": self.gamma, "choose_by": self.hyper.choose_by}
         return message
@@ -137,27 +132,14 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
 
 
 def with_members(message: Message, context: ServerContext, personal: ServerPersonal, selector: StateDict) -> Message:
-    """The delivery of a global model made that of a super model.
-
-    Args:
-        message: with the global model.
-        context: of the server algorithm.
-        personal: the personal models.
-        selector: weights of the selector.
-    """
+    """The final message of the global model with personal models and selector: a super model's."""
     states, rounds = personal.delivered(best=context.plan.server_hyper.selection != "last")
     meta = {"sites": list(context.sites), "selector": dict(selector_spec(context.plan)), **({"rounds": rounds} if rounds else {})}
     return Message({**message.states, SELECTOR: selector, **states}, {**message.meta, **meta})
 
 
 def members(whole: Message, context: ServerContext, kind: str) -> dict[str, Message]:
-    """Every site's personal model, and the super model as "deployed".
-
-    Args:
-        whole: the super model's delivery.
-        context: of the server algorithm.
-        kind: of the deployed model, see `Method.models`.
-    """
+    """Every site's personal model of a super model, and the super model itself as "deployed", of a `Method.models` kind."""
     rounds = whole.meta.get("rounds", dict.fromkeys(context.sites, context.rounds))
     personal = {PERSONAL_OF.of(site): trained_model(whole.states[PERSONAL_OF.of(site)], rounds[site]) for site in context.sites}
     return {**personal, "deployed": Message(whole.states, {**whole.meta, "kind": kind})}

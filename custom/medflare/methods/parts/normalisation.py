@@ -1,4 +1,4 @@
-"""Running statistics left alone: a network that normalises by the batch at hand, and remembers nothing of it."""
+"""Networks that normalise by the batch at hand and keep their running statistics."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +12,14 @@ _MOVED = ("momentum", "running_mean", "running_var")  # what a forward pass move
 
 @contextmanager
 def still_statistics(*networks: nn.Module) -> Iterator[None]:
-    """Inside, no forward pass moves running statistics; each layer normalises as its mode says.
-
-    Args:
-        networks: may share layers.
-    """
+    """Inside, no forward pass changes running statistics; each layer normalises as its mode says. Networks may share layers."""
     layers = _tracking(networks)
     batch = [layer for layer in layers if not isinstance(layer, _InstanceNorm)]
     instance = [(layer, [getattr(layer, name) for name in _MOVED]) for layer in layers if isinstance(layer, _InstanceNorm)]
     for layer in batch:
         layer.track_running_stats = False
-    # Untracked, instance normalisation would go by the image in either mode, and move its statistics nevertheless. A momentum of 0 leaves
-    # them where they are but for rounding, which copies take.
+    # Without tracking, instance normalisation would use the image in either mode, and still change its statistics. A momentum of 0
+    # changes copies by rounding only.
     for layer, (_, mean, variance) in instance:
         layer.momentum, layer.running_mean, layer.running_var = 0.0, mean.clone(), variance.clone()
     try:
@@ -37,13 +33,9 @@ def still_statistics(*networks: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def batch_statistics(*networks: nn.Module) -> Iterator[None]:
-    """Inside, networks normalise by the batch as in training, and no forward pass moves running statistics.
+    """Inside, networks normalise by the batch as in training, and no forward pass changes running statistics.
 
-    Nothing else changes its mode: dropout rests in a network in evaluation mode. Layers without running statistics, which normalise alike
-    in both modes, are left as they are.
-
-    Args:
-        networks: in any mode, each layer's is given back.
+    No other layer changes its mode: dropout of a network in evaluation mode stays off.
     """
     modes = {layer: layer.training for layer in _tracking(networks)}
     with still_statistics(*networks):

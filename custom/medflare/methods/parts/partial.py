@@ -1,4 +1,4 @@
-"""A model of which only a part is shared: which entries stay at the site, found by the type of their layer or by their path."""
+"""Models of which only a part is shared: the entries that stay at the site, found by the type of their layer or by their path."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,17 +10,13 @@ from medflare.core.states import StateDict, batch_norm_entries, split_state
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The entries of a state that stay at the site.
-
-    Attributes:
-        names: of the entries.
-    """
+    """Names of the state's entries that stay at the site."""
 
     names: frozenset[str]
 
     @classmethod
     def of_batch_norm(cls, network: nn.Module) -> "LocalPart":
-        """Weights and running statistics of every layer that keeps running statistics (FedBN), by the layers' type."""
+        """Weights and running statistics of every layer with running statistics (FedBN)."""
         return cls(batch_norm_entries(network))
 
     @classmethod
@@ -28,18 +24,18 @@ class LocalPart:
         """Everything below the given modules, for example "head" (FedPer, FedRep).
 
         Raises:
-            ValueError: a path that names no module of the network.
+            ValueError: a path of no module of the network.
         """
         chosen, modules = tuple(paths), dict(network.named_modules())
         if missing := [path for path in chosen if path not in modules]:
-            known = ", ".join(sorted(name for name in modules if name and "." not in name))
-            raise ValueError(f"the network has no module {missing[0]!r}; it has {known}")
+            top = ", ".join(sorted(name for name in modules if name and "." not in name))
+            raise ValueError(f"the network has no module {missing[0]!r}; it has {top}")
         return cls(frozenset(name for name in network.state_dict() if any(name.startswith(f"{path}.") for path in chosen)))
 
     def kept(self, state: Mapping[str, Tensor]) -> StateDict:
-        """The part that stays, of a state with all entries of the network."""
+        """The entries that stay."""
         return split_state(state, self.names)[0]
 
     def shared(self, state: Mapping[str, Tensor]) -> StateDict:
-        """The part that is shared, of a state with all entries of the network."""
+        """The entries that are shared."""
         return split_state(state, self.names)[1]

@@ -1,4 +1,4 @@
-"""A quadratic pull towards a model that everybody shares: FedProx, Ditto and pFedMe differ in what is pulled, and when."""
+"""The proximal term λ/2 |θ - w|² towards a shared model w, of FedProx, Ditto and pFedMe."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,16 +9,10 @@ from medflare.core.states import StateDict
 
 
 def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], anchor: Sequence[Tensor], strength: float) -> list[Tensor]:
-    """g + λ (θ - w): the task gradient with a quadratic pull to an anchor; the plain gradient where θ = w.
+    """g + λ (θ - w), for gradients g, weights θ and anchor w in the same order.
 
     Source: pFedMe's inner problem (Dinh et al. 2020, Eq. 3, λ); FedProx is the same step with strength μ (Li et al. 2020, Eq. 2), Ditto
     with λ for the personal model (Li et al. 2021, Alg. 1).
-
-    Args:
-        gradients: g, one for each parameter.
-        weights: θ, in the same order.
-        anchor: w, in the same order.
-        strength: λ or μ; 0 leaves the gradients as they are.
 
     Examples:
         >>> proximal_gradients([torch.tensor([1.0])], [torch.tensor([3.0])], [torch.tensor([2.0])], 0.5)
@@ -28,15 +22,7 @@ def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], a
 
 
 def proximal_term(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], None]:
-    """What `train_epochs` calls between gradient and step to draw `model` towards an anchor.
-
-    Args:
-        model: whose gradients are changed.
-        anchor: a state of the same network; only its trainable entries pull.
-        strength: λ or μ; 0 leaves the gradients as they are.
-
-    Returns:
-        Adds λ (θ - w) to every gradient that there is, in place.
+    """A `gradient_hook` for `train_epochs` that adds λ (θ - w) to every gradient of `model`, in place; w are the entries of `anchor`.
 
     Examples:
         >>> model = nn.PReLU(init=2.0)

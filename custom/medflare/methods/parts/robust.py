@@ -7,10 +7,10 @@
     clipped:   w <- w_g + Σ_k p_k Δ_k / max(1, |Δ_k| / M)                             (Sun et al., 2019, Sec. 4, norm thresholding)
 
 Distances and lengths are those of whole models. Running statistics have a large share in them, since scanners differ more than updates do;
-but a site whose weights are the most central could send any statistics to a rule that goes by weights alone.
+but a rule by weights alone would accept any statistics from a site whose weights are central.
 
-"mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike: sample counts do not enter, since a bad site could
-lie about its own. Screening comes first and catches what is plainly wrong; these are for updates that look plausible and are not.
+"mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike, since a bad site could report a false sample count. Update
+validation comes first and rejects what is plainly wrong; these rules are for bad updates that look plausible.
 """
 
 import math
@@ -34,7 +34,7 @@ _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 
 @dataclass(frozen=True, config=STRICT)
 class RobustLimits:
-    """How much the rules cut off."""
+    """Parameters of the rules."""
 
     trim: float = param(0.2, "trimmed: fraction of the sites cut off at either end", symbol="β", source="Yin, Def. 2", low=0.0, high=0.5)
     faulty: int | None = param(None, "krum: bad sites to reckon with; none: as many as it bears", symbol="f", source="Blanchard", low=0)
@@ -42,7 +42,7 @@ class RobustLimits:
 
     def __post_init__(self) -> None:
         if self.trim >= 0.5:
-            raise ConfigError(f"trim = {self.trim} cuts off everybody; choose it below 0.5")
+            raise ConfigError(f"trim = {self.trim} cuts off all sites; choose it below 0.5")
 
 
 def combined(
@@ -52,20 +52,20 @@ def combined(
     limits: RobustLimits,
     origin: Mapping[str, Tensor] | None = None,
 ) -> tuple[StateDict, dict[str, float]]:
-    """The sites' models as one, by a rule of the module.
+    """The sites' models as one.
 
     Args:
         states: site -> state, all with equal names and shapes.
-        shares: site -> p_k, up to a common factor; "median", "trimmed" and "krum" go without.
+        shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
         rule: "mean" or one of `RobustRule`.
         limits: of the rules.
-        origin: the model that the round began with, from which "clipped" measures; None: the coordinate-wise median of the states.
+        origin: the model that the round began with, for "clipped"; None: the coordinate-wise median of the states.
 
     Returns:
-        (the state, site -> its weight; empty for the rules that go by coordinates).
+        (the state, site -> its weight; empty for coordinate-wise rules).
 
     Raises:
-        ValueError: an unknown rule, no states, states that differ in names or shapes, or, where a rule goes by lengths, one with NaN.
+        ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where a rule needs lengths.
     """
     if rule not in ("mean", *get_args(RobustRule)):
         raise ValueError(f"rule {rule!r} is none of mean, {', '.join(get_args(RobustRule))}")
@@ -79,7 +79,7 @@ def combined(
         centre = robust_mean(states, "median") if origin is None else {name: origin[name] for name in states[sites[0]]}
         updates = {site: difference(states[site], centre) for site in sites}
         lengths = [_length(updates[site]) for site in sites]
-        _refuse_endless(sites, lengths)
+        _refuse_non_finite(sites, lengths)
         factors = clip_factors(lengths, limits.clip)
         states = {site: moved(centre, updates[site], factor) for site, factor in zip(sites, factors, strict=True)}
         return weighted_mean(states, shares), dict(shares)
@@ -88,15 +88,14 @@ def combined(
         weights = dict(zip(sites, krum_weights(squared_distances(states), limits.faulty), strict=True))
     elif rule == "geometric":
         distances = squared_distances(states)
-        _refuse_endless(sites, distances.diagonal().tolist())  # 0 but for a state that is not finite
+        _refuse_non_finite(sites, distances.diagonal().tolist())  # 0, or NaN for a state that is not finite
         weights = dict(zip(sites, geometric_weights(distances, [shares[site] for site in sites]), strict=True))
     return weighted_mean(states, weights), weights
 
 
-def _refuse_endless(sites: Sequence[str], lengths: Sequence[float]) -> None:
-    endless = [site for site, length in zip(sites, lengths, strict=True) if not math.isfinite(length)]
-    if endless:
-        raise ValueError(f"the state of {', '.join(endless)} holds NaN or infinite values; leave it out")
+def _refuse_non_finite(sites: Sequence[str], lengths: Sequence[float]) -> None:
+    if bad := [site for site, length in zip(sites, lengths, strict=True) if not math.isfinite(length)]:
+        raise ValueError(f"the state of {', '.join(bad)} holds NaN or infinite values; leave it out")
 
 
 def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
@@ -121,10 +120,10 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     if not states:
         raise ValueError("robust_mean needs at least one state")
     if rule not in ("median", "trimmed"):
-        raise ValueError(f"rule {rule!r} goes by no coordinates: choose median or trimmed")
+        raise ValueError(f"rule {rule!r} is not coordinate-wise: choose median or trimmed")
     if not 0 <= trim < 0.5:
-        raise ValueError(f"trim = {trim} is outside [0, 0.5): of {len(states)} sites some have to be left")
-    check_same_shapes(states)
+        raise ValueError(f"trim = {trim} is outside [0, 0.5)")
+    refuse_unlike(states)
     cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
     ordered = [states[site] for site in sorted(states)]
     return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
@@ -134,17 +133,14 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).sort(dim=0).values[len(tensors) - cut - 1]
-    middle = allocate(tensors[0].shape, tensors[0].dtype)
-    for found, *parts in iter_chunks([middle, *tensors]):
-        found.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
-    return middle
+    mean = empty(tensors[0].shape, tensors[0].dtype)
+    for result, *parts in stretches([mean, *tensors]):
+        result.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
+    return mean
 
 
 def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
-    """(K, K) squared Euclidean distances between states, in sorted order of the sites; integer entries do not count.
-
-    Args:
-        states: site -> state.
+    """(K, K) squared Euclidean distances between states, in sorted order of the sites; without integer entries.
 
     Examples:
         >>> squared_distances({"A": {"w": torch.tensor([0.0, 0.0])}, "B": {"w": torch.tensor([3.0, 4.0])}})
@@ -163,12 +159,12 @@ def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
 def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     """1 for the site that Krum chooses, 0 for all others (Blanchard et al. 2017, Sec. 4).
 
-    The score of a site is the sum of its squared distances to its K - f - 2 nearest neighbours; the least one wins, of equals the
-    first. The theory asks for K > 2f + 2; with fewer than three sites there is nobody to go by, and all count alike.
+    A site's score is the sum of its squared distances to its K - f - 2 nearest neighbours; the smallest wins, ties go to the first. The
+    theory needs K > 2f + 2; with fewer than three sites all have equal weights.
 
     Args:
-        distances: (K, K) squared distances; one that is not a number counts as the farthest.
-        faulty: f, lowered to what K sites bear; None: the largest that they bear, at least 0.
+        distances: (K, K) squared distances; NaN counts as infinite.
+        faulty: f, at most what K sites allow; None: this maximum.
 
     Examples:
         >>> krum_weights(squared_distances({site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}))
@@ -177,28 +173,21 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     count = len(distances)
     if count < 3:
         return [1.0] * count
-    bearable = max(0, (count - 3) // 2)
-    nearest = count - min(bearable, bearable if faulty is None else faulty) - 2
-    far = torch.where(distances.isnan(), torch.inf, distances)
-    scores = far.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)  # the first one is the distance to itself
+    most = max(0, (count - 3) // 2)
+    nearest = count - min(most, most if faulty is None else faulty) - 2
+    finite = torch.where(distances.isnan(), torch.inf, distances)
+    scores = finite.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)  # the first one is the distance to itself
     chosen = int(scores.argmin())
-    return [float(place == chosen) for place in range(count)]
+    return [float(site == chosen) for site in range(count)]
 
 
 def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]:
-    """The weights with which sites average to their geometric median, by smoothed Weiszfeld (Pillutla et al. 2022, Alg. 2).
+    """Weights of the geometric median, summing to 1, by smoothed Weiszfeld (Pillutla et al. 2022, Alg. 2).
 
         β_k <- p_k / max(ν, |v - w_k|),  v <- Σ_k β_k w_k / Σ_k β_k
 
-    All iterates are means of the w_k, so that distances between sites are all that is needed:
-    |v - w_k|² = Σ_i β_i d_ik - 1/2 Σ_ij β_i β_j d_ij for weights β that sum to 1 and squared distances d.
-
-    Args:
-        distances: (K, K) squared distances.
-        shares: p_k, up to a common factor.
-
-    Returns:
-        Weights that sum to 1.
+    All iterates are means of the w_k, so (K, K) squared distances d are enough: |v - w_k|² = Σ_i β_i d_ik - 1/2 Σ_ij β_i β_j d_ij for
+    weights β that sum to 1. `shares` are the p_k, up to a common factor.
 
     Examples:
         >>> far = squared_distances({site: {"w": torch.tensor(value)} for site, value in [("A", 0.0), ("B", 1.0), ("C", 9.0)]})
@@ -208,25 +197,19 @@ def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]
     prior = torch.tensor(shares, dtype=torch.float64)
     weights = prior / prior.sum()
     for _ in range(_STEPS):
-        along = distances @ weights
-        reach = (along - weights @ along / 2).clamp(min=0).sqrt()
+        to_mean = distances @ weights
+        reach = (to_mean - weights @ to_mean / 2).clamp(min=0).sqrt()
         new = prior / reach.clamp(min=_NEAR)
         new = new / new.sum()
-        settled = bool((new - weights).abs().max() < 1e-9)
+        converged = bool((new - weights).abs().max() < 1e-9)
         weights = new
-        if settled:
+        if converged:
             break
     return weights.tolist()
 
 
 def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
-    """1 / max(1, |Δ_k| / M) with M = clip times the median length of the round (Sun et al. 2019, Sec. 4).
-
-    The paper's M is a number; here the round gives it, since nobody knows how long an update of a task is before it was trained.
-
-    Args:
-        lengths: |Δ_k|.
-        clip: the longest update, as a multiple of their median.
+    """1 / max(1, |Δ_k| / M) for lengths |Δ_k|, with M = clip times their median (Sun et al. 2019, Sec. 4; there M is a constant).
 
     Examples:
         >>> clip_factors([1.0, 2.0, 8.0]), clip_factors([0.0, 0.0])

@@ -1,7 +1,7 @@
-"""Choosing the round whose model is delivered: by the sites' validation metric, the last round's model included.
+"""Model selection: the round whose model is delivered, by the sites' validation metrics; the last round's model is a candidate too.
 
-A site chooses alone among its own models. What all sites share is elected: every site votes with its metric, and the median over the
-sites decides, so that one site that is wrong, or lies, cannot choose the round for the others.
+A site selects its own models alone. For a model that all sites share, the median of the sites' metrics decides, so that a single wrong or
+malicious site cannot select the round.
 """
 
 import math
@@ -15,23 +15,25 @@ from pydantic import BeforeValidator
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 
+FEW_IMAGES: Final = 10  # of validation: with fewer, one image decides more than the difference between rounds
+
 
 def _renamed(value: object) -> object:
-    return "median" if value == "best" else value  # what jobs of older versions say
+    return "median" if value == "best" else value  # the name in jobs of older versions
 
 
 Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidator(_renamed)]
 
 
 class Best:
-    """The best state seen so far by a validation metric (higher is better), kept in an algorithm's memory; of equals the earliest wins.
+    """The best state by a validation metric (higher is better), kept in an algorithm's memory; ties go to the earliest.
 
-    Until a metric was ever defined, the latest state stands in, so a federation without validation images still delivers.
+    Until a metric was defined, it is the latest state, so a federation without validation images still delivers a model.
 
     Args:
-        memory: of the algorithm that chooses.
-        name: tells several choices of an algorithm apart.
-        latest: of equals the latest wins.
+        memory: of the algorithm that selects.
+        name: tells several selections of an algorithm apart.
+        latest: ties go to the latest.
     """
 
     def __init__(self, memory: Message, name: str, *, latest: bool = False):
@@ -47,34 +49,30 @@ class Best:
     @property
     def round(self) -> int | None:
         """The number of rounds of training behind the state."""
-        return self._found.get("round")
+        return self._memory.meta.get(self._name, {}).get("round")
 
     @property
     def value(self) -> float | None:
         """Its metric."""
-        return self._found.get("value")
-
-    @property
-    def _found(self) -> dict[str, Any]:
-        return self._memory.meta.get(self._name, {})
+        return self._memory.meta.get(self._name, {}).get("value")
 
     def chosen(self, selection: Selection, last: StateDict, behind: int | None = None) -> tuple[StateDict, int | None]:
-        """The state that a site delivers and the rounds of training behind it: the best one, or the last.
+        """The state that a site delivers and the rounds of training behind it.
 
         Args:
-            selection: of the server algorithm; by "last" it is the last one.
-            last: stands in, too, where none was ever offered.
-            behind: the rounds behind `last`; None where nobody can say.
+            selection: "last" takes the last state, all others the best one.
+            last: the last state, also used before the first offer.
+            behind: the rounds behind `last`, if known.
         """
         return (last, behind) if selection == "last" or self.state is None else (self.state, self.round)
 
     def offer(self, value: float | None, round: int, state: StateDict) -> None:
-        """Take a candidate, where it is better than what is kept.
+        """Keeps a copy of a candidate if it is better.
 
         Args:
-            value: its validation metric; None where it is undefined.
-            round: the round that it entered; the untrained model of round 0 is no candidate.
-            state: the candidate, copied where it is kept.
+            value: its validation metric; None if undefined.
+            round: rounds of training behind it; the untrained model of round 0 is no candidate.
+            state: the candidate.
         """
         if round == 0:
             return
@@ -85,18 +83,15 @@ class Best:
 
 
 class ModelSelector(Best):
-    """A choice that the sites make together; who voted what is kept for the record.
+    """A selection by the metrics of all sites, which are kept for the record.
 
     Args:
         memory: of the server algorithm.
-        name: of what is chosen.
-        rule: see `agreed`.
-        rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature, and
-            their mean, every site counting once, decides whatever the rule says, since a network that never knows one site of three is
-            perfect by the median. With few validation images many rounds are equal, of which the first have hardly learnt: the latest wins.
-
-    Attributes:
-        rule: that decides.
+        name: of the model that is selected.
+        rule: "mean", "paired" or the median, see `combined_score`.
+        rivals: whether one site's gain is another's loss, as with a network that tells sites apart. The plain mean over the sites then
+            decides for any rule: by the median, a network that never recognizes one of three sites would be perfect. Ties, frequent with
+            few images, go to the latest round.
     """
 
     def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
@@ -104,41 +99,36 @@ class ModelSelector(Best):
         self.rivals = rivals
         self.rule, self._votes = "mean" if rivals else rule, f"{name}/votes"
 
-    def hold(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
-        """Count the sites' votes on a candidate and take it where it beats what is kept; round and state as for `offer`.
+    def update(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
+        """Offers a candidate with the sites' combined metric; round and state as for `offer`.
 
         Args:
-            replies: site -> reply with the meta "validation" and "n_samples"; a site where the metric is undefined has no vote.
+            replies: site -> reply with the meta "validation" and "n_samples"; sites with an undefined metric do not count.
             role: of the model in "validation", for example "global".
         """
-        given = {site: (reply.meta.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
-        votes = {site: value for site, value in given.items() if value is not None}
-        shares = {site: 1.0 if self.rivals else float(replies[site].meta.get("n_samples", 1)) for site in votes}
-        value = agreed(votes, shares, self.rule)
+        values = {site: (reply.meta.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
+        votes = {site: value for site, value in values.items() if value is not None}
+        weights = {site: 1.0 if self.rivals else float(replies[site].meta.get("n_samples", 1)) for site in votes}
+        value = combined_score(votes, weights, self.rule)
         if self.rule == "paired" and self.value is not None:
-            kept = [found["votes"] for found in self.record if found["round"] == self.round]
-            value = paired(votes, kept[0], self.value) if kept else value
+            kept = [candidate["votes"] for candidate in self.record if candidate["round"] == self.round]
+            value = paired_score(votes, kept[0], self.value) if kept else value
         self.offer(value, round, state)
         if round > 0:
             self._memory.meta.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
 
     @property
     def record(self) -> list[dict[str, Any]]:
-        """{"round": of training behind the candidate, "value": the agreed one, "votes": site -> metric} of every candidate."""
+        """{"round": of training behind the candidate, "value": combined metric, "votes": site -> metric} of every candidate."""
         return list(self._memory.meta.get(self._votes, []))
 
 
-def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
-    """What the sites' validation metrics come to; None without any.
-
-    Args:
-        votes: site -> metric, in sorted order.
-        samples: site -> training images, for the mean.
-        rule: "mean", weighted by training images, else the median over the sites; of two sites that is their plain mean. See `paired`, too.
+def combined_score(votes: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
+    """The sites' metrics as one: by "mean" weighted by `samples`, by any other rule the median; None without any.
 
     Examples:
         >>> votes, samples = {"A": 0.5, "B": 0.75, "C": 0.0}, {"A": 1.0, "B": 2.0, "C": 1.0}
-        >>> agreed(votes, samples), agreed(votes, samples, "mean"), agreed({"A": 0.5, "B": 1.0}, samples)
+        >>> combined_score(votes, samples), combined_score(votes, samples, "mean"), combined_score({"A": 0.5, "B": 1.0}, samples)
         (0.5, 0.5, 0.75)
     """
     if rule != "mean":
@@ -147,41 +137,28 @@ def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str =
     return sum(value * samples[site] for site, value in votes.items()) / total if total > 0 else None
 
 
-def paired(votes: Mapping[str, float], kept: Mapping[str, float], value: float) -> float | None:
-    """What a candidate comes to beside the one that is kept: its value, and the sites' median gain by going over to this one.
+def paired_score(votes: Mapping[str, float], kept: Mapping[str, float], value: float) -> float | None:
+    """A candidate's score by the rule "paired": the kept model's `value` plus the sites' median gain over it; None without common sites.
 
-    A median of metrics compares one site's level with another's wherever sites differ by more than rounds do, and who votes 1 or 0 says
-    whose. A gain is one site's own, so that a candidate replaces the kept one only where half of the sites, or more, do not lose by it.
+    A median of metrics compares different sites if sites differ more than rounds do. A gain is one site's own, so a candidate replaces
+    the kept model only if at least half of the sites do not lose.
 
     Args:
         votes: site -> metric of the candidate.
-        kept: site -> metric of the one that is kept.
-        value: what the kept one has come to.
-
-    Returns:
-        None where no site has measured both.
+        kept: site -> metric of the kept model.
+        value: score of the kept model.
 
     Examples:
         >>> kept = {"A": 0.75, "B": 0.25, "C": 0.0}
-        >>> paired({"A": 0.5, "B": 0.125, "C": 1.0}, kept, 0.25)  # the median of metrics would rise to 0.5
+        >>> paired_score({"A": 0.5, "B": 0.125, "C": 1.0}, kept, 0.25)  # the median of metrics would rise to 0.5
         0.125
-        >>> paired({"A": 1.0}, {}, 0.25)
     """
     gains = [votes[site] - kept[site] for site in sorted(votes.keys() & kept.keys())]
     return value + median(gains) if gains else None
 
 
-FEW_IMAGES: Final = 10  # of validation: below, one image decides more than what rounds differ by
-
-
 def images_behind(images: Mapping[str, int], rule: str) -> float:
-    """How many validation images a choice rests on.
-
-    By a mean those of all sites together; by a median, or a median gain, those of the site in the middle: its vote decides alone.
-
-    Args:
-        images: voting site -> its validation images.
-        rule: see `ModelSelector`.
+    """Validation images that a selection rests on: by "mean" those of all sites (site -> images), else those of the median site.
 
     Examples:
         >>> votes = {"A": 5, "B": 4, "C": 4}
@@ -194,35 +171,32 @@ def images_behind(images: Mapping[str, int], rule: str) -> float:
 
 
 def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
-    """After how many rounds of training the sites' validation has not become better for `patience` rounds; None where it still does.
+    """The number of rounds trained when the sites' median metric had not improved for `patience` rounds (>= 1); None before.
 
-    The candidates of two rounds are compared as in an election, by the median over the sites. Sites that validate several models (the
-    global one and their own) go on as long as one of them becomes better. The untrained model of round 0 is no candidate.
+    If sites validate several models (the global one and their own), each improvement counts. Round 0 is no candidate.
 
     Args:
-        history: {"round", "sites": site -> meta with "validation"} of every step of the rounds that are over.
-        patience: in rounds, 1 or more.
-
-    Returns:
-        Rounds of training that are done when it is noticed: models are measured before they are trained on.
+        history: {"round", "sites": site -> meta with "validation"} of every step of the finished rounds.
+        patience: in rounds.
 
     Examples:
         >>> steps = [{"round": r, "sites": {"A": {"validation": {"global": v}}}} for r, v in enumerate([0.9, 0.5, 0.6, 0.6, 0.5])]
         >>> plateau(steps, 2), plateau(steps, 3)
         (5, None)
     """
-    heard: dict[int, dict[str, dict[str, float]]] = {}
+    by_round: dict[int, dict[str, dict[str, float]]] = {}
     for step in history:
         for site, meta in step["sites"].items():
             for model, value in (meta.get("validation") or {}).items():
                 if value is not None and step["round"] > 0:
-                    heard.setdefault(step["round"], {}).setdefault(model, {})[site] = value
+                    by_round.setdefault(step["round"], {}).setdefault(model, {})[site] = value
     best: dict[str, float] = {}
-    better = 0
-    for round, models in sorted(heard.items()):
-        risen = {model: value for model, votes in models.items() if (value := median(votes.values())) > best.get(model, -math.inf)}
-        best |= risen
-        better = round if risen else better
-        if round - better >= patience:
+    last_improvement = 0
+    for round, models in sorted(by_round.items()):
+        medians = {model: median(values.values()) for model, values in models.items()}
+        improved = {model: value for model, value in medians.items() if value > best.get(model, -math.inf)}
+        best |= improved
+        last_improvement = round if improved else last_improvement
+        if round - last_improvement >= patience:
             return round + 1
     return None

@@ -1,11 +1,8 @@
-"""PRR-Imbalance (Chen et al., IEEE TMI 2022): personalized models that do not lose what they knew at every exchange.
+"""PRR-Imbalance (Chen et al., IEEE TMI 2022): personalized models that do not retrogress at every exchange.
 
-The server gives every site a model of its own (Progressive Fourier Aggregation): low frequencies averaged, high ones the
-site's. It lands in a deputy model D_k; the personal model P_k is never overwritten. Deputy-Enhanced Transfer trains both on
-the same batches and lets them teach each other in stages. The CPA loss balances classes by their counts over all sites and by
-how far a site's class prototypes are from the others'. Batch normalisation stays at the site.
-
-Without any of the three parts (pfa=false det=false cpa=off) this is FedBN (Li et al., ICLR 2021).
+PFA (server): each site gets a model of its own, low frequencies averaged, high frequencies its own. DET (site): this model becomes the
+deputy D_k; it and the personal model P_k, which is never overwritten, teach each other in stages. CPA (site): a loss for classes that are
+imbalanced differently at each site. Without the three parts (pfa=false det=false cpa=off) the method is FedBN (Li et al., ICLR 2021).
 """
 
 from typing import Any
@@ -22,12 +19,8 @@ METHOD = Method(
 )
 
 _PUBLIC = {
-    "conjoint_mask": "formulas",
-    "cpa_loss": "formulas",
-    "fourier_aggregate": "fourier",
-    "frequency_ratio": "fourier",
-    "next_stage": "formulas",
-    "prototype_gamma": "formulas",
+    **dict.fromkeys(("conjoint_mask", "cpa_loss", "next_stage", "prototype_gamma"), "formulas"),
+    **dict.fromkeys(("fourier_aggregate", "frequency_ratio"), "fourier"),
 }
 
 

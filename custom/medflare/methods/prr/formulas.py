@@ -1,8 +1,7 @@
-"""Formulas of PRR's site algorithm as pure functions: transfer stages, the CPA loss, its prototypes.
+"""Formulas of PRR's site algorithm: transfer stages, the CPA loss, its prototypes; those of the server are in `fourier.py`.
 
 Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12),
-2022. "Official" is the authors' published code where it differs from the printed equations. The server's formulas stand in
-`fourier.py`.
+2022. "Official" is the authors' published code where it differs from the printed equations.
 """
 
 from collections.abc import Mapping
@@ -23,13 +22,12 @@ EPOCHS_TO_HALVE = 25  # Sec. IV-A, both of the paper's tasks
 def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, lam2: float = 0.9, rule: str = "official") -> int:
     """The stage of the coming epoch (PRR, Sec. III-C).
 
-    The official machine recovers in the first epoch of a round and sublimates only after an epoch of exchange; the printed rule
-    ("threshold") goes by the ratio alone. An undefined metric (NaN) shows no recovery, hence Recover.
-
     Args:
         stage: of the epoch before; 0 at the start of a round.
-        deputy: validation metric of the deputy, phi(D), higher is better.
-        personal: validation metric of the personal model, phi(P).
+        deputy, personal: validation metrics phi(D) and phi(P), higher is better. NaN (undefined) gives Recover.
+        lam1, lam2: ratios phi(D) / phi(P) at which Exchange and Sublimate begin.
+        rule: "official": the first epoch of a round is Recover, and Sublimate only follows an epoch of Exchange; "threshold": the printed
+            rule, the ratio alone.
 
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
@@ -54,13 +52,14 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
     """How often the learning rate has been halved (PRR, Sec. IV-A: "divided by 2 after every 25 epochs").
 
     Args:
-        halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs, however many a round has.
+        halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs.
+        round: 0-based.
+        epoch: 0-based, within the round.
+        epochs: of a round.
 
     Examples:
-        >>> [halvings("auto", round, 0, epochs=5) for round in (0, 4, 5, 10)], halvings("auto", 8, 1, epochs=3), halvings("auto", 8, 0, 3)
+        >>> [halvings("auto", round, 0, epochs=5) for round in (0, 4, 5, 10)], halvings(2, 3, 0, epochs=5), halvings(0, 99, 0, epochs=5)
         ([0, 0, 1, 2], 1, 0)
-        >>> halvings(2, 3, 0, epochs=5), halvings(0, 99, 0, epochs=5)
-        (1, 0)
     """
     if halve_every == "auto":
         return (round * epochs + epoch) // EPOCHS_TO_HALVE
@@ -68,11 +67,7 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
 
 
 def better_model(personal: float | None, deputy: float | None) -> str:
-    """Which model a site deploys, "personal" or "global", its deputy (PRR, Sec. IV-A: "chosen by the validation set of each client").
-
-    Args:
-        personal: validation metric of P_k, higher is better; None where it is undefined.
-        deputy: that of D_k.
+    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics (PRR, Sec. IV-A); None is undefined.
 
     Examples:
         >>> better_model(0.5, 0.75), better_model(0.5, 0.5), better_model(0.5, None), better_model(None, 0.5), better_model(None, None)
@@ -82,13 +77,11 @@ def better_model(personal: float | None, deputy: float | None) -> str:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:
-    """What a student pays for differing from its teacher: mean over samples, or pixels, of logits (N, C, ...).
+    """KL(teacher || student) of logits (N, C, ...), mean over samples or pixels (Eq. 5-6); the teacher receives no gradient.
 
-    "kl": KL(teacher || student), Eq. 5-6. "mse10": ten times the squared difference of the probabilities, as in the official
-    segmentation code. The teacher receives no gradient.
-
-    Returns:
-        A scalar; 0 for equal probabilities.
+    Args:
+        student, teacher: logits (N, C, ...).
+        form: "kl", or "mse10": ten times the squared difference of the probabilities, as in the official segmentation code.
 
     Examples:
         >>> even, certain = torch.tensor([[0.0, 0.0]]), torch.tensor([[200.0, 0.0]])
@@ -111,10 +104,10 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
 
     Args:
         counts: (C,) training samples, or pixels, of each class over all sites.
-        beta: strength of the adjustment; 0 gives the cross entropy.
+        beta: 0 gives the cross entropy.
 
     Returns:
-        (C, C) float64, row = true class. A class that no site has adjusts nothing: its row and column are 1.
+        (C, C) float64, row = true class. Row and column of a class without samples are 1.
 
     Examples:
         >>> conjoint_mask(torch.tensor([5, 5]), beta=0.5), conjoint_mask(torch.tensor([1, 4]), beta=0.5)
@@ -132,12 +125,11 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
     """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq. 11-12).
 
     Args:
-        local: (C, D) prototypes; a zero row stands for a class without a prototype.
-        global_: (C, D) prototypes, likewise.
-        tau: smoothing; the denominator is kept above 1e-3, which matters for opposite prototypes and tau <= 1 only.
+        local, global_: (C, D) prototypes; a zero row stands for a class without a prototype.
+        tau: smoothing; the denominator is at least 1e-3 (opposite prototypes with tau <= 1).
 
     Returns:
-        (C,) gamma, at least 1 up to rounding; 1 for a class without a local or a global prototype.
+        (C,) gamma; 1 for a class without a local or a global prototype.
 
     Raises:
         ValueError: prototypes of two shapes.
@@ -162,11 +154,9 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
     Args:
         logits: (N, C), or (N, C, ...) for pixels.
         targets: (N, ...) true classes.
-        counts: (C,) global class counts of the conjoint objective; None drops it (G = 1).
-        gamma: (C,) prototype distances; None drops the refinement (gamma = 1).
-
-    Returns:
-        The scalar mean over all samples or pixels.
+        counts: (C,) global class counts of the conjoint objective; None: G = 1.
+        gamma: (C,) see `prototype_gamma`; None: gamma = 1.
+        beta: see `conjoint_mask`.
 
     Raises:
         ValueError: counts or gamma of another number of classes than the logits.
@@ -178,9 +168,9 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
         >>> cpa_loss(logits, targets, torch.tensor([3, 1]), None, beta=1.0)  # -log 1 / (1 + 1/3)
         tensor(0.2877)
     """
-    for name, given in (("counts", counts), ("gamma", gamma)):
-        if given is not None and given.shape != logits.shape[1:2]:
-            raise ValueError(f"{name} of shape {tuple(given.shape)} for {logits.shape[1]} classes; give one number a class")
+    for name, numbers in (("counts", counts), ("gamma", gamma)):
+        if numbers is not None and numbers.shape != logits.shape[1:2]:
+            raise ValueError(f"{name} of shape {tuple(numbers.shape)} for {logits.shape[1]} classes")
     if counts is not None:
         log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
         logits = logits + log_mask.T[:, targets].movedim(0, 1)
@@ -205,12 +195,7 @@ class PrototypeMean:
         self.counts = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """Take in embeddings of known classes; no gradient flows through prototypes.
-
-        Args:
-            features: (N, D) or (N, D, ...).
-            targets: (N, ...), numbers of classes.
-        """
+        """Adds embeddings (N, D) or (N, D, ...) of the classes `targets` (N, ...); no gradient flows through prototypes."""
         rows = widened(features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None])
         classes = torch.arange(len(self.counts), device=targets.device)
         members = targets.reshape(len(targets), 1, -1) == classes[None, :, None]
@@ -218,7 +203,7 @@ class PrototypeMean:
         self.counts += members.sum(dim=(0, 2))
 
     def means(self) -> Tensor:
-        """(C, D) float32 prototypes; zero for a class that was never seen."""
+        """(C, D) float32 prototypes; zero for a class without samples."""
         return (self.sums / self.counts.clamp(min=1)[:, None]).float()
 
 
@@ -227,10 +212,10 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
 
     Args:
         local: (K, C, D) prototypes.
-        present: (K, C) which site has the class; the others do not count for it.
+        present: (K, C) whether the site has the class.
         noise: (C, D) standard normal numbers.
-        spread: "gaussian" with the population variance, as printed; "clamped" with the unbiased standard deviation raised to
-            at least 1, as in the official code; "mean" is mu itself.
+        spread: "gaussian": population variance, as printed; "clamped": unbiased standard deviation of at least 1, as in the official
+            code; "mean": mu itself.
 
     Returns:
         (C, D); zero for a class that no site has.
@@ -254,9 +239,10 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
 
 
 def most_representative(counts: Mapping[str, Tensor]) -> str:
-    """The site whose class distribution is closest to the federation's: whose model serves an outside site (PRR, Sec. IV-E).
+    """The site whose class distribution is closest to that of all sites, by total variation; ties go to the first name (PRR, Sec. IV-E).
 
-    Closest in total variation, summed over the groups of classes; of equals the first by name.
+    Args:
+        counts: site -> (G, C) counts of G groups of C classes.
 
     Examples:
         >>> most_representative({"A": torch.tensor([[10, 0]]), "B": torch.tensor([[4, 6]]), "C": torch.tensor([[0, 10]])})

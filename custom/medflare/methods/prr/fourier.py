@@ -4,20 +4,20 @@ Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward
 2022, Sec. III-B. "Official" is the authors' published code where it differs from the printed equations.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.states import StateDict, allocate, batch_norm_entries, check_same_shapes, split_state, weighted_mean
-from medflare.methods.prr.spectra import change_spectra
+from medflare.core.backing import empty
+from medflare.core.states import StateDict, batch_norm_entries, refuse_unlike, split_state, weighted_mean
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_BLOCK: Final = 2**21  # numbers that are transformed along rows at a time
+_TILE: Final = 2**18  # bins that are transformed along columns at a time: 2 MB, about a second-level cache
 
 
 def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
@@ -30,52 +30,6 @@ def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0
         (0.35, 0.48, 0.5)
     """
     return r0 + (r1 - r0) * round / num_rounds
-
-
-def fourier_aggregate(
-    weights: Tensor,
-    r: float,
-    *,
-    classifier: bool = False,
-    layout: str = "in_major",
-    window: str = "closed",
-    components: str = "both",
-    phase_mean: str = "arithmetic",
-) -> Tensor:
-    """Average one layer's low frequencies over the sites and keep each site's high frequencies (PRR, Eq. 1-4).
-
-    What is added to a site's weights is the inverse transform of the change inside the window, so that nothing else of the spectrum is
-    needed. A real FFT is enough, although the official window is not symmetric and the mean phase of a self-conjugate bin (DC,
-    Nyquist) may be neither 0 nor pi: the real part of an inverse transform depends on the Hermitian half
-    (S(k) + conj S(-k)) / 2 of the spectrum S alone, and that half is what is built here.
-
-    Args:
-        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs. The paper knows pictures
-            alone: a kernel (kh) is one (kh, 1), and a kernel (kh, kw, kd) has its depth beside kw, so one of depth 1 is aggregated as the
-            plane that it is.
-        r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
-        classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-
-    Returns:
-        (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights
-        back.
-
-    Raises:
-        ValueError: r outside [0, 0.5], an unknown option, whole numbers, or a shape that belongs to no convolution and no linear layer.
-
-    Examples:
-        >>> weights = torch.tensor([[[1.0, 3.0]], [[5.0, 3.0]]])  # two sites, one output, two inputs
-        >>> fourier_aggregate(weights, r=0.0).flatten(1)  # the mean over the inputs is shared, the differences stay
-        tensor([[2., 4.],
-                [4., 2.]])
-    """
-    if not weights.is_floating_point():
-        raise ValueError(f"weights of {weights.dtype} have no spectrum; PFA takes floating-point weights")
-    if not 3 <= weights.dim() <= 6 or 0 in weights.shape:
-        raise ValueError(f"weights of shape {tuple(weights.shape)} are not (K, O, I[, kh[, kw[, kd]]]); average them plainly")
-    found = allocate(weights.shape, weights.dtype)
-    _aggregate_layer(weights.detach().unbind(), found.unbind(), r, classifier, Reading(layout, window, components, phase_mean))
-    return found
 
 
 @dataclass(frozen=True)
@@ -103,20 +57,89 @@ class Reading:
         check_choice("phase_mean", self.phase_mean, ("arithmetic", "circular"))
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError if `value` is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
+
+
+def fourier_aggregate(
+    weights: Tensor,
+    r: float,
+    *,
+    classifier: bool = False,
+    layout: str = "in_major",
+    window: str = "closed",
+    components: str = "both",
+    phase_mean: str = "arithmetic",
+) -> Tensor:
+    """Average one layer's low frequencies over the sites and keep each site's high frequencies (PRR, Eq. 1-4).
+
+    Args:
+        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs. The paper has 2-D kernels
+            only: a kernel (kh) is treated as (kh, 1), and the depth of a kernel (kh, kw, kd) is joined with kw.
+        r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
+        classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
+        layout, window, components, phase_mean: see `Reading`.
+
+    Returns:
+        (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights.
+
+    Raises:
+        ValueError: r outside [0, 0.5], an unknown option, an integer dtype, or a shape of no convolution and no linear layer.
+
+    Examples:
+        >>> weights = torch.tensor([[[1.0, 3.0]], [[5.0, 3.0]]])  # two sites, one output, two inputs
+        >>> fourier_aggregate(weights, r=0.0).flatten(1)  # the mean over the inputs is shared, the differences stay
+        tensor([[2., 4.],
+                [4., 2.]])
+    """
+    if not weights.is_floating_point():
+        raise ValueError(f"weights of {weights.dtype} have no spectrum; PFA takes floating-point weights")
+    if not 3 <= weights.dim() <= 6 or 0 in weights.shape:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} are not (K, O, I[, kh[, kw[, kd]]]); average them plainly")
+    aggregated = empty(weights.shape, weights.dtype)
+    reading = Reading(layout, window, components, phase_mean)
+    _aggregate_layer(weights.detach().unbind(), aggregated.unbind(), r, classifier, reading)
+    return aggregated
+
+
 def _aggregate_layer(weights: Sequence[Tensor], into: Sequence[Tensor], r: float, classifier: bool, reading: Reading) -> None:
-    """`fourier_aggregate` of K tensors (O, I, ...), written to K others."""
+    """Writes `fourier_aggregate` of K tensors (O, I, ...) to K other tensors.
+
+    The result is w + F⁻¹((S - F(w)) s) with the aggregated spectrum S and the window s, so only the low band is transformed along both
+    axes. The half spectrum of a real FFT suffices for any S: the real part of the inverse transform depends on the Hermitian half
+    (S(k) + conj S(-k)) / 2 alone, so s is the mean of the window at k and at -k.
+    """
     if not 0 <= r <= 0.5:
         raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
     order, lead = _axis_order(weights[0].dim(), classifier, reading.layout)
-    turned = [weight.permute(order) for weight in weights]
-    shape = turned[0].shape
-    band = _Band.of(math.prod(shape[:lead]), math.prod(shape[lead:]), r, classifier, reading.window)
-    if len(weights) == 1 or not band.columns.numel():
+    half = weights[0].dtype in (torch.float16, torch.bfloat16)  # the CPU has no FFT of half precision
+    dtype = torch.float32 if half else weights[0].dtype
+    matrices = [weight.permute(order).flatten(lead).flatten(0, lead - 1).to(dtype) for weight in weights]
+    rows, columns = matrices[0].shape
+    row_window = torch.ones(2, rows) if classifier else _low_band(rows, r, reading.window)
+    column_window = _low_band(columns, r, reading.window)[:, : columns // 2 + 1]
+    kept = int(column_window.any(dim=0).sum())
+    if len(weights) == 1 or not kept:
         for target, weight in zip(into, weights, strict=True):
             target.copy_(weight)
         return
-    change = partial(_share_band, band=band, reading=reading)
-    change_spectra(turned, [target.permute(order) for target in into], lead, band.columns.shape[1], change, planes=not classifier)
+    width = 8 * (max(1, _TILE // (8 * rows)) - 1 | 1)  # an odd number of cache lines: strides of powers of two collide in the cache
+    tiles = [_row_spectra(matrix, kept, width) for matrix in matrices]
+    for start, spectra in zip(range(0, kept, width), zip(*tiles, strict=True), strict=True):
+        planes = spectra if classifier else [torch.fft.fft(spectrum, dim=0) for spectrum in spectra]
+        low = slice(start, min(start + width, kept))
+        real_rows = slice(None) if classifier else _self_conjugate(rows)
+        for column in set(_self_conjugate(columns)) & set(range(low.start, low.stop)):
+            for plane in planes:  # else rounding noise decides whether the phase of a negative number is +pi or -pi
+                plane.imag[real_rows, column - start] = 0.0
+        _replace_by_change(planes, row_window, column_window[:, low], reading)
+        for spectrum, plane in zip(spectra, planes, strict=True):
+            if not classifier:
+                spectrum.copy_(torch.fft.ifft(plane, dim=0))
+    for target, matrix, changes in zip(into, matrices, tiles, strict=True):
+        _write_moved(target.permute(order), matrix, changes)
 
 
 def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[tuple[int, ...], int]:
@@ -125,50 +148,6 @@ def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[tuple[i
         return tuple(range(dimensions)), 1
     further = tuple(range(3, dimensions))
     return ((1, 2, *further, 0) if layout == "in_major" else (0, 2, 1, *further)), 2
-
-
-@dataclass(frozen=True)
-class _Band:
-    """The low frequencies of a half spectrum: the Hermitian half of the window.
-
-    Attributes:
-        rows: (2, R) 1 where a row's frequency k lies inside, and where -k does; (2, 1) where only columns are transformed.
-        columns: (2, c) the same of the columns up to the last one of the band.
-        real_rows: rows of bins that are real, where the column is one of `real_columns`.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    real_rows: slice | list[int]
-    real_columns: list[int]
-
-    @classmethod
-    def of(cls, rows: int, columns: int, r: float, classifier: bool, window: str) -> "_Band":
-        """The band of matrices with so many rows and columns."""
-        row = torch.ones(2, 1) if classifier else _low_band(rows, r, window)
-        column = _low_band(columns, r, window)[:, : columns // 2 + 1]
-        real_rows = slice(None) if classifier else _self_conjugate(rows)
-        return cls(row, column[:, : int(column.any(dim=0).sum())], real_rows, _self_conjugate(columns))
-
-    def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Neighbouring rows, and whether they have a part in the band."""
-        if self.rows.shape[1] == 1:
-            yield slice(None), True
-            return
-        inside, counts = torch.unique_consecutive(self.rows.any(dim=0), return_counts=True)
-        ends = [0, *counts.cumsum(0).tolist()]
-        yield from zip(map(slice, ends, ends[1:]), inside.tolist(), strict=True)
-
-    def share(self, rows: slice, columns: slice) -> Tensor | None:
-        """Share of the aggregate in each bin: 1 where k and -k lie inside, 1/2 where one of them does; None where it is 1 everywhere."""
-        row, column = self.rows[:, rows], self.columns[:, columns]
-        if bool(row.all() and column.all()):
-            return None
-        return (torch.outer(row[0], column[0]) + torch.outer(row[1], column[1])) / 2
-
-
-def _self_conjugate(bins: int) -> list[int]:
-    return [0, bins // 2] if bins % 2 == 0 else [0]
 
 
 def _low_band(bins: int, r: float, window: str) -> Tensor:
@@ -180,33 +159,33 @@ def _low_band(bins: int, r: float, window: str) -> Tensor:
     return torch.stack([inside, inside[-torch.arange(bins) % bins]])
 
 
-def _share_band(spectra: list[Tensor], columns: slice, *, band: _Band, reading: Reading) -> None:
-    """Write what aggregation adds to some columns of all sites' spectra in their place.
+def _self_conjugate(bins: int) -> list[int]:
+    """Bins of an axis whose spectrum is real: DC, and Nyquist where there is one."""
+    return [0, bins // 2] if bins % 2 == 0 else [0]
 
-    Bins that are their own conjugates (DC, Nyquist) first get the imaginary part +0 instead of rounding noise. The phase of a negative
-    number is then +pi at every site; with noise it would be +pi or -pi by chance, and so would the mean.
-    """
-    for column in set(band.real_columns) & set(range(columns.start, columns.stop)):
-        for spectrum in spectra:
-            spectrum.imag[band.real_rows, column - columns.start] = 0.0
-    for rows, inside in band.runs():
+
+def _replace_by_change(spectra: Sequence[Tensor], row_window: Tensor, column_window: Tensor, reading: Reading) -> None:
+    """Replaces the spectra of all sites, (R, C) each, by what aggregation adds to them; windows as by `_low_band`."""
+    inside, counts = torch.unique_consecutive(row_window.any(dim=0), return_counts=True)
+    ends = [0, *counts.cumsum(0).tolist()]
+    for rows, is_low in zip(map(slice, ends, ends[1:]), inside.tolist(), strict=True):
         parts = [spectrum[rows] for spectrum in spectra]
-        if not inside:
+        if not is_low:
             for part in parts:
                 part.zero_()
             continue
         real, imaginary = (torch.stack(numbers) for numbers in ([part.real for part in parts], [part.imag for part in parts]))
-        aggregate = _aggregate(real, imaginary, reading)
-        share = band.share(rows, columns)
+        aggregate = aggregated_spectrum(real, imaginary, reading)
+        window = (torch.outer(row_window[0, rows], column_window[0]) + torch.outer(row_window[1, rows], column_window[1])) / 2
         for part, target in zip(parts, aggregate.expand(len(parts), -1, -1), strict=True):
             torch.sub(target, part, out=part)
-            if share is not None:
-                part.mul_(share)
+            if not bool((window == 1).all()):
+                part.mul_(window)
 
 
-def _aggregate(real: Tensor, imaginary: Tensor, reading: Reading) -> Tensor:
-    """Eq. 3-4 for spectra (K, R, C): mean amplitude, mean phase or both, as (K, R, C) or, where all sites agree, (1, R, C)."""
-    amplitude = torch.hypot(real, imaginary)  # of parts that lie apart: several times as fast as of complex numbers, and so is the angle
+def aggregated_spectrum(real: Tensor, imaginary: Tensor, reading: Reading) -> Tensor:
+    """Eq. 3-4 for spectra (K, R, C): mean amplitude, mean phase or both, as (K, R, C), or (1, R, C) where it is one for all sites."""
+    amplitude = torch.hypot(real, imaginary)  # several times as fast as of complex numbers, and so is the angle
     mean_amplitude = amplitude.mean(dim=0, keepdim=True)
     if reading.components == "amplitude":
         scale = mean_amplitude / amplitude
@@ -221,7 +200,35 @@ def _aggregate(real: Tensor, imaginary: Tensor, reading: Reading) -> Tensor:
     return torch.complex(magnitude * phase.cos(), magnitude * phase.sin())
 
 
-Kind = Literal["local", "mean", "kernel", "classifier"]
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    """Rows that are transformed at a time."""
+    step = max(1, _BLOCK // matrix.shape[1])
+    return (slice(start, start + step) for start in range(0, len(matrix), step))
+
+
+def _row_spectra(matrix: Tensor, kept: int, width: int) -> list[Tensor]:
+    """The first `kept` columns of the transformed rows of (R, C), as tiles (R, width) of neighbouring columns."""
+    tiles = [empty((len(matrix), min(width, kept - start)), matrix.dtype.to_complex()) for start in range(0, kept, width)]
+    for rows in _blocks(matrix):
+        for tile, columns in zip(tiles, torch.fft.rfft(matrix[rows])[:, :kept].split(width, dim=1), strict=True):
+            tile[rows] = columns
+    return tiles
+
+
+def _write_moved(target: Tensor, matrix: Tensor, tiles: Sequence[Tensor]) -> None:
+    """target = matrix (R, C) + the inverse transform of the tiles, whose further columns are 0."""
+    direct = target.is_contiguous() and target.dtype == matrix.dtype
+    moved = target.view(matrix.shape) if direct else torch.empty_like(matrix)
+    for rows in _blocks(matrix):
+        change = torch.fft.irfft(torch.cat([tile[rows] for tile in tiles], dim=1), n=matrix.shape[1])
+        torch.add(matrix[rows], change, out=moved[rows])
+    if not direct and target.stride(-1) > target.stride(0):  # a matrix is transposed faster by itself than on the way
+        target, moved = target.movedim(-1, 0), moved.view(-1, target.shape[-1]).t().contiguous()
+    if not direct:
+        target.copy_(moved.view(target.shape))
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -234,7 +241,7 @@ class Treatment:
         inputs_first: the weight is stored as (I, O, ...): a transposed convolution.
     """
 
-    kind: Kind
+    kind: Literal["local", "mean", "kernel", "classifier"]
     inputs_first: bool = False
 
 
@@ -244,23 +251,35 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
     The classifier is the last convolution or linear layer in order of registration, the one that gives the logits.
 
     Examples:
-        >>> found = treatments(nn.Sequential(nn.Linear(2, 2, bias=False), nn.InstanceNorm1d(2, affine=True), nn.Linear(2, 1, bias=False)))
-        >>> {name: treatment.kind for name, treatment in found.items()}
+        >>> kinds = treatments(nn.Sequential(nn.Linear(2, 2, bias=False), nn.InstanceNorm1d(2, affine=True), nn.Linear(2, 1, bias=False)))
+        >>> {name: treatment.kind for name, treatment in kinds.items()}
         {'0.weight': 'kernel', '1.weight': 'mean', '1.bias': 'mean', '2.weight': 'classifier'}
     """
     local = batch_norm_entries(network)
-    weighted = {f"{name}.weight".lstrip("."): layer for name, layer in network.named_modules() if isinstance(layer, _WEIGHTED)}
-    last = next(reversed(weighted), None)
-    found = {name: Treatment("local" if name in local else "mean") for name in network.state_dict()}
-    for name, layer in weighted.items():
-        found[name] = Treatment("classifier" if name == last else "kernel", isinstance(layer, _TRANSPOSED))
-    return found
+    layers = {f"{name}.weight".lstrip("."): layer for name, layer in network.named_modules() if isinstance(layer, _WEIGHTED)}
+    last = next(reversed(layers), None)
+    kinds = {name: Treatment("local" if name in local else "mean") for name in network.state_dict()}
+    for name, layer in layers.items():
+        kinds[name] = Treatment("classifier" if name == last else "kernel", isinstance(layer, _TRANSPOSED))
+    return kinds
+
+
+def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
+    """How each entry is aggregated where only states are at hand: tensors of two or more axes are weights, the last is the classifier.
+
+    Examples:
+        >>> kinds = treatments_by_shape({"A": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}})
+        >>> {name: treatment.kind for name, treatment in kinds.items()}
+        {'w': 'classifier', 'b': 'mean'}
+    """
+    first = next(iter(states.values()))
+    weights = [name for name, tensor in first.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
+    kinds = {name: Treatment("kernel" if name in weights else "mean") for name in first}
+    return {**kinds, **{name: Treatment("classifier") for name in weights[-1:]}}
 
 
 def without_rule(network: nn.Module) -> str | None:
-    """The first layer whose weights are none that Fourier aggregation knows, "features.0 (Embedding)"; None where it knows them all.
-
-    Biases and normalisation are averaged plainly and need none.
+    """The first layer that has weights and no rule in Fourier aggregation, for example "features.0 (Embedding)"; None if there is none.
 
     Examples:
         >>> without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2))), without_rule(nn.Conv3d(1, 1, 1))
@@ -281,10 +300,10 @@ def aggregate_models(
 
     Args:
         states: site -> state, without the entries that stay local.
+        plan: entry -> how it is aggregated.
+        r: see `fourier_aggregate`.
         fourier: False averages everything plainly, which with local batch normalisation is FedBN.
-
-    Returns:
-        Site -> aggregated state.
+        components: see `Reading`.
 
     Raises:
         ValueError: no states, or states that differ in names or shapes.
@@ -301,32 +320,12 @@ def aggregate_models(
     mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
     averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
     mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
-    reading = Reading(components=components)
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     for name in mixed:
-        treatment, given = plan[name], [states[site][name].detach() for site in sites]
-        found = [allocate(states[site][name].shape, states[site][name].dtype) for site in sites]
-        weights, into = ([tensor.transpose(0, 1) if treatment.inputs_first else tensor for tensor in of] for of in (given, found))
-        _aggregate_layer(weights, into, r, treatment.kind == "classifier", reading)
-        for site, weight in zip(sites, found, strict=True):
+        own = [states[site][name].detach() for site in sites]
+        new = [empty(weight.shape, weight.dtype) for weight in own]
+        weights, into = ([tensor.transpose(0, 1) if plan[name].inputs_first else tensor for tensor in part] for part in (own, new))
+        _aggregate_layer(weights, into, r, plan[name].kind == "classifier", Reading(components=components))
+        for site, weight in zip(sites, new, strict=True):
             aggregated[site][name] = weight
     return {site: {name: aggregated[site][name] for name in states[site]} for site in sites}
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Nothing where `value` is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
-
-
-def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
-    """What becomes of each entry, where only states are at hand: two or more axes make a weight, the last of them the classifier.
-
-    Examples:
-        >>> {name: found.kind for name, found in treatments_by_shape({"A": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}}).items()}
-        {'w': 'classifier', 'b': 'mean'}
-    """
-    first = next(iter(states.values()))
-    weights = [name for name, tensor in first.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
-    found = {name: Treatment("kernel" if name in weights else "mean") for name in first}
-    return {**found, **{name: Treatment("classifier") for name in weights[-1:]}}

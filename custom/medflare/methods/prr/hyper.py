@@ -1,4 +1,4 @@
-"""PRR's hyper-parameters, by the algorithm that owns them."""
+"""PRR's hyper-parameters."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from medflare.methods.base import ServerHyper, SiteHyper
 
 @dataclass(frozen=True, config=STRICT)
 class PRRSiteHyper(SiteHyper):
-    """Deputy-Enhanced Transfer and the CPA loss; the server reads from it what the sites send."""
+    """Deputy-Enhanced Transfer and the CPA loss."""
 
     det: bool = param(True, "a deputy beside the personal model; false: one model, replaced every round", source="Eq. 5-6, Table IV")
     det_steps: Literal["E", "RE", "RES"] = param("RES", "Exchange; Recover + Exchange; + Sublimate", source="Table VI")
@@ -23,7 +23,6 @@ class PRRSiteHyper(SiteHyper):
     beta: float = param(0.8, "exponent of the conjoint objective", symbol="β", source="Eq. 9, Table IX", low=0)
     tau: float = param(3.0, "smoothing of the prototype distance", symbol="τ", source="Eq. 12, Table IX", low=1)
     plain_loss: Literal["task", "ce", "focal", "fedeamc"] = param("task", "L_sup where cpa is off", source="Table XI")
-    warm_up: int = param(1, "first rounds without refinement; the code: 15 of 50, segmentation 1", low=0)
     halve_every: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
         "auto", "rounds after which the learning rate halves, 0 never; auto: after every 25 local epochs", source="Sec. IV-A"
     )
@@ -34,7 +33,7 @@ class PRRSiteHyper(SiteHyper):
 
     @property
     def supervision(self) -> str:
-        """Which loss supervises, see `supervision.Supervision`."""
+        """Name of the supervised loss, see `transfer.Supervision`."""
         return self.plain_loss if self.cpa == "off" else self.cpa
 
     @property
@@ -45,7 +44,7 @@ class PRRSiteHyper(SiteHyper):
 
 @dataclass(frozen=True, config=STRICT)
 class PRRServerHyper(ServerHyper):
-    """Progressive Fourier Aggregation, and what sites that never trained get. Each site keeps its models by `selection`."""
+    """Progressive Fourier Aggregation, and the model of outside sites. Each site selects its own models by `selection`."""
 
     pfa: bool = param(True, "Fourier aggregation at the server; false is the plain mean, as FedBN", source="Eq. 1-4, Table IV")
     r0: float = param(0.35, "low-frequency threshold of the first round", symbol="r_0", source="Table VII", low=0, high=0.5)

@@ -16,18 +16,18 @@ from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
-from medflare.methods.prr.supervision import class_totals
+from medflare.methods.prr.transfer import class_totals
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 
-_ROUNDS = 50  # of the published schedule, where nobody says how many there will be
+_ROUNDS = 50  # of the published schedule; used under FLARE's own workflows, which do not give the number of rounds
 
 
 class FourierAggregation(Aggregation[PRRServerHyper]):
-    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site, and the plain mean for everybody else.
+    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site, and the plain mean for other sites.
 
-    Without a task at hand (FLARE's own workflows) the layers are told apart by their shapes.
+    Without a task (FLARE's own workflows) the kind of a layer follows from its shape.
     """
 
     def __init__(self, hyper: PRRServerHyper):
@@ -35,16 +35,14 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
         self.treatments: dict[str, Treatment] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
-        """Learn how each entry is treated, by the network's layers."""
         super().prepare(task, rounds)
         self.treatments = treatments(meta_network(task))
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The plain mean over the sites."""
         return weighted_mean(states_of(models), dict.fromkeys(models, 1.0))
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
-        """Site -> its model S_k with the low frequencies that the round shares (Alg. 1, line 7)."""
+        """Site -> its model S_k (Alg. 1, line 7)."""
         states, hyper = states_of(models), self.hyper
         rounds = self.rounds or _ROUNDS
         low_band = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
@@ -53,11 +51,11 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
 
 
 class PRRServer(ServerAlgorithm[PRRServerHyper]):
-    """A site that misses a round keeps its last model; one that comes later starts from the mean of the others' deputies.
+    """A site that misses a round keeps its last model; one that joins later starts from the mean of the others' deputies.
 
     Attributes:
         mean: the mean deputy, without batch normalisation.
-        outside: the model for sites that never trained; `complete` says whether it has normalisation of its own, where it needs any.
+        outside: the model for outside sites; complete only if `memory.meta["complete"]`, else its normalisation is the initial one.
         prototypes: the global ones, None before the first round.
     """
 
@@ -79,11 +77,11 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @property
     def aggregated(self) -> dict[str, StateDict]:
-        """S_k of the sites that have trained."""
+        """Site -> S_k, of the sites that have trained."""
         return {site: self.memory.states[f"model/{site}"] for site in self.context.sites if f"model/{site}" in self.memory.states}
 
     def steps(self) -> list[Step]:
-        """A training step per round and a look at the last models; where outside sites need it, the exchange that makes their model."""
+        """Training, validation of the last models, and the exchange that makes the outside sites' model if they need one."""
         personal = self.hyper.outside_model == "personal"
         if not self.context.outside or not (personal or self.normalised):
             return super().steps()
@@ -91,23 +89,23 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @property
     def class_totals(self) -> Tensor:
-        """(G, C) training images or pixels of each class over the inside sites that have enrolled, each for as much as it counts."""
+        """(G, C) training images or pixels of each class over the enrolled inside sites, limited as `ServerContext.counted` says."""
         context = self.context
-        known = {site: context.site_counts[site] for site in context.sites if site in context.site_counts}
+        enrolled = {site: context.site_counts[site] for site in context.sites if site in context.site_counts}
         if not context.counted:
-            return class_totals(context.task, known)
-        each = [class_totals(context.task, {site: known[site]}).double() * context.counted.get(site, 1.0) for site in sorted(known)]
-        return torch.stack(each).sum(dim=0).round().long()
+            return class_totals(context.task, enrolled)
+        totals = [class_totals(context.task, {site: counts}).double() * context.counted.get(site, 1.0) for site, counts in enrolled.items()]
+        return torch.stack(totals).sum(dim=0).round().long()
 
     def configure(self, step: Step, site: str) -> Message:
-        """The site's S_k, the class counts of all sites and the global prototypes, where there are any."""
+        """The site's S_k, the class counts of all sites and the global prototypes, if there are any."""
         message = Message({DEPUTY: self.aggregated.get(site, self.mean)}, {CLASS_TOTALS: self.class_totals.tolist()})
         if self.prototypes is not None:
             message.states[PROTOTYPES] = self.prototypes
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Every site's next model and the next prototypes; after the last exchange the model for outside sites."""
+        """Every site's next model and the next prototypes; at the end the model for outside sites."""
         if step.phase == "train":
             self._aggregate(step.round, replies)
         elif step.phase.startswith("share"):
@@ -115,7 +113,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     def _aggregate(self, round: int, replies: Mapping[str, Message]) -> None:
         if round == 0:
-            self._note_absent_classes(self.class_totals)
+            self._warn_of_absent_classes(self.class_totals)
         deputies = site_models(replies, DEPUTY)
         self.memory.states |= {f"model/{site}": state for site, state in self.aggregation.own(deputies, round).items()}
         self.mean = self.aggregation.shared(deputies, round)
@@ -126,36 +124,35 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
             noise = torch.randn(local.shape[1:], generator=torch_generator(self.context.seed, "server", round, "prototypes"))
             self.prototypes = {"prototypes": global_prototypes(local, present, noise)}
 
-    def _note_absent_classes(self, totals: Tensor) -> None:
-        silent = [site for site in self.context.sites if self.context.site_counts.get(site, {}).get("class_counts") == []]
-        for site in silent:
+    def _warn_of_absent_classes(self, totals: Tensor) -> None:
+        suppressed = [site for site in self.context.sites if self.context.site_counts.get(site, {}).get("class_counts") == []]
+        for site in suppressed:
             text = "keeps its counts by class (minimum_patients): the class totals of the CPA loss are those of the other sites"
             self.context.events.add("warning", text, site=site)
-        if silent and not totals.any():
+        if suppressed and not totals.any():
             return
-        for names, counts in zip(class_names(self.context.task), totals, strict=True):
-            for name, count in zip(names, counts, strict=True):
-                if count == 0:
-                    self.context.events.add("warning", f"class {name} is in no site's training images: the CPA loss leaves it as it is")
+        names = [name for group in class_names(self.context.task) for name in group]
+        for name in (name for name, count in zip(names, totals.flatten().tolist(), strict=True) if count == 0):
+            self.context.events.add("warning", f"class {name} is in no site's training images: the CPA loss does not weight it")
 
     def _outside(self, replies: Mapping[str, Message]) -> StateDict:
-        """The model for sites that never trained: the mean deputy, or the personal model of the most representative site."""
+        """The model for outside sites: the mean deputy, or the personal model of the most representative site."""
         if self.hyper.outside_model == "mean":
             parts = {site: reply.states[NORMALISATION] for site, reply in replies.items()}
             return {**self.mean, **weighted_mean(parts, dict.fromkeys(parts, 1.0))}
         counts = self.context.site_counts
-        told = {site: class_totals(self.context.task, {site: counts[site]}) for site in replies if counts[site]["class_counts"]}
-        chosen = most_representative(told) if told else max(sorted(replies), key=lambda site: counts[site]["n"]["train"])
-        if len(told) < len(replies):
-            text = f"not all sites tell their counts by class: outside sites get the model of {chosen}, of those that do, or the largest"
+        totals = {site: class_totals(self.context.task, {site: counts[site]}) for site in replies if counts[site]["class_counts"]}
+        chosen = most_representative(totals) if totals else max(sorted(replies), key=lambda site: counts[site]["n"]["train"])
+        if len(totals) < len(replies):
+            text = f"some sites keep their counts by class: outside sites get the model of {chosen}, chosen among the others or by size"
             self.context.events.add("warning", text)
         return replies[chosen].states[PERSONAL]
 
     def configure_final(self, site: str) -> Message:
-        """The site's last S_k; the outside model for a site that never trained."""
+        """The site's last S_k, or the outside model."""
         return Message({DEPUTY: self.outside if site in self.context.outside else self.aggregated.get(site, self.outside)})
 
     def models(self) -> dict[str, Message]:
-        """The model for sites that never trained, where the sites have given what it is made of."""
-        rounds = self.context.rounds if self.hyper.outside_model == "mean" else None  # a site's personal model is of its own best round
+        """The model for outside sites, if it is complete."""
+        rounds = self.context.rounds if self.hyper.outside_model == "mean" else None  # a personal model is of its site's best round
         return {"global": trained_model(self.outside, rounds)} if self.memory.meta["complete"] else {}

@@ -17,8 +17,7 @@ from medflare.methods.parts.selection import Best
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.supervision import SitePrototypes, Supervision, prototype_width
-from medflare.methods.prr.transfer import Transfer
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer, prototype_width
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.classes import class_names
@@ -51,6 +50,9 @@ PROTOTYPES = TensorSpec(
     measured="train",
     per_class="values",
 )
+_GLOBAL_PROTOTYPES = TensorSpec(
+    "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, optional=True
+)  # absent in the first round
 NORMALISATION = TensorSpec(
     "normalisation",
     "the deputy's batch normalisation, for the mean that outside sites get",
@@ -64,10 +66,7 @@ GAMMAS = MetaSpec("gammas", "γ of every class, epoch by epoch", table(listing(n
 TRAINED = MetaSpec(
     "validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation"
 )
-_DRAWN = TensorSpec(
-    "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, optional=True
-)  # the global ones; there are none before the first round
-_RECEIVED: dict[str, Any] = {"request": (DEPUTY, _DRAWN), "request_meta": (CLASS_TOTALS,)}
+_REQUEST: dict[str, Any] = {"request": (DEPUTY, _GLOBAL_PROTOTYPES), "request_meta": (CLASS_TOTALS,)}
 
 
 class PRRSite(SiteAlgorithm[PRRSiteHyper]):
@@ -77,12 +76,12 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     server_hyper: ClassVar[type] = PRRServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", reply=(DEPUTY, PROTOTYPES), reply_meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_RECEIVED),
-        Phase("validate", reply_meta=MEASURED, **_RECEIVED),
-        Phase("share_normalisation", reply=(NORMALISATION,), reply_meta=MEASURED, **_RECEIVED),
-        Phase("share_personal", reply=(PERSONAL,), reply_meta=MEASURED, **_RECEIVED),
+        Phase("train", reply=(DEPUTY, PROTOTYPES), reply_meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_REQUEST),
+        Phase("validate", reply_meta=MEASURED, **_REQUEST),
+        Phase("share_normalisation", reply=(NORMALISATION,), reply_meta=MEASURED, **_REQUEST),
+        Phase("share_personal", reply=(PERSONAL,), reply_meta=MEASURED, **_REQUEST),
     )
-    delivery: ClassVar[Phase | None] = Phase("finalize", request=(DEPUTY, TensorSpec("model")))  # the outside model has normalisation too
+    delivery: ClassVar[Phase | None] = Phase("finalize", request=(DEPUTY, TensorSpec("model")))  # an outside site's model is whole
     dp_unsupported_reason = (
         "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
     )
@@ -98,16 +97,12 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: PRRSiteHyper) -> bool:
-        """With two models or prototypes every batch is asked for them."""
+        """Every batch needs the features of the personal model."""
         return True
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
-        """Refuse layers that Fourier aggregation has no rule for, and class totals that patches do not tell.
-
-        Raises:
-            ConfigError: one of both.
-        """
+        """Raises ConfigError for a layer without a rule in Fourier aggregation, and for class totals that patches do not give."""
         super().check(task, hyper, server_hyper)
         if server_hyper.pfa and (layer := without_rule(meta_network(task))):
             raise ConfigError(f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false")
@@ -117,66 +112,56 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             )
 
     def validate_request(self, incoming: Message) -> str | None:
-        """Class totals of other classes than the task's."""
-        named, told = class_names(self.site.task), incoming.meta.get(CLASS_TOTALS)
-        if told is None or [len(group) for group in told] == [len(group) for group in named]:
+        """Refuses class totals of other classes than the task's."""
+        names, totals = class_names(self.site.task), incoming.meta.get(CLASS_TOTALS)
+        if totals is None or [len(group) for group in totals] == [len(group) for group in names]:
             return None
         return f"item {CLASS_TOTALS!r} is not of the task's classes"
 
-    # a round
-
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes where the loss uses them."""
+        """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes if the loss uses them."""
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
-        prototypes = incoming.states.get(PROTOTYPES, {}).get("prototypes")
         supervision = Supervision(
             self.site,
             self.hyper.supervision,
             beta=self.hyper.beta,
             tau=self.hyper.tau,
             totals=torch.tensor(incoming.meta[CLASS_TOTALS]),
-            global_=prototypes if round >= self.hyper.warm_up else None,
+            global_=incoming.states.get(PROTOTYPES, {}).get("prototypes"),
         )
         transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)
-        self.prototypes = transfer.prototypes
-        self.personal = copy_state(personal.state_dict())
         trained = copy_state(deputy.state_dict())
-        self.normalisation = self.part.kept(trained)
+        self.personal, self.normalisation = copy_state(personal.state_dict()), self.part.kept(trained)
+        self.prototypes = transfer.prototypes
         states: dict[str, StateDict] = {DEPUTY: self.part.shared(trained)}
         if self.hyper.refines:
             states[PROTOTYPES] = transfer.prototypes
-        more = {**self._gammas(transfer), **self._trained(personal, deputy)}
+        more = self._gammas(transfer)
+        if self.hyper.retrogress:
+            more[TRAINED] = self._validation(personal, deputy)
         return Message(states, self.meta(loss=loss, validation=validation, stages=transfer.stages, **more))
 
     def _gammas(self, transfer: Transfer) -> dict[str, Any]:
-        """The curves of γ by class, where the loss has been refined."""
+        """The curves of γ by class, if the loss was refined."""
         if not (self.hyper.refines and transfer.gammas):
             return {}
-        named = [name for group in class_names(self.site.task) for name in group]
+        names = [name for group in class_names(self.site.task) for name in group]
         curves = [list(curve) for curve in zip(*([g for group in gamma for g in group] for gamma in transfer.gammas), strict=True)]
-        by_class = dict(zip(named, curves, strict=True))
+        by_class = dict(zip(names, curves, strict=True))
         return {GAMMA: {name: curve[-1] for name, curve in by_class.items()}, GAMMAS: by_class}
-
-    def _trained(self, personal: nn.Module, deputy: nn.Module) -> dict[str, Any]:
-        """What the round's training has reached, where `retrogress` asks for it: the deputy's is what aggregation starts from."""
-        if not self.hyper.retrogress:
-            return {}
-        found = {"global": finite_or_none(self.validation(deputy))}
-        found["personal"] = found["global"] if personal is deputy else finite_or_none(self.validation(personal))
-        return {TRAINED: found}
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the deputy and of the personal model."""
         return Message({}, self.meta(validation=self._measure(round, *self._models(incoming))))
 
     def share_normalisation(self, round: int, incoming: Message) -> Message:
-        """What a mean deputy lacks: asked for once, after the last round, where there are outside sites."""
+        """The deputy's normalisation; asked for once, after the last round, if there are outside sites."""
         return Message({NORMALISATION: self.part.kept(self._deputy_state(incoming))}, self.meta(validation={}))
 
     def share_personal(self, round: int, incoming: Message) -> Message:
-        """A candidate for outside sites: asked for once, after the last round, where `outside_model` says so."""
+        """The personal model as a candidate for outside sites (`outside_model`); asked for once, after the last round."""
         return Message({PERSONAL: self._delivered(incoming)["personal"][0]}, self.meta(validation={}))
 
     def _deputy_state(self, incoming: Message) -> StateDict:
@@ -186,23 +171,25 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return {**self.normalisation, **incoming.states[DEPUTY]}
 
     def _models(self, incoming: Message) -> tuple[FeatureNetwork, FeatureNetwork]:
-        """(P_k, D_k); P_k starts as the first model that the site is sent. With DET off both are the deputy."""
+        """(P_k, D_k); P_k starts as the first model that the site receives. With DET off both are the deputy."""
         state = self._deputy_state(incoming)
         deputy = self.network("model", state)
         if not self.hyper.det:
             return deputy, deputy
         return self.network("personal", self.personal or state), deputy
 
-    def _measure(self, round: int, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
-        """Validation metric of both models as the round begins; the site itself keeps its best ones."""
-        models = {"global": deputy, "personal": personal}
-        found = {"global": finite_or_none(self.validation(deputy))}
-        found["personal"] = found["global"] if personal is deputy else finite_or_none(self.validation(personal))
-        for role, model in models.items():
-            self.best[role].offer(found[role], round, model.state_dict())
-        return found
+    def _validation(self, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
+        value = finite_or_none(self.validation(deputy))
+        return {"global": value, "personal": value if personal is deputy else finite_or_none(self.validation(personal))}
 
-    # delivery, state
+    def _measure(self, round: int, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
+        """Validation metrics of both models at the start of the round; the site keeps the best model of each role."""
+        values = self._validation(personal, deputy)
+        for role, model in (("global", deputy), ("personal", personal)):
+            self.best[role].offer(values[role], round, model.state_dict())
+        return values
+
+    # -- final models --------------------------------------------------------------------------------------------------------
 
     def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
         """The site's final deputy and personal model with their rounds: of its best round or of the last one."""
@@ -211,9 +198,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return {role: self.best[role].chosen(self.plan.server_hyper.selection, state) for role, state in last.items()}
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside, a site uses the better of its deputy ("global") and its personal model by its own validation images, the personal one of
-        equals; "the reported model is chosen by the validation set of each client" (Sec. IV-A). Outside it uses what it is sent.
-        """
+        """An inside site deploys the better of its deputy and its personal model by validation (Sec. IV-A), an outside site what it got."""
         if self.personal is None:
             return dict.fromkeys(("global", "deployed"), plain_message(self._deputy_state(incoming)))
         models = {role: trained_model(*delivered) for role, delivered in self._delivered(incoming).items()}

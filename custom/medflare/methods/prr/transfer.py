@@ -1,30 +1,196 @@
-"""Deputy-Enhanced Transfer: a site's two models train on the same batches and teach each other in stages (PRR, Sec. III-C)."""
+"""A round of training at a PRR site: Deputy-Enhanced Transfer (Sec. III-C) under the CPA loss (Sec. III-D).
+
+A task is seen as G softmax problems ("groups") of C classes each, so that one formula serves every task: one problem over all classes
+(multiclass), one over (negative, positive) with logits (0, z) (binary), or one such pair for each label (multilabel).
+"""
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, halvings, next_stage
+from medflare.methods.prr.formulas import (
+    EXCHANGE,
+    RECOVER,
+    SUBLIMATE,
+    PrototypeMean,
+    cpa_loss,
+    distillation_loss,
+    halvings,
+    next_stage,
+    prototype_gamma,
+)
 from medflare.methods.prr.hyper import PRRSiteHyper
-from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
+from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
+from medflare.networks.structure import example
+from medflare.tasks.classes import class_names
+from medflare.tasks.config import TaskConfig
 from medflare.training.accumulation import Steps
 from medflare.training.epochs import epochs, trainable, weighted_sum
 from medflare.training.site import Site
+
+# -- a task as groups of classes ---------------------------------------------------------------------------------------------
+
+
+def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
+    """(G, C)."""
+    names = class_names(task)
+    return len(names), len(names[0])
+
+
+def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> class_logits(torch.tensor([[3.0]]), SimpleNamespace(target="binary", outputs=1))
+        tensor([[[[0.],
+                  [3.]]]])
+    """
+    outputs = logits.reshape(len(logits), task.outputs, -1)
+    if task.target == "multiclass":
+        return outputs[None]
+    positive = outputs.transpose(0, 1)
+    return torch.stack([torch.zeros_like(positive), positive], dim=2)
+
+
+def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
+    """Targets as in `data.splits.Split` as class indices (G, N, P), for `class_logits`."""
+    groups = task.outputs if task.target == "multilabel" else 1
+    return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
+
+
+def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
+    """N_c of the conjoint objective: training images or pixels of each class over the sites, (G, C) int64.
+
+    Args:
+        task: names the classes.
+        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`; empty if the site sent none}.
+    """
+    groups, classes = groups_and_classes(task)
+    totals = torch.zeros(groups, classes, dtype=torch.int64)
+    pixels = math.prod(task.size) if task.kind == "segmentation" else 1
+    for meta in enrolled.values():
+        if not meta["class_counts"]:
+            continue
+        counts = torch.tensor(meta["class_counts"])
+        if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
+            counts = torch.stack([(meta["n"]["train"] * pixels - counts).clamp(min=0), counts], dim=1)
+        totals += counts.reshape(groups, classes)
+    return totals
+
+
+# -- prototypes and loss -----------------------------------------------------------------------------------------------------
+
+
+def prototype_width(task: TaskConfig) -> int:
+    """D of a prototype: channels of the network's features."""
+    with torch.no_grad():
+        return meta_network(task).eval().features_and_output(example(task.image_channels, task.size, "meta"))[0].shape[1]
+
+
+class SitePrototypes:
+    """Local prototypes f^(k) of every class, collected batch by batch from the personal model's embeddings (PRR, Eq. 10)."""
+
+    def __init__(self, task: TaskConfig, width: int, device: torch.device | str):
+        self.task = task
+        groups, classes = groups_and_classes(task)
+        self._means = [PrototypeMean(classes, width, device) for _ in range(groups)]
+
+    def add(self, features: Tensor, targets: Tensor) -> None:
+        """Adds a batch: features (N, D) or (N, D, ...); label maps are resized to the feature map (nearest)."""
+        dims = features.dim() - 2
+        if dims and features.shape[2:] != targets.shape[-dims:]:
+            maps = targets.reshape(len(targets), -1, *targets.shape[-dims:]).float()
+            nearest = functional.interpolate(maps, features.shape[2:], mode="nearest")
+            targets = nearest.reshape(*targets.shape[:-dims], *features.shape[2:]).to(targets.dtype)
+        for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
+            mean.add(features, labels)
+
+    def state(self) -> StateDict:
+        """{"prototypes": (G C, D), "present": (G C,) bool}; the prototype of a class without samples is zero."""
+        prototypes = torch.cat([mean.means() for mean in self._means])
+        return {"prototypes": prototypes, "present": torch.cat([mean.counts for mean in self._means]) > 0}
+
+
+class Supervision:
+    """L_sup of a round at a site: (logits, targets) -> scalar (PRR, Sec. III-D and IV-A).
+
+    Args:
+        kind: "both", "global" or "local": the CPA loss, its conjoint objective alone or its refinement alone; or a loss that it is
+            compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
+        totals: (G, C) class counts over all sites.
+        global_: (G C, D) prototypes from the server; None: gamma = 1.
+    """
+
+    def __init__(self, site: Site, kind: str, *, beta: float, tau: float, totals: Tensor, global_: Tensor | None):
+        self.site, self.kind, self.beta, self.tau = site, kind, beta, tau
+        self.counts: list[Tensor | None] = list(totals) if kind in ("both", "global") else [None] * len(totals)
+        self.gamma = _inverse_frequencies(site) if kind == "fedeamc" else None
+        self._global = global_ if kind in ("both", "local") else None
+        self._dice = site.annotation.loss({"name": "dice"}) if site.task.kind == "segmentation" else None
+        self._focal = site.annotation.loss({"name": "focal"}) if kind == "focal" else None
+
+    def refine(self, local: Tensor | None) -> None:
+        """Weights the classes by the distance of the site's prototypes (G C, D) to the global ones (Eq. 11-12)."""
+        if local is not None and self._global is not None:
+            gamma = prototype_gamma(local, self._global, self.tau)
+            self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.kind == "task":
+            return self.site.loss(logits, targets)
+        value = self._focal(logits, targets) if self._focal is not None else self._classification(logits, targets)
+        return value if self._dice is None else value + self._dice(logits, targets)
+
+    def _classification(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The CPA loss over the classes that the site annotated, mean over the groups; cross entropy without counts and gamma."""
+        annotation = self.site.annotation
+        grouped = class_logits(annotation.logits(logits), annotation.reduced)
+        labels = class_targets(annotation.targets(targets), annotation.reduced)
+        gamma = [None] * len(self.counts) if self.gamma is None else list(self.gamma)
+        counts, gammas = self._annotated(self.counts), self._annotated(gamma)
+        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
+        return torch.stack(parts).mean()
+
+    def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The numbers (C,) of every group, without groups and classes that the site did not annotate."""
+        annotation = self.site.annotation
+        if annotation.complete:
+            return list(numbers)
+        outputs = list(annotation.outputs)
+        if annotation.task.target == "multilabel":
+            return [numbers[output] for output in outputs]
+        return [None if row is None else row[outputs] for row in numbers]
+
+
+def _inverse_frequencies(site: Site) -> Tensor:
+    """FedeAMC as PRR describes it (Sec. V-A): class weights inverse to the site's own counts, mean 1 over its samples."""
+    counts = class_totals(site.task, {site.name: {"n": site.n, "class_counts": site.class_counts().tolist()}})
+    present = counts > 0
+    weight = counts.sum(dim=1, keepdim=True) / (present.sum(dim=1, keepdim=True) * counts.clamp(min=1))
+    return torch.where(present, weight, 1.0).to(site.device)
+
+
+# -- a round -----------------------------------------------------------------------------------------------------------------
 
 
 class Transfer:
     """One round of training at a site.
 
     Args:
-        personal: P_k, trained in place; the same network as `deputy` where DET is off.
+        personal: P_k, trained in place; the same network as `deputy` if DET is off.
         deputy: D_k, trained in place.
-        prototypes: the site's own of the round before, empty at the start; `run` brings them up to date every epoch.
+        prototypes: the site's own of the round before, empty at the start; `run` updates them every epoch.
 
     Attributes:
-        stages: of every epoch; none with DET off.
-        gammas: (G, C) γ of every epoch, as nested lists; none where the loss has no refinement.
+        stages: of every epoch; empty if DET is off.
+        gammas: (G, C) γ of every epoch, as nested lists; empty without refinement.
     """
 
     def __init__(
@@ -37,63 +203,58 @@ class Transfer:
         width: int,
         prototypes: StateDict,
     ):
-        self.site = site
-        self.hyper = hyper
-        self.personal = personal
-        self.deputy = deputy
-        self.supervision = supervision
-        self.width = width
-        self.prototypes = prototypes
+        self.site, self.hyper, self.supervision = site, hyper, supervision
+        self.personal, self.deputy = personal, deputy
+        self.width, self.prototypes = width, prototypes
         self.stages: list[int] = []
         self.gammas: list[list[list[float]]] = []
 
+    @property
+    def _single(self) -> bool:
+        return self.personal is self.deputy
+
     def run(self, round: int, validation: dict[str, float | None]) -> float:
-        """The round's local epochs; returns the personal model's mean loss over all images seen.
+        """The round's local epochs; returns the personal model's mean loss over all images.
 
         Args:
-            validation: metric of the deputy ("global") and the personal model ("personal") as the round begins.
+            validation: metric of the deputy ("global") and the personal model ("personal") at the start of the round.
         """
-        models = [self.personal] if self._alone else [self.personal, self.deputy]
+        models = [self.personal] if self._single else [self.personal, self.deputy]
         rate = self.site.task.optimizer["lr"] * 0.5 ** self._halvings(round, 0)
-        optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]  # one each: a clipped norm is a model's own
-        steps, own, sizes = [Steps(optimizer, self.site) for optimizer in optimizers], list[Tensor](), list[int]()
+        optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]  # two: gradient norms are clipped by model
+        steps, losses_of_personal, sizes = [Steps(optimizer, self.site) for optimizer in optimizers], list[Tensor](), list[int]()
         for epoch, batches in enumerate(epochs(self.site, round, "model")):
             if self._halvings(round, epoch) > self._halvings(round, max(0, epoch - 1)):
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] *= 0.5
-            gathered = self._begin_epoch(validation)
+            collected = self._begin_epoch(validation)
             for model in models:
                 model.train()
             for images, targets, _ in batches:
-                losses = self._losses(images, targets, gathered)
+                losses = self._losses(images, targets, collected)
                 for stepping, loss in zip(steps, losses, strict=True):
                     stepping.follow(loss, len(images))
-                own.append(losses[0].detach())
+                losses_of_personal.append(losses[0].detach())
                 sizes.append(len(images))
             for stepping in steps:
                 stepping.finish()
-            if gathered is not None:
-                self.prototypes = copy_state(gathered.state())
-        return weighted_sum(own, sizes) / sum(sizes)
+            if collected is not None:
+                self.prototypes = copy_state(collected.state())
+        return weighted_sum(losses_of_personal, sizes) / sum(sizes)
 
     def _halvings(self, round: int, epoch: int) -> int:
         return halvings(self.hyper.halve_every, round, epoch, self.site.task.local_epochs)
 
-    @property
-    def _alone(self) -> bool:
-        return self.personal is self.deputy
-
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
-        """Choose the stage and weigh the classes; returns what gathers prototypes meanwhile, if anything does."""
-        if not self._alone:
+        """Sets the stage and the class weights; returns the collector of this epoch's prototypes, if they are needed."""
+        if not self._single:
             self.stages.append(self._stage(self.stages[-1] if self.stages else 0, validation))
         if not self.hyper.refines:
             return None
-        gathered = SitePrototypes(self.site.task, self.width, self.site.device)
         self.supervision.refine(self.prototypes.get("prototypes"))
         if self.supervision.gamma is not None:
             self.gammas.append(self.supervision.gamma.tolist())
-        return gathered
+        return SitePrototypes(self.site.task, self.width, self.site.device)
 
     def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
         """The stage of the coming epoch; `stage` is that of the one before, 0 at the start of a round."""
@@ -104,27 +265,27 @@ class Transfer:
             return RECOVER
         metrics = validation if stage == 0 else {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
         phi = {role: math.nan if value is None else value for role, value in metrics.items()}
-        # of a single epoch of recovery none would be left in which the deputy teaches: there the printed thresholds decide
-        found = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold")
-        return min(found, EXCHANGE) if hyper.det_steps == "RE" else found
+        # With one epoch a round, the official machine would stay in Recover: the printed thresholds decide.
+        following = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold")
+        return min(following, EXCHANGE) if hyper.det_steps == "RE" else following
 
     def _metric(self, model: nn.Module) -> float | None:
         metric = self.site.task.metric
         return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
-    def _losses(self, images: Tensor, targets: Tensor, gathered: SitePrototypes | None) -> list[Tensor]:
+    def _losses(self, images: Tensor, targets: Tensor, collected: SitePrototypes | None) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
         features, logits = self.personal.features_and_output(images)
-        if gathered is not None:
-            gathered.add(features, targets)
-        own = self.supervision(logits, targets)
-        if self._alone:
-            return [own]
-        answer = self.deputy(images)
-        other = self.supervision(answer, targets)
-        own_logits, other_logits = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, answer))
+        if collected is not None:
+            collected.add(features, targets)
+        loss_p = self.supervision(logits, targets)
+        if self._single:
+            return [loss_p]
+        deputy_logits = self.deputy(images)
+        loss_d = self.supervision(deputy_logits, targets)
+        p, d = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, deputy_logits))
         if self.stages[-1] in (EXCHANGE, SUBLIMATE):
-            own = own + distillation_loss(own_logits, other_logits)
+            loss_p = loss_p + distillation_loss(p, d)
         if self.stages[-1] in (RECOVER, EXCHANGE):
-            other = other + distillation_loss(other_logits, own_logits)
-        return [own, other]
+            loss_d = loss_d + distillation_loss(d, p)
+        return [loss_p, loss_d]
