@@ -16,7 +16,7 @@ from scipy.stats import kstest
 from helpers.picture_sites import SEGMENTATION, numbered_split
 from helpers.small_tasks import stacked
 from medflare.core.errors import Aborted
-from medflare.data.splits import SiteData, Split
+from medflare.data.loading import SiteData, Split
 from medflare.privacy.dp_sgd import drawn_patients, epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release, training_patients
 from medflare.tasks.config import TaskConfig, load_task

@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import nn
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, Validator, models, number
+from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models, number
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
@@ -26,7 +26,6 @@ from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 Capability = Literal["accumulate", "freeze"]  # see `SiteAlgorithm.capabilities`
-_LARGEST_LOSS: Final = 1e12
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -43,20 +42,13 @@ class ServerHyper:
     )
 
 
-def _mean_loss(value: object) -> str | None:
-    """What is wrong with a mean training loss, or None."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) <= _LARGEST_LOSS:  # NaN too
-        return f"is {value!r:.40}: training diverged at the site; lower its learning rate or check its images"
-    return number(optional=True)(value)
-
-
-# Metadata of every reply to training or validation, see `SiteAlgorithm.meta`. An invalid metric is ignored, the update is used.
-N_SAMPLES = MetaSpec("n_samples", "training images", Validator(Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]))
-LOSS = MetaSpec("loss", "mean training loss", _mean_loss, "train")
+# Metadata of every reply to training or validation, see `SiteAlgorithm.meta`.
+N_SAMPLES = MetaSpec("n_samples", "training images", Annotated[number(), Field(gt=0)])
+LOSS = MetaSpec("loss", "mean training loss", number(-1e12, 1e12, optional=True), "train")
 VALIDATION = MetaSpec(
     "validation",
-    "model -> the task's metric on validation images before training",
-    models(Validator(Annotated[float, Field(strict=True)] | None)),
+    "model -> the task's metric on validation images before training; the server ignores values that no metric can have",
+    models(Annotated[float, Field(strict=True)] | None),
     "validation",
 )
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)

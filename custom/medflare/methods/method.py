@@ -74,7 +74,7 @@ class Method:
         """Checks hyper-parameters, and with a task whether the method supports it under them.
 
         Args:
-            values: hyper-parameters, see `core.hyper.halved`.
+            values: hyper-parameters, see `core.hyper.split_hyper`.
             task: None checks the hyper-parameters alone.
 
         Raises:
@@ -112,8 +112,8 @@ class Method:
         if not shared:
             raise ConfigError(f"task {task.name}: freeze.parts {task.freeze.parts} leave nothing to train; leave one of them out")
 
-    def effective(self, values: Mapping[str, Any]) -> Halved:
-        """All hyper-parameters, checked, with the defaults of those not in `values` (see `core.hyper.halved`)."""
+    def effective(self, values: Mapping[str, Any]) -> SplitHyper:
+        """All hyper-parameters, checked, with the defaults of those not in `values` (see `core.hyper.split_hyper`)."""
         site, server = self._built(values)
         return {"site": plain(site), "server": plain(server)}
 
@@ -123,7 +123,7 @@ class Method:
         private = [name for name in names if name.startswith("dp_")]
         if private and self.dp_unsupported_reason:
             raise ConfigError(f"{private[0]}: {self.dp_unsupported_reason}")
-        by_algorithm = halved(values, self.hyper_classes, self.name)
+        by_algorithm = split_hyper(values, self.hyper_classes, self.name)
         built: dict[str, Any] = {
             algorithm: build_hyper(cls, by_algorithm[algorithm], f"method {self.name}, {algorithm} algorithm")
             for algorithm, cls in self.hyper_classes.items()

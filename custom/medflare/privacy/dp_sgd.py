@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Release, training_patients
 from medflare.training.site import Site

@@ -126,9 +126,6 @@ class Cost(TypedDict):
     steps: Annotated[int, Field(strict=True, ge=0)]
 
 
-cost: Final = Validator(_Cost)  # of the result of `privacy_cost` in a message
-
-
 def _dp_sgd(site: Site) -> ModuleType:
     if not installed("opacus"):
         raise ConfigError(f"site {site.name}: dp_noise needs Opacus, which is not installed; pip install 'medflare[privacy]'")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.fixture_types import Golden
-from medflare.core.backing import Backing
 from medflare.core.rng import torch_generator
+from medflare.core.states import memory_mapped
 from medflare.methods.prr import fourier
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
 
@@ -122,7 +122,7 @@ def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch,
             for classifier in (False, True):
                 torch.testing.assert_close(fourier_aggregate(weights, 0.4, classifier=classifier), expected[classifier])
     weights = normal(2, 130, 257).float()
-    with Backing(tmp_path).used():
+    with memory_mapped(tmp_path):
         on_disk = fourier_aggregate(weights, 0.4)
     assert on_disk.is_shared() and torch.equal(on_disk, fourier_aggregate(weights, 0.4))
 

@@ -18,7 +18,7 @@ from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
-from medflare.data.splits import Batch
+from medflare.data.loading import Batch
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import MEASURED, Capability, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer

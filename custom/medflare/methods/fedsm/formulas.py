@@ -42,7 +42,7 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam = {lam} is outside [0, 1]; the mean of the personal models is at 1 / K")
-    refuse_unlike(states)
+    check_same_shapes(states)
     sites = sorted(states)
     if len(sites) < 2:
         return {site: dict(state) for site, state in states.items()}
@@ -57,9 +57,9 @@ def _pulled(tensors: Sequence[Tensor], lam: float) -> list[Tensor]:
     """Eq. 11 for one entry of K models, computed in pieces, so that large models need no further memory."""
     if not tensors[0].is_floating_point():
         return [tensor.clone() for tensor in tensors]
-    results = [empty(tensor.shape, tensor.dtype) for tensor in tensors]
+    results = [allocate(tensor.shape, tensor.dtype) for tensor in tensors]
     count = len(tensors)
-    for parts in stretches([*tensors, *results]):
+    for parts in iter_chunks([*tensors, *results]):
         weights = [part.to(torch.float64) for part in parts[:count]]
         total = sum(weights, torch.zeros_like(weights[0]))
         for result, w in zip(parts[count:], weights, strict=True):

@@ -76,11 +76,11 @@ class SuperModel(nn.Module):
         return self.answer(images, choice)
 
     @property
-    def of_patients(self) -> bool:
-        """Whether a patient's images are predicted together, see `together`."""
+    def by_patient(self) -> bool:
+        """Whether a patient's images are predicted together, see `predict_patient`."""
         return self.choose_by == "patient"
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
+    def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
         """Probabilities of all images of one patient, (N, outputs, ...), by their mean scores; `parts` are batches of its images."""
         scores = torch.cat([self.scores(images) for images in parts])
         scores = scores.mean(dim=0, keepdim=True).expand_as(scores)
@@ -209,14 +209,14 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     for gamma in GAMMAS:
         personal = int((torch.cat(largest) > gamma).sum()) if largest else -1
         if personal not in by_count:
-            by_count[personal] = _measured(site, site.answers(predictor(gamma), "validation")).scores(site.data.validation.patients)
+            by_count[personal] = _measured(site, site.predictions(predictor(gamma), "validation")).scores(site.data.validation.patients)
         by_gamma[gamma] = by_count[personal]
         if personal < 0 and largest:
             by_count[sum(map(len, largest))] = by_gamma[gamma]
     return by_gamma
 
 
-def _predicted(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> Iterator[Answer]:
+def _predicted(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> Iterator[BatchPrediction]:
     """Predictions of the validation images by the networks chosen for each batch."""
     for batch, choice in zip(site.ordered("validation"), choices, strict=True):
         yield model.answer(batch.images, choice).cpu(), batch.targets.cpu(), batch.index

@@ -123,7 +123,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
         raise ValueError(f"rule {rule!r} is not coordinate-wise: choose median or trimmed")
     if not 0 <= trim < 0.5:
         raise ValueError(f"trim = {trim} is outside [0, 0.5)")
-    refuse_unlike(states)
+    check_same_shapes(states)
     cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
     ordered = [states[site] for site in sorted(states)]
     return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
@@ -133,8 +133,8 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).sort(dim=0).values[len(tensors) - cut - 1]
-    mean = empty(tensors[0].shape, tensors[0].dtype)
-    for result, *parts in stretches([mean, *tensors]):
+    mean = allocate(tensors[0].shape, tensors[0].dtype)
+    for result, *parts in iter_chunks([mean, *tensors]):
         result.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
     return mean
 

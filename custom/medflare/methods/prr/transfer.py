@@ -60,7 +60,7 @@ def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
 
 
 def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
-    """Targets as in `data.splits.Split` as class indices (G, N, P), for `class_logits`."""
+    """Targets as in `data.loading.Split` as class indices (G, N, P), for `class_logits`."""
     groups = task.outputs if task.target == "multilabel" else 1
     return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
 
