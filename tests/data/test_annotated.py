@@ -165,7 +165,7 @@ def test_the_word_lets_a_federation_learn_what_one_site_never_annotated(two: Tas
         ("prr", {}),
         ("grace", {}),
         ("iop_fl", {"outside": ["O"], "route_epochs": 1}),
-        ("feddag", {"warmup": 0, "generator_width": 2, "generator_scale": 2}),
+        ("feddag", {"warmup": 0, "generator_width": 2}),
         ("moon", {}),
         ("scaffold", {}),
         ("ditto", {}),

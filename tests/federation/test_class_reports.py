@@ -107,11 +107,10 @@ def test_in_segmentation_those_without_a_class_are_not_told_of() -> None:
     assert not small_classes(site, "train", 3), "ten have one"
 
 
-@pytest.mark.parametrize("method", ["prr", "iop_fl"])
-def test_a_federation_whose_sites_keep_their_counts(method: str) -> None:
-    """Every site goes without; the methods that need the counts say what they do instead, and models are finite."""
-    options: dict[str, Any] = {"outside_model": "personal"} if method == "prr" else {}
-    found = get_method(method)
+def test_a_federation_whose_sites_keep_their_counts() -> None:
+    """PRR, which needs the counts, says what it does instead, and models are finite."""
+    options: dict[str, Any] = {"outside_model": "personal"}
+    found = get_method("prr")
     members = {name: _member(name, found, options) for name in ("A", "B", "C", "O")}
     run = Run(found, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
     results = run.execute(LocalExchange(tuple(members), members.__getitem__))

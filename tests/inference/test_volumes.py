@@ -42,7 +42,7 @@ def _test_images(root: Path, site: str) -> list[Path]:
 OUTSIDE: dict[str, dict[str, Any]] = {"iop_fl": {"route_epochs": 1, "radius": 1}, "grace": {"client": "erm", "tta": "dsbn"}}
 QUICK: dict[str, dict[str, Any]] = {
     "fedsm_extra": {"combine": "ensemble", "selector_rounds": 1},
-    "feddag": {"warmup": 0, "generator_width": 2, "generator_scale": 2},
+    "feddag": {"warmup": 0, "generator_width": 2},
 }
 CASES = [*((method, "A") for method in method_names()), *((method, "O") for method in OUTSIDE)]
 

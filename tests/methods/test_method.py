@@ -12,8 +12,7 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.fedavg.site import FedAvgHyper
-from medflare.methods.feddag.scoring import ScoredSite
-from medflare.methods.feddag.sha import SHAServer
+from medflare.methods.feddag.sha import ScoredSite, SHAServer
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.method import Method, loaded, paired
 from methods import squares

@@ -18,7 +18,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "prr": {},
     "iop_fl": {"outside": ["O"], "route_epochs": 1, "radius": 1},
     "grace": {"outside": ["O"], "client": "adv", "tta": "dsbn", "probe": True},
-    "feddag": {"warmup": 0, "generator_width": 2, "generator_scale": 2},
+    "feddag": {"warmup": 0, "generator_width": 2},
     "moon": {},
     "scaffold": {},
 }

@@ -67,29 +67,6 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
     return model, by_name
 
 
-class _Moments:
-    """Mean and unbiased variance per channel over all inputs of a layer, in float64."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total: Tensor | float = 0.0
-        self.squares: Tensor | float = 0.0
-
-    def add(self, inputs: Tensor) -> None:
-        values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, N * pixels)
-        self.count += values.shape[1]
-        self.total = self.total + values.sum(dim=1)
-        self.squares = self.squares + values.square().sum(dim=1)
-
-    @property
-    def mean(self) -> Tensor:
-        return torch.as_tensor(self.total / self.count)
-
-    @property
-    def variance(self) -> Tensor:
-        return ((self.squares - self.total * self.mean) / (self.count - 1)).clamp(min=0)
-
-
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Replace, in place, the running statistics of every BatchNorm layer by those of all these images together.
@@ -106,9 +83,15 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
         DataError: no images.
     """
     working, layers = with_batch_statistics(model)
-    moments = {name: _Moments() for name in layers}
+    sums: dict[str, Tensor] = {}  # (count, sum, sum of squares) by channel, float64 (3, C)
+
+    def add(name: str, inputs: Tensor) -> None:
+        values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, N * pixels)
+        total, squares = values.sum(dim=1), values.square().sum(dim=1)
+        sums[name] = sums.get(name, 0) + torch.stack([torch.full_like(total, values.shape[1]), total, squares])
+
     for name, replacement in layers.items():
-        replacement.register_forward_pre_hook(lambda _layer, inputs, name=name: moments[name].add(inputs[0]))
+        replacement.register_forward_pre_hook(lambda _layer, inputs, name=name: add(name, inputs[0]))
     images = 0
     for batch in batches:
         working(batch)
@@ -116,9 +99,11 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     if not images:
         raise DataError("DSBN estimates statistics from images of the site, and there are none")
     for name, layer in batch_norm_layers(model).items():
-        if moments[name].count > 1 and layer.running_mean is not None and layer.running_var is not None:
-            layer.running_mean.copy_(moments[name].mean)
-            layer.running_var.copy_(moments[name].variance)
+        count, total, squares = sums[name]
+        if count[0] > 1 and layer.running_mean is not None and layer.running_var is not None:
+            mean = total / count
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(((squares - total * mean) / (count - 1)).clamp(min=0))  # unbiased, as in BatchNorm
 
 
 class TargetStatistics(nn.Module):

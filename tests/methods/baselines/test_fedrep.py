@@ -10,7 +10,7 @@ from torch import nn
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.baselines.fedrep import METHOD, FedRepSite, frozen
+from medflare.methods.baselines.fedrep import METHOD, FedRepSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 
@@ -28,17 +28,6 @@ def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
     algorithm = squares.algorithm(FedRepSite, task=task or squares.SEGMENTATION, **hyper)
     reply = algorithm.perform("train", 0, Message({"model": parts(squares.start(algorithm.site.task))[0]}))
     return {**reply.states["model"], **algorithm.own}
-
-
-def test_a_frozen_part_does_not_change() -> None:
-    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
-    part[0].bias.requires_grad_(False)
-    part.train()
-    before, images = copy_state(part.state_dict()), torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
-    with frozen(part):
-        assert torch.equal(part(images), part(images)) and not part(images).requires_grad
-    assert all(torch.equal(before[name], tensor) for name, tensor in part.state_dict().items())
-    assert part.training and [weight.requires_grad for weight in part.parameters()] == [True, False, True, True]
 
 
 def test_a_round_by_hand(squares: ModuleType) -> None:

@@ -21,8 +21,7 @@ from medflare.federation.participant import Participant
 from medflare.flare import tasks
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.methods.base import ServerContext
-from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT, FingerprintServer
+from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT
 from medflare.methods.catalogue import get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
@@ -102,21 +101,6 @@ def test_invalid_fingerprints_are_refused(numbers: dict[str, Any], change: dict[
     assert FINGERPRINT.problem(numbers) is None and FINGERPRINT.problem({}) is None
     problem = FINGERPRINT.problem({**numbers, **change})
     assert problem and token in problem
-
-
-@pytest.mark.parametrize(
-    ("change", "token"),
-    [({"images": 5}, "5"), ({"channels": []}, "channels"), ({"classes": {"smith": {"images": 1, "share": 0.5}}}, "classes")],
-)
-def test_fingerprints_of_other_images_are_rejected(numbers: dict[str, Any], change: dict[str, Any], token: str) -> None:
-    context = ServerContext(METHOD.plan(CUBES, ("A", "B"), {}), 0, 0)
-    context.site_counts = {site: {"n": {"train": 3}} for site in ("A", "B")}
-    server = FingerprintServer(context)
-    replies = {"A": Message({}, {FINGERPRINT: {**numbers, **change}}), "B": Message({}, {FINGERPRINT: numbers})}
-    server.aggregate(server.steps()[0], replies)
-    (event,) = context.events.of("rejected")
-    assert event["site"] == "A" and token in event["message"]
-    assert [item["site"] for item in server.documents()[FILE]["sites"]] == ["B"]
 
 
 def test_it_cannot_train_or_be_paired() -> None:

@@ -1,4 +1,4 @@
-"""SHA's two algorithms on small generated images: perturbation, scores, aggregation, memory, pairings."""
+"""SHA's two algorithms on small generated images: perturbation, scores, aggregation, pairs."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,7 @@ from medflare.methods.baselines.moon import MoonSite
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
-from medflare.methods.feddag.hyper import SHAHyper
-from medflare.methods.feddag.scoring import CANDIDATE, ScoredSite
-from medflare.methods.feddag.sha import HierarchicalAggregation, SHAServer
+from medflare.methods.feddag.sha import CANDIDATE, HierarchicalAggregation, ScoredSite, SHAHyper, SHAServer
 from methods import squares
 
 SHASite = get_method("sha").site_class
@@ -54,7 +52,7 @@ def averaged(average: Any, states: Any, scores: dict[str, float]) -> StateDict:
 
 
 class TestPerturbation:
-    def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self) -> None:
+    def test_perturbed_model_has_distance_rho_and_a_higher_loss(self) -> None:
         algorithm = squares.algorithm(SHASite, rho=0.3)
         reply = algorithm.perform("train", 0, Message({"model": squares.start()}))
         model, moved = reply.states["model"], reply.states["perturbed"]
@@ -70,12 +68,7 @@ class TestPerturbation:
 
         assert loss(moved) > loss(model)
 
-    def test_last_batch_is_the_one_that_training_ended_with(self) -> None:
-        algorithm = squares.algorithm(SHASite, task=squares.task(local_epochs=2))
-        used = [batch.index.tolist() for epoch in range(2) for batch in algorithm.site.batches("train", 3, "model", epoch)]
-        assert algorithm.last_batch(3).index.tolist() == used[-1] != used[0]
-
-    def test_training_itself_is_that_of_the_site(self) -> None:
+    def test_training_is_that_of_the_site_algorithm(self) -> None:
         plain, _ = squares.trained(FedAvgSite)
         assert squares.equal(squares.trained(SHASite)[0], plain)
         assert squares.equal(squares.trained(SHAMoonSite, server_class=SHAServer)[0], squares.trained(MoonSite)[0])
@@ -95,30 +88,16 @@ class TestScoring:
         assert scores == {name: algorithm.validation(network) for name, network in networks.items()}
         assert algorithm.perform("score", 0, Message()).meta["scores"] == {}
 
-    def test_score_is_auc_where_the_task_has_it(self) -> None:
-        """The task's own metric of a model that always gives the same answer says nothing; its ranking may."""
-        for task, name in ((squares.task("classification"), "auc_macro"), (squares.SEGMENTATION, squares.SEGMENTATION.metric)):
-            assert task.metric != "auc_macro"
-            start = Message({"candidate/B": squares.start(task)})
-            found, named = (
-                squares.algorithm(SHASite, task=task, score_metric=metric).perform("score", 0, start) for metric in ("auto", name)
-            )
-            assert found.meta["scores"]["B"] is not None and found.meta == named.meta
-
-    def test_score_may_be_another_metric(self) -> None:
-        start = Message({"candidate/B": squares.start()})
-        dice, iou = (
-            squares.algorithm(SHASite, score_metric=name).perform("score", 0, start).meta["scores"]["B"] for name in ("dice", "iou")
-        )
-        assert dice > iou
+    def test_score_is_auc_if_the_task_has_it(self) -> None:
+        task = squares.task("classification")
+        algorithm, start = squares.algorithm(SHASite, task=task), squares.start(task)
+        scores = algorithm.perform("score", 0, Message({"candidate/B": start})).meta["scores"]
+        predictor = algorithm.site.predictor(algorithm.network("again", start).eval())
+        assert scores["B"] == algorithm.site.score(predictor, "validation", ["auc_macro"]).values["auc_macro"]
 
     def test_site_without_validation_images_gives_no_score(self) -> None:
         algorithm = squares.algorithm(SHASite, counts=(12, 0, 1))
         assert algorithm.perform("score", 0, Message({"candidate/B": squares.start()})).meta["scores"] == {"B": None}
-
-    def test_metric_of_another_kind_of_task_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="auc_macro"):
-            squares.server(SHAServer, score_metric="auc_macro")
 
 
 class TestAggregation:
@@ -127,15 +106,15 @@ class TestAggregation:
         mean = averaged(aggregation(kappa=0), states, dict.fromkeys("ABC", 0.7))
         assert mean["weight"].item() == pytest.approx(3)
 
-    def test_higher_scores_weigh_more_and_earlier_models_come_back(self) -> None:
+    def test_higher_scores_have_larger_weights_and_earlier_models_join(self) -> None:
         average = aggregation(kappa=1)
         assert averaged(average, {"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
         assert averaged(average, {"A": state(8), "B": state(1)}, {"A": 0.3, "B": 0.2})["weight"].item() == pytest.approx(0.75 * 4 + 0.25)
         assert average.scores == pytest.approx({"A": 0.6, "B": 0.2}) and average.weights == pytest.approx({"A": 0.75, "B": 0.25})
-        assert [score for _, score in average.history["A"]] == [0.3]  # what is remembered is the model as it came
+        assert [score for _, score in average.history["A"]] == [0.3]  # the raw model
 
     def test_history_begins_once_there_are_kappa_earlier_models(self) -> None:
-        """Every model scores below the ones before it, which would all join: 16 alone, 8 alone, then (16 + 8 + 4) / 3."""
+        """Scores fall, so all earlier models would join: 16 alone, 8 alone, then (16 + 8 + 4) / 3."""
         average = aggregation(kappa=2)
         means = [averaged(average, {"A": state(value)}, {"A": value / 16})["weight"].item() for value in (16, 8, 4)]
         assert means == pytest.approx([16, 8, 28 / 3])
@@ -152,7 +131,7 @@ class TestServer:
         assert phases == [("train", 0), ("score", 0), ("train", 1), ("score", 1), ("validate", 2)]
         assert [step.phase for step in squares.server(SHAServer, rounds=2, sha=False).steps()] == ["train", "train", "validate"]
 
-    def test_everybody_gets_the_perturbed_models_of_the_others(self) -> None:
+    def test_every_site_gets_the_perturbed_models_of_the_others(self) -> None:
         server = squares.server(SHAServer)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))
         sent = server.configure(Step("score", 0), "B").states
@@ -160,25 +139,14 @@ class TestServer:
 
     def test_a_sampled_number_of_evaluators(self) -> None:
         server = squares.server(SHAServer, evaluators=1)
-        asked = []
+        sent_by_round = []
         for round in range(8):
             server.aggregate(Step("train", round), replies_to_train((1, 2, 3)))
             sent = {site: set(CANDIDATE.family(server.configure(Step("score", round), site).states)) for site in "ABC"}
             assert sorted(model for models in sent.values() for model in models) == ["A", "B", "C"]  # each is scored once
             assert all(site not in models for site, models in sent.items())
-            asked.append(sent)
-        assert any(sent != asked[0] for sent in asked)
-
-    def test_evaluators_own_levels_do_not_become_weights(self) -> None:
-        """A collapsed model has at every site the metric of the constant answer there: nothing about the models."""
-        for centred in (True, False):
-            server = squares.server(SHAServer, kappa=0, beta=4.0, centred=centred)
-            server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-            constants = {"A": 0.221, "B": 0.256, "C": 0.446}
-            table = {site: {other: value for other in constants if other != site} for site, value in constants.items()}
-            server.aggregate(Step("score", 0), replies_to_score(table))
-            weights = server.aggregation.weights
-            assert (max(weights.values()) - min(weights.values()) < 1e-9) is centred
+            sent_by_round.append(sent)
+        assert any(sent != sent_by_round[0] for sent in sent_by_round)
 
     def test_scores_become_weights(self) -> None:
         server = squares.server(SHAServer, kappa=0, centred=False)
@@ -189,7 +157,7 @@ class TestServer:
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
     @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
-    def test_impossible_scores_are_left_out_by_name(self, bad: Any) -> None:
+    def test_invalid_scores_are_ignored_with_an_event(self, bad: Any) -> None:
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}}
@@ -198,16 +166,15 @@ class TestServer:
         rejected = server.context.events.of("rejected")
         assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
 
-    def test_a_site_scores_the_models_that_it_was_sent(self) -> None:
-        """Its own would be praised, and one that others were drawn for would be scored twice."""
+    def test_only_scores_of_sent_models_count(self) -> None:
         server, score = squares.server(SHAServer, evaluators=1), Step("score", 0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-        asked = CANDIDATE.family(server.configure(score, "A").states)
-        replies = replies_to_score({"A": dict.fromkeys(asked, 0.5), "B": {"B": 1.0}, "C": {"absent": 1.0}})
+        sent = CANDIDATE.family(server.configure(score, "A").states)
+        replies = replies_to_score({"A": dict.fromkeys(sent, 0.5), "B": {"B": 1.0}, "C": {"absent": 1.0}})
         server.aggregate(score, replies)
-        assert {site for site, value in server.aggregation.scores.items() if not math.isnan(value)} == set(asked)
+        assert {site for site, value in server.aggregation.scores.items() if not math.isnan(value)} == set(sent)
 
-    def test_sites_that_do_not_answer_are_left_out(self) -> None:
+    def test_sites_without_a_reply(self) -> None:
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 6)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
@@ -219,14 +186,6 @@ class TestFederation:
     def test_without_sha_it_is_fedavg(self) -> None:
         sha = squares.play(squares.server(SHAServer, sha=False), squares.algorithms(SHASite, sha=False))
         assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)
-
-    def test_cea_with_equal_weights_is_the_uniform_mean(self) -> None:
-        """rho = 0 and kappa = 0 leave the plain cross-client evaluation; beta = 0 makes all scores equal."""
-        settings: dict[str, Any] = {"rho": 0.0, "kappa": 0, "beta": 0.0}
-        cea = squares.play(squares.server(SHAServer, **settings), squares.algorithms(SHASite, **settings)).model
-        uniform = squares.play(squares.server(FedAvgServer, weighting="uniform"), squares.algorithms(FedAvgSite)).model
-        for name, tensor in uniform.items():
-            torch.testing.assert_close(cea[name], tensor)
 
     def test_pairings(self) -> None:
         sha, moon = get_method("sha"), get_method("moon", server="sha")

@@ -13,7 +13,7 @@ from medflare.methods import grace
 from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.grace import formulas as grace_math
-from medflare.methods.grace.server import GraceServer, trainable_names
+from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.site import GraceSite
 from medflare.methods.parts.normalisation import batch_statistics
 from methods import squares
@@ -115,7 +115,7 @@ class TestServer:
     def test_it_weights_by_consistency(self, replies: dict[str, Message]) -> None:
         server, p = squares.server(GraceServer), {"A": 10.0, "B": 20.0, "C": 30.0}
         states = {name: reply.states["model"] for name, reply in replies.items()}
-        expected, weights = grace.consistent_aggregate(server.model, states, p, trainable_names(squares.SEGMENTATION))
+        expected, weights = grace.consistent_aggregate(server.model, states, p, server.aggregation.parameters)
         assert squares.equal(self.aggregated(server, replies), expected)
         assert max(abs(weights[name] - value / 60) for name, value in p.items()) > 1e-4
 

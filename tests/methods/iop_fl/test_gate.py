@@ -10,10 +10,9 @@ from medflare.core.hyper import build_hyper
 from medflare.federation.final_models import evaluated
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD, outside
-from medflare.methods.iop_fl.formulas import agreeing, all_classes, image_spread, window_radius
-from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, ranges_of, summarize, test_time_loss
-from medflare.methods.iop_fl.server import IOPServer
-from medflare.methods.iop_fl.site import IOPHyper, IOPSite
+from medflare.methods.iop_fl.formulas import agreeing, image_spread, window_radius
+from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, summarize, test_time_loss
+from medflare.methods.iop_fl.site import IOPHyper
 from medflare.training.site import Site
 from methods import squares
 from methods.iop_fl.test_outside import PRINTED, delivered
@@ -68,17 +67,9 @@ def test_the_default_objective_does_not_reward_collapse() -> None:
 
 
 def test_every_limit_refuses() -> None:
-    ranges, start = [(0.1, 0.2)], Summary(1.0, 0.5, 1.0, (0.15,))
-    assert gate_refusal(start, start, ranges) == ""
-    for (information, agreement, share), token in (
-        ((0.1, 1.0, 0.15), "0.20"),
-        ((0.5, 0.5, 0.15), "0.50"),
-        ((0.5, 1.0, 0.02), "0.02"),
-        ((0.5, 1.0, 0.8), "0.8"),
-    ):
-        assert token in gate_refusal(Summary(0.1, information, agreement, (share,)), start, ranges)
-    assert gate_refusal(Summary(0.1, 0.5, 1.0, (0.9,)), start, []) == ""
-    assert gate_refusal(Summary(0.1, 0.5, 1.0, (0.02,)), Summary(1.0, 0.5, 1.0, (0.03,)), ranges) == "", "extended to the start's share"
+    start = Summary(1.0, 0.5, 1.0)
+    assert gate_refusal(start, start) == ""
+    assert "0.20" in gate_refusal(Summary(0.1, 0.1, 1.0), start) and "0.50" in gate_refusal(Summary(0.1, 0.5, 0.5), start)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -86,7 +77,7 @@ def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
     """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
     start, state, _ = (summarize(CLASSIFICATION, [(torch.tensor(1.0), p, p)]) for p in logits.softmax(dim=2))
-    assert 0 <= state.information < 1e-12 and gate_refusal(state, start, []) == ""
+    assert 0 <= state.information < 1e-12 and gate_refusal(state, start) == ""
 
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTICLASS, MULTILABEL, CLASSIFICATION])
@@ -98,14 +89,6 @@ def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     summary, expected = summarize(task, [(loss, q, q) for q in p]), summarize(task, [(loss, torch.cat(p), torch.cat(p))])
     assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
     assert summary.information == pytest.approx(expected.information, abs=1e-6)
-    assert summary.shares == pytest.approx(expected.shares, abs=1e-6)
-    classes = all_classes(torch.cat(p), task.target).shape[1]
-    assert len(summary.shares) == {"binary": 1, "multiclass": classes - 1, "multilabel": 2}[task.target] * (task.kind == "segmentation")
-
-
-def test_ranges_are_those_of_the_inside_sites() -> None:
-    assert ranges_of([[90, 10, 0], [60, 20, 20]], MULTICLASS) == [(0.1, 0.2), (0.0, 0.2)]
-    assert ranges_of([[90, 10]], CLASSIFICATION) == ranges_of([[90, 10]], MULTILABEL) == ranges_of([], SEGMENTATION) == []
 
 
 COLLAPSING: dict[str, Any] = {**PRINTED, "radius": 2, "beta": 1.0, "route_epochs": 6, "route_lr": 0.3}
@@ -145,11 +128,3 @@ def test_a_model_stored_by_an_older_release_is_built() -> None:
     message.meta["routing"]["router_dropout"] = 0.2
     model: Any = build_deployed(SEGMENTATION, message)
     assert model.hyper.objective == "paper"
-
-
-def test_the_outside_site_receives_the_inside_sites_ranges() -> None:
-    algorithms = squares.algorithms(IOPSite)
-    server = squares.server(IOPServer, algorithms=algorithms, rounds=1)
-    squares.play(server, algorithms)
-    ((low, high),) = server.configure_final("O").meta["shares"]
-    assert 0 < low <= high < 0.5 and "shares" not in server.configure_final("A").meta

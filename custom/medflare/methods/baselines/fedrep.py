@@ -8,8 +8,6 @@ The frozen part is in evaluation mode: its running statistics do not change, and
 used with.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -42,19 +40,6 @@ class FedRepHyper(FedAvgSiteHyper):
     body_epochs: int | None = param(None, "epochs of the body, with a frozen head; none: the task's local epochs", source="Alg. 1", low=0)
 
 
-@contextmanager
-def frozen(part: nn.Module) -> Iterator[None]:
-    """Inside, a part of a network has no gradients, fixed running statistics and no dropout."""
-    trained = [weight for weight in part.parameters() if weight.requires_grad]
-    part.eval().requires_grad_(False)
-    try:
-        yield
-    finally:
-        for weight in trained:
-            weight.requires_grad_(True)
-        part.train()
-
-
 class FedRepSite(PartialSite[FedRepHyper]):
     """Keeps the network's head; trains the head, then the body."""
 
@@ -76,8 +61,10 @@ class FedRepSite(PartialSite[FedRepHyper]):
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
             return self.site.loss(model(images), targets)
 
-        with frozen(model.body):
+        with model.at_rest(["body"]):
+            model.train()
             head_loss = train_epochs(model.head, optimizer, self.site, round, "head", loss=loss, count=self.hyper.head_epochs)
-        with frozen(model.head):
+        with model.at_rest(["head"]):
+            model.train()
             body_loss = train_epochs(model.body, optimizer, self.site, round, "model", loss=loss, count=self.hyper.body_epochs)
         return head_loss if self.hyper.body_epochs == 0 else body_loss

@@ -11,7 +11,7 @@ from pydantic import AfterValidator
 from medflare.core.errors import DataError
 from medflare.core.manifest import MetaSpec, Phase
 from medflare.core.message import Message
-from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, from_json, learnt_of, to_json
+from medflare.data.checking.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
 from medflare.methods.method import Method
 
@@ -77,30 +77,14 @@ class FingerprintServer(ServerAlgorithm[Any]):
         return Message()
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Keep the fingerprints that fit the task; an event names every other site."""
-        events, kept = self.context.events, {}
-        for site, reply in replies.items():
-            if not (value := reply.meta.get(FINGERPRINT)):
-                events.add("warning", "sends no fingerprint: fewer patients than its minimum_patients", site=site, round=step.round)
-                continue
-            value = {**value, "site": site, "learnt": learnt_of(self.context.task)}
-            if problem := self._mismatch(from_json(value)):
-                events.add("rejected", f"fingerprint not used: {problem}", site=site, round=step.round)
-            else:
-                kept[site] = value
-        self.memory.meta["fingerprints"] = kept
-
-    def _mismatch(self, fingerprint: DatasetFingerprint) -> str:
-        """What differs from the task, or from the number of images that the site enrolled with; "" if nothing does."""
-        task = self.context.task
-        spreads = (fingerprint.sizes, fingerprint.spacings, fingerprint.extents)
-        pairs = {
-            "images": (fingerprint.images, self.context.site_counts[fingerprint.site]["n"]["train"]),
-            "channels": (len(fingerprint.channels), task.image_channels),
-            "axes": ({len(spread.median) for spread in spreads if spread is not None}, {task.spatial_dims}),
-            "classes": (set(fingerprint.classes), set(task.labels if task.kind == "segmentation" else task.classes)),
+        """Keep the fingerprints; an event names each site without one."""
+        kept = {site: reply.meta[FINGERPRINT] for site, reply in replies.items() if reply.meta.get(FINGERPRINT)}
+        for site in replies.keys() - kept.keys():
+            text = "sends no fingerprint: fewer patients than its minimum_patients"
+            self.context.events.add("warning", text, site=site, round=step.round)
+        self.memory.meta["fingerprints"] = {
+            site: {**value, "site": site, "learnt": learnt_of(self.context.task)} for site, value in kept.items()
         }
-        return next((f"{name} are {value}, expected {expected}" for name, (value, expected) in pairs.items() if value != expected), "")
 
     def configure_final(self, site: str) -> Message:
         """An empty message."""

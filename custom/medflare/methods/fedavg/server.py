@@ -28,12 +28,6 @@ class FedAvgServerHyper(ServerHyper):
 G = TypeVar("G", bound=ServerHyper)
 
 
-def warn_of_few(context: ServerContext, rule: str) -> None:
-    """Adds a warning if a robust rule has fewer than three sites."""
-    if rule != "mean" and len(context.sites) < 3:
-        context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
-
-
 class FedAvgServer(ServerAlgorithm[G]):
     """Aggregates the sites' models into the next global one and selects the best round.
 
@@ -47,7 +41,9 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        warn_of_few(context, getattr(self.hyper, "rule", "mean"))
+        rule = getattr(self.hyper, "rule", "mean")
+        if rule != "mean" and len(context.sites) < 3:
+            context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
         self.model = context.initial_state()
         self.best = ModelSelector(self.memory, "global", self.hyper.selection)
         declared = context.answer("train", MODEL)

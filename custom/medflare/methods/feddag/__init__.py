@@ -1,9 +1,9 @@
-"""FedDAG (Che et al., arXiv 2501.13967): sites generate images of domains that nobody has, and learn not to mind.
+"""FedDAG (Che et al., arXiv 2501.13967): sites train against adversarially generated domains.
 
 On every batch (NDAG, Sec. III-B) a generator G learns perturbations x^ = x + α G(x) (Eq. 2) that move the student's features away
 from the teacher's (Eq. 1, capped at m) while the image stays classifiable (Eq. 3); then the student S learns to give x^ the
-features of x (Eq. 4) and the right answer, and the teacher T follows it as a moving average. The server aggregates with SHA,
-which works on any site algorithm.
+features of x (Eq. 4) and its target, and the teacher T is a moving average of S. The server aggregates with SHA, which works with
+any site algorithm.
 """
 
 from typing import Any

@@ -5,7 +5,6 @@ from io import BytesIO
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from medflare.data.transforms import middle_slice
 
@@ -33,20 +32,16 @@ def _convolution(inputs: int, outputs: int, dims: int, kernel: int = 3) -> list[
 class DomainGenerator(nn.Module):
     """A fully convolutional perturbation network with global context, as in DDAIG (Zhou et al., AAAI 2020), whose form FedDAG takes.
 
-    A 3x3 convolution, residual blocks, fusion with the average over all places (so that a change of style can depend on the
-    whole image), and a 1x1 convolution with tanh. It has no buffers: a federation can average it like any weights.
+    A 3x3 convolution, residual blocks, fusion with the features' mean over the image (so that a change of style can depend on the
+    whole image), and a 1x1 convolution with tanh. It has no buffers.
 
     Args:
         width: feature channels; the paper's FCN16 and FCN32.
-        scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]): a
-            style changes slowly over an image. At full size (1), the paper's, every weight works at every pixel, more than a slim task
-            network computes altogether.
-        dims: spatial dimensions of the image, 2 or 3; the paper's are pictures.
+        dims: spatial dimensions of the image, 2 (the paper's) or 3.
     """
 
-    def __init__(self, channels: int, width: int = 32, blocks: int = 3, scale: int = 1, dims: int = 2):
+    def __init__(self, channels: int, width: int = 32, blocks: int = 3, dims: int = 2):
         super().__init__()
-        self.scale = scale
         stem = [*_convolution(channels, width, dims), nn.ReLU(inplace=True)]
         self.backbone = nn.Sequential(*stem, *(_ResidualBlock(width, dims) for _ in range(blocks)))
         self.fusion = nn.Sequential(*_convolution(2 * width, width, dims, kernel=1), nn.ReLU(inplace=True))
@@ -57,15 +52,10 @@ class DomainGenerator(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, C, ...) -> perturbations of the same shape in [-1, 1]; every side at least 2 after shrinking."""
-        size = x.shape[2:]
-        if self.scale > 1:
-            x = F.interpolate(x, size=[max(2, side // self.scale) for side in size], mode="area")
+        """Images (N, C, ...) of at least 2 pixels a side -> perturbations of the same shape in [-1, 1]."""
         features = self.backbone(x)
         context = features.mean(dim=tuple(range(2, features.ndim)), keepdim=True).expand_as(features)
-        perturbation = torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
-        linear = "bilinear" if len(size) == 2 else "trilinear"
-        return perturbation if self.scale == 1 else F.interpolate(perturbation, size=size, mode=linear)
+        return torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
 
 
 def generated(
@@ -73,13 +63,12 @@ def generated(
 ) -> Tensor:
     """x^ = x + alpha G(x) (Eq. 2): generated images; alpha = 0 returns the images themselves.
 
-    The paper's images are normalised as for ImageNet, to a standard deviation of about one. For others `unit` makes alpha count the same.
-
     Args:
-        images: x, normalised as for the network, (N, C, H, W).
+        images: x, as the network's input, (N, C, H, W).
         perturbation: G(x), of the same shape, in [-1, 1].
         alpha: strength of the perturbation, in [0, 1].
-        unit: what alpha counts, in values of x: one number, or one for each channel (C, 1, 1).
+        limits: range that the generated images are clamped to.
+        unit: of alpha, in values of x: one number, or one for each channel (C, 1, 1); about 1 for the paper's images.
 
     Examples:
         >>> x = torch.tensor([0.5, 0.75])
@@ -95,12 +84,12 @@ def generated(
 
 
 def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int = 96) -> bytes:
-    """A PNG with a column for each image: the original, G(x) and the generated image below each other (as in the paper's Fig. 4).
+    """A PNG with a column for each image: the original, G(x) and the generated image (as in the paper's Fig. 4).
 
     Args:
-        images: the originals (N, C, H, W), or volumes, whose middle slices are shown; three channels are colours, else the first is
-            shown. They share one intensity range with the generated images.
-        perturbations: G(x) of the same shape, shown with all of [-1, 1].
+        images: the originals (N, C, H, W), or volumes, whose middle slices are shown; RGB for three channels, else the first one. They have
+            the same intensity range as the generated images.
+        perturbations: G(x) of the same shape, with the range [-1, 1].
     """
     from PIL import Image
 

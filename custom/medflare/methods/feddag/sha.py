@@ -1,49 +1,155 @@
 """Sharpness-aware hierarchical aggregation (SHA), FedDAG's server (Che et al., arXiv 2501.13967, Sec. III-C), for any site algorithm.
 
-After training, a site also sends its model moved uphill by ε (length ρ, along the gradient of its last batch). In a second phase of
-the round the other sites measure these perturbed models on their validation images: a model in a flat minimum keeps its score.
-The server averages within each site over the rounds (κ), then across sites with weights that grow with the score (β). ρ = 0
-and κ = 0 leave the plain cross-client evaluation that the paper calls CEA.
+After training, a site also sends its model perturbed by ε (length ρ, along the gradient of its last batch). In a second phase of the
+round the other sites score these perturbed models on their validation images: a flat minimum keeps its score. The server averages
+within each site over the rounds (κ), then across sites with weights that grow with the score (β). ρ = 0 and κ = 0 give the plain
+cross-client evaluation that the paper calls CEA.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import TensorSpec
+from medflare.core.hyper import param
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, number, table
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
-from medflare.core.states import StateDict
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict, moved
+from medflare.data.loading import Batch
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models
 from medflare.methods.base import Capability, ServerContext, SiteAlgorithm, Step
-from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL
 from medflare.methods.feddag.formulas import (
     centred_scores,
     choose_evaluators,
     generalization_scores,
+    sharpness_perturbation,
     soft_balancing_weights,
     within_client_average,
 )
-from medflare.methods.feddag.hyper import SHAHyper
-from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
-from medflare.training.epochs import finite_or_none
+from medflare.privacy.settings import is_private
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics_table import selection_metrics
+from medflare.training.epochs import finite_or_none, trainable
 
+PERTURBED = TensorSpec(
+    "perturbed",
+    "the site's model moved along its last batch's gradient (whose direction it reveals), for other sites to score",
+    when=lambda plan: _perturbs(plan.server_hyper),
+)
+CANDIDATE = TensorSpec("candidate/")  # the model of another site, to be scored
+SCORES = MetaSpec("scores", "site -> score of its model on this site's validation images", table(number(optional=True)), "validation")
 COMPANION = TensorSpec("companion/")  # in the server's memory
+_AUC: Final = "auc_macro"
 
-K = TypeVar("K", bound=SHAHyper)
+
+@dataclass(frozen=True, config=STRICT)
+class SHAHyper(FedAvgServerHyper):
+    """How models are scored and averaged; the sites read it too."""
+
+    rho: float = param(0.3, "length of the perturbation that a model is scored with; 0: CEA", symbol="ρ", source="Sec. III-C1", low=0)
+    kappa: int = param(
+        4,
+        "earlier models of a site that may join its current one, once there are so many; 0: none",
+        symbol="κ",
+        source="Sec. III-C3",
+        low=0,
+    )
+    beta: float = param(1.0, "exponent of the scores; negative: the inverse", symbol="β", source="Eq. 6")
+    centred: bool = param(True, "remove each evaluator's own level from the scores; false: means over the other sites", source="Eq. 5")
+    sha: bool = param(True, "false: one phase a round, weights as FedAvg, no history (w/o SHA)", source="Table V")
+    evaluators: int = param(
+        0, "sites that score each model, drawn anew every round; 0: all others", symbol="|E_i|", source="Fig. 10", low=0
+    )
+
+
+def _perturbs(server_hyper: Any) -> bool:
+    """Whether sites send a perturbed model; not with another method's server algorithm."""
+    return isinstance(server_hyper, SHAHyper) and server_hyper.sha and server_hyper.rho > 0
+
+
+# -- site ----------------------------------------------------------------------------------------------------------------------
+
+
+class ScoredSite(SiteAlgorithm[Any]):
+    """What SHA adds to any site algorithm whose `train` replies with a model: the perturbed model, and the scores of others."""
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("train", reply=(PERTURBED,)),
+        Phase("score", request=(CANDIDATE,), reply_meta=(SCORES,)),
+    )
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
+        """Also raises ConfigError for DP-SGD if the perturbed model leaves the site."""
+        super().check(task, hyper, server_hyper)
+        if is_private(hyper) and _perturbs(server_hyper):
+            raise ConfigError("dp_noise: the perturbed model reveals the direction of a gradient without noise; set rho=0 (CEA)")
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """The other algorithm's training; the perturbed model is added to its reply."""
+        reply: Message = super().train(round, incoming)  # type: ignore[misc]
+        self.add_perturbed(round, reply)
+        return reply
+
+    def add_perturbed(self, round: int, reply: Message) -> None:
+        """Add θ^ to a reply of `train`, if the settings require it; one more backward pass."""
+        if _perturbs(self.plan.server_hyper):
+            gradients = self.gradients(self.network("model", reply.states[MODEL]), self.last_batch(round))
+            reply.states[PERTURBED] = perturbed(reply.states[MODEL], gradients, self.plan.server_hyper.rho)
+
+    def last_batch(self, round: int) -> Batch:
+        """The last batch of the round's training."""
+        return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
+
+    def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Gradients of the task loss in evaluation mode, in which others score the model."""
+        model.eval()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
+        return {name: gradient.cpu() for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+
+    def score(self, round: int, incoming: Message) -> Message:
+        """Scores of the incoming models on this site's validation images; None if undefined."""
+        scores = {site: finite_or_none(self._score(state)) for site, state in CANDIDATE.family(incoming.states).items()}
+        return Message({}, {SCORES: scores})
+
+    def _score(self, state: StateDict) -> float | None:
+        """AUC if the task has it, else the task's metric: F1 is often that of one constant prediction, and then equal for all models."""
+        model, task = self.network("model", state).eval(), self.site.task
+        metric = _AUC if _AUC in selection_metrics(task.kind) else task.metric
+        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
+
+
+def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
+    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed.
+
+    Examples:
+        >>> perturbed({"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(3)}, {"w": torch.tensor([3.0, 4.0])}, rho=5.0)
+        {'w': tensor([4., 5.]), 'n': tensor(3)}
+    """
+    return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}
+
+
+# -- server --------------------------------------------------------------------------------------------------------------------
 
 
 class HierarchicalAggregation(WeightedMean):
-    """Alg. 2 beyond the scores: averages within each site over the rounds, then across sites; remembers the sites' models.
+    """Alg. 2 after the scores: averages within each site over the rounds, then across sites; keeps the sites' models of κ rounds.
 
-    The score of a model is the item `score` that comes with it; one without a score counts as an average one.
+    A model's score is its metadata item `score`; one without a score counts as an average one.
 
     Attributes:
-        scores, weights: site -> s~ and w (Eq. 6) of the latest call, for whoever wants to look.
+        scores, weights: site -> s~ and w (Eq. 6) of the latest call.
     """
 
     def __init__(self, hyper: SHAHyper):
@@ -54,33 +160,33 @@ class HierarchicalAggregation(WeightedMean):
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
         """Averages within each site (`within_client_average`), then across sites with weights by score (Eq. 6).
 
-        A site's earlier models join once there are κ of them after the warm-up: before, they are those of models that all still rise.
+        A site's earlier models join once there are κ of them, since the scores of the first rounds still rise.
         """
         averaged: dict[str, StateDict] = {}
         self.scores = {}
         for site in sorted(models):
             score = models[site].meta.get("score")
             earlier = self.history.get(site, [])
-            past = [*earlier, (models[site].state, math.nan if score is None else float(score))]
-            states, values = zip(*past, strict=True)
+            history = [*earlier, (models[site].state, math.nan if score is None else float(score))]
+            states, values = zip(*history, strict=True)
             kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
             averaged[site], self.scores[site] = within_client_average(states, values, kappa)
-            self.history[site] = past[-self.hyper.kappa :] if self.hyper.kappa else []
+            self.history[site] = history[-self.hyper.kappa :] if self.hyper.kappa else []
         scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
         self.weights = dict(zip(self.scores, soft_balancing_weights(scores, self.hyper.beta).tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
 
     def companion(self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict) -> StateDict:
-        """What travels with the model, by the same rule.
+        """The aggregate of states that travel with the models, by the same rule.
 
         Args:
-            states: site -> what it sent.
-            weights: site -> that of its model; empty where a robust rule goes without.
-            origin: what the round began with.
+            states: site -> state.
+            weights: site -> its model's weight; empty for a robust rule without weights.
+            origin: the state at the start of the round.
         """
-        found = self.weights
+        model_weights = self.weights
         state = self.combined(states, {site: weights.get(site, 1.0) for site in states}, origin)
-        self.weights = found
+        self.weights = model_weights
         return state
 
     def mean(self, models: Mapping[str, SiteModel]) -> StateDict:
@@ -94,20 +200,23 @@ class HierarchicalAggregation(WeightedMean):
         message.meta["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
 
     def unpack(self, message: Message) -> None:
-        """Take up the history that `pack` stored."""
+        """Restore the history that `pack` stored."""
         self.history = {
             site: [(message.states.pop(f"history/{site}/{place}"), math.nan if s is None else s) for place, s in enumerate(scores)]
             for site, scores in message.meta.pop("history", {}).items()
         }
 
 
+K = TypeVar("K", bound=SHAHyper)
+
+
 class SHAServer(FedAvgServer[K]):
-    """Lets sites score each other's perturbed models, then averages within and across sites (Alg. 2).
+    """Sites score each other's perturbed models; the server averages within and across sites (Alg. 2).
 
     `companions` are states that travel and are averaged with the model, with the same weights (FedDAG's generator).
 
     Raises:
-        ConfigError: the site algorithm keeps a part of its model at home.
+        ConfigError: the site algorithm keeps a part of its model at the site.
     """
 
     Hyper: ClassVar[type] = SHAHyper
@@ -115,12 +224,12 @@ class SHAServer(FedAvgServer[K]):
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     aggregation: HierarchicalAggregation
     site_extension: ClassVar[type[SiteAlgorithm[Any]] | None] = ScoredSite
-    warmup: int = 0  # first rounds without SHA, whose models are not offered for delivery
+    warmup: int = 0  # first rounds without SHA, whose models are not selected
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
         if self.partial:
-            raise ConfigError("SHA lets sites score each other's whole models; this site algorithm keeps a part of its model at home")
+            raise ConfigError("SHA needs whole models to score; this site algorithm keeps a part of its model at the site")
 
     @property
     def companions(self) -> dict[str, StateDict]:
@@ -129,12 +238,12 @@ class SHAServer(FedAvgServer[K]):
 
     @property
     def candidates(self) -> dict[str, dict[str, StateDict]]:
-        """site -> entries of its reply to the training that has just been done."""
-        found: dict[str, dict[str, StateDict]] = {}
+        """site -> entries of its reply to this round's training."""
+        by_site: dict[str, dict[str, StateDict]] = {}
         for name, state in CANDIDATE.family(self.memory.states).items():
             site, entry = name.rsplit("/", 1)
-            found.setdefault(site, {})[entry] = state
-        return found
+            by_site.setdefault(site, {})[entry] = state
+        return by_site
 
     @candidates.setter
     def candidates(self, candidates: Mapping[str, Mapping[str, StateDict]]) -> None:
@@ -144,26 +253,26 @@ class SHAServer(FedAvgServer[K]):
             self.memory.states |= {CANDIDATE.of(f"{site}/{entry}"): state for entry, state in entries.items()}
 
     def steps(self) -> list[Step]:
-        """A training and a scoring step per round, and a look at the last models; FedAvg's schedule without SHA."""
+        """A training and a scoring step per round, then the validation of the last models; FedAvg's schedule without SHA."""
         if not self.hyper.sha:
             return super().steps()
         rounds = [Step(phase, round) for round in range(self.context.rounds) for phase in ("train", "score")]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
 
     def configure(self, step: Step, site: str) -> Message:
-        """The global model and its companions to train; to score, the perturbed models of the sites that this one evaluates."""
+        """To train, the global model and its companions; to score, the perturbed models of the sites that this one evaluates."""
         if step.phase != "score":
             return Message({GLOBAL: self.model, **(self.companions if step.phase == "train" else {})})
         candidates = self.candidates
-        asked = [other for other, evaluators in self._evaluators(step.round).items() if site in evaluators]
-        return Message({CANDIDATE.of(other): candidates[other].get(PERTURBED, candidates[other][MODEL]) for other in asked})
+        scored = [other for other, evaluators in self._evaluators(step.round).items() if site in evaluators]
+        return Message({CANDIDATE.of(other): candidates[other].get(PERTURBED, candidates[other][MODEL]) for other in scored})
 
     def _evaluators(self, round: int) -> dict[str, list[str]]:
         generator = numpy_generator(self.context.seed, "server", round, "evaluators")
         return choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """After training keep the models until they are scored; after scoring make the next global one of them (Alg. 2)."""
+        """After training store the models; after scoring aggregate them (Alg. 2)."""
         if step.phase == "score":
             candidates = self.candidates
             scores = self._scores(step.round, sorted(candidates), replies)
@@ -172,7 +281,7 @@ class SHAServer(FedAvgServer[K]):
             self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
             self._conclude(model, self.aggregation.weights)
             return
-        if step.round > self.warmup:  # as many rounds are behind the model; those of a warm-up are FedAvg's
+        if step.round > self.warmup:  # the number of rounds of training of the model
             self.best.update(replies, "global", step.round, self.model)
         if step.phase != "validate":
             self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
@@ -181,7 +290,7 @@ class SHAServer(FedAvgServer[K]):
                 self._conclude(self.aggregation.mean(models), self.aggregation.shares(models))
 
     def _conclude(self, model: StateDict, weights: Mapping[str, float]) -> None:
-        """End a round with its global model; what the candidates brought beside their models is averaged with the same weights."""
+        """End a round with its global model; the companions are averaged with the same weights."""
         self.model, candidates = model, self.candidates
         for name in self.companions:
             sent = {site: entries[name] for site, entries in candidates.items() if name in entries}
@@ -190,27 +299,19 @@ class SHAServer(FedAvgServer[K]):
         self.candidates = {}
 
     def _scores(self, round: int, sites: list[str], replies: Mapping[str, Message]) -> dict[str, float]:
-        """s_i of every candidate; a candidate that nobody could score is noted and gets NaN."""
+        """s_i of every candidate, NaN without a score; events name invalid and missing scores."""
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
-        evaluators = self._evaluators(round)
-        for column, site in enumerate(sites):
-            given = replies[site].meta.get(SCORES, {}) if site in replies else {}
-            for row, other in enumerate(sites):
-                if site in evaluators[other]:
-                    metrics[row, column] = self._checked(given.get(other), other, site, round)
-        formula = centred_scores if self.hyper.centred else generalization_scores
-        scores = formula(metrics)
-        for site, value in zip(sites, scores.tolist(), strict=True):
-            if math.isnan(value) and len(sites) > 1:
-                text = "no other site could score this model; it counts as an average one"
-                self.context.events.add("undefined", text, site=site, round=round)
-        return dict(zip(sites, scores.tolist(), strict=True))
-
-    def _checked(self, value: float | None, model: str, evaluator: str, round: int) -> float:
-        if value is None:
-            return math.nan
-        if not (isinstance(value, (int, float)) and 0 <= value <= 1):
-            text = f"score {value!r} for the model of {model} is not between 0 and 1 and is left out"
-            self.context.events.add("rejected", text, site=evaluator, round=round)
-            return math.nan
-        return float(value)
+        evaluators, events = self._evaluators(round), self.context.events
+        for column, evaluator in enumerate(sites):
+            sent = replies[evaluator].meta.get(SCORES, {}) if evaluator in replies else {}
+            for row, site in enumerate(sites):
+                value = sent.get(site) if evaluator in evaluators[site] else None
+                if isinstance(value, (int, float)) and 0 <= value <= 1:
+                    metrics[row, column] = value
+                elif value is not None:
+                    events.add("rejected", f"score {value!r} for the model of {site} is not in [0, 1]", site=evaluator, round=round)
+        scores = (centred_scores if self.hyper.centred else generalization_scores)(metrics).tolist()
+        for site, score in zip(sites, scores, strict=True):
+            if math.isnan(score) and len(sites) > 1:
+                events.add("undefined", "no site scored this model; it counts as an average one", site=site, round=round)
+        return dict(zip(sites, scores, strict=True))

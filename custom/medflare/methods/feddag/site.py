@@ -1,40 +1,77 @@
-"""FedDAG's site algorithm: generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^."""
+"""FedDAG's site algorithm (Sec. III-B, III-D, Alg. 1): generator, student and teacher are trained on every batch."""
 
 import math
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 import torch
-from torch import Tensor
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, merged_phases, number, table
 from medflare.core.message import Message
-from medflare.core.packages import installed
+from medflare.core.rng import seeded
+from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.geometry import format_shape
 from medflare.data.loading import Batch
 from medflare.methods.base import MEASURED, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
-from medflare.methods.feddag.formulas import round_decay
-from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, channel_deviations, initial_generator
+from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.feddag.formulas import discrepancy, ema_update, round_decay, sharpness_perturbation, similarity_loss
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
-from medflare.methods.feddag.hyper import FedDAGSiteHyper
-from medflare.methods.feddag.scoring import ScoredSite
+from medflare.methods.feddag.sha import ScoredSite
+from medflare.methods.parts.normalisation import batch_statistics, still_statistics
+from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import run_epochs, samples_of_pass
+from medflare.training.epochs import run_epochs, samples_of_pass, trainable
 from medflare.training.site import Site
 
+_PICTURES: Final = 4  # generated images in the site's own report
 
-def _generator(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
+
+@dataclass(frozen=True, config=STRICT)
+class FedDAGSiteHyper(FedAvgSiteHyper):
+    """Domain-adversarial generation; the server reads it too."""
+
+    ndag: bool = param(True, "false: students are trained on the original images alone (w/o NDAG)", source="Table V")
+    alpha: float = param(
+        0.3, "strength of the perturbation, in deviations of the site's training images", symbol="α", source="Eq. 2", low=0, high=1
+    )
+    m: float = param(0.1, "cap of the feature discrepancy 1 - cos; 2: none", symbol="m", source="Eq. 1", low=0)
+    train_on: Literal["both", "perturbation"] = param(
+        "both", "the student's images: generated and original, or the bare perturbations α G(x)", source="Eq. 4, Fig. 11"
+    )
+    ema: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = param(
+        "auto", "decay of the teacher's average; auto: by the round's length, see round_decay", source="Sec. III-B3"
+    )
+    distribution: Literal["type1", "type2", "type3"] = param(
+        "type3",
+        "1: θ_g to student and teacher, 2: a global student beside θ_g, 3: θ_g to the student, the teacher stays at the site",
+        source="Sec. III-D, Fig. 5",
+    )
+    sam_rho: float = param(0.0, "FedSAM: length of the student's ascent step on every batch; 0: none", symbol="ρ", source="Fig. 9", low=0)
+    generator_width: int = param(16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1)
+
+
+def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> DomainGenerator:
+    """The common initial generator."""
+    with seeded(seed, "initial", "generator"):
+        return DomainGenerator(task.image_channels, hyper.generator_width, dims=task.spatial_dims)
+
+
+def _generator_template(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
     with torch.device("meta"):
-        return build_generator(plan.task, plan.site_hyper).state_dict()
+        return initial_generator(plan.task, 0, plan.site_hyper).state_dict()
 
 
 GENERATOR = TensorSpec(
     "generator",
     "the site's generator of perturbations, for the mean; without an image it yields none",
-    _generator,
+    _generator_template,
     lambda plan: plan.site_hyper.ndag,
 )
 STUDENT = TensorSpec(
@@ -44,9 +81,9 @@ LOSSES = MetaSpec("losses", "mean of each loss of the round", table(number(optio
 
 
 class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
-    """Trains generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^.
+    """Trains generator, student and teacher on every batch; sends the teacher, the generator and θ^.
 
-    In distribution type 3 one of the two models never leaves the site: it is the site's state.
+    In distribution type 3 the teacher is never overwritten: it is the site's state.
     """
 
     Hyper: ClassVar[type] = FedDAGSiteHyper
@@ -66,31 +103,25 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     delivery: ClassVar[Phase | None] = Phase(
         "finalize", request=(GLOBAL, GENERATOR.as_optional()), request_meta=(SELECTED_ROUND.as_optional(),)
     )
-    dp_unsupported_reason = (
-        "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
-    )
-    kept = PersistentState("kept")  # type 3: the model that never leaves
-
-    @classmethod
-    def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
-        """Generated images are judged by them."""
-        return hyper.ndag
-
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: FedDAGSiteHyper, server_hyper: Any) -> None:
-        """Refuse images that the generator cannot look around in, beside what scores need.
-
-        Raises:
-            ConfigError: a side of a single pixel, as features have.
-        """
-        super().check(task, hyper, server_hyper)
-        if hyper.ndag and min(task.size) < 2:
-            size = format_shape(task.size)
-            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {size}; set ndag=false")
+    dp_unsupported_reason = "generator, student and teacher are trained on every batch, and the perturbed model reveals a gradient"
+    teacher = PersistentState("teacher")  # type 3: the teacher, which stays at the site
 
     def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
         super().__init__(site, plan)
         self._last_batch: Batch | None = None
+
+    @classmethod
+    def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
+        """The losses on generated images compare them."""
+        return hyper.ndag
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedDAGSiteHyper, server_hyper: Any) -> None:
+        """Also raises ConfigError if images have a side of one pixel, which the generator's reflected border does not allow."""
+        super().check(task, hyper, server_hyper)
+        if hyper.ndag and min(task.size) < 2:
+            shape = format_shape(task.size)
+            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {shape}; set ndag=false")
 
     @cached_property
     def generator(self) -> DomainGenerator:
@@ -99,7 +130,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @property
     def unit(self) -> Tensor:
-        """What α counts: deviations of the training images as the network sees them, by channel (C, 1, 1), which stay here."""
+        """The unit of α: standard deviations of the training images by channel (C, 1, 1), which stay at the site."""
         if "deviations" not in self.memory.meta:
             self.memory.meta["deviations"] = channel_deviations(batch.images for batch in self.site.ordered("train"))
         deviations = torch.tensor(self.memory.meta["deviations"], dtype=torch.float32, device=self.site.device)
@@ -110,39 +141,32 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return FedAvgSite.train(self, round, incoming)
 
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of NDAG (Alg. 1); the reply holds what the distribution type shares, and the perturbed model."""
+        """A round of NDAG (Alg. 1); the reply has the teacher, the states of the distribution type and the perturbed model."""
         validation = self.validation(self.network("model", incoming.states[GLOBAL]))
-        generation = self._begin(incoming)
+        generation = self._generation(incoming)
         losses = self._epochs(generation, round)
-        student, teacher = copy_state(generation.student.state_dict()), copy_state(generation.teacher.state_dict())
-        sends_teacher = self.hyper.distribution == "type2" or self.hyper.chain == "student_from_global"
-        states: dict[str, StateDict] = {MODEL: teacher if sends_teacher else student}
+        teacher = copy_state(generation.teacher.state_dict())
+        states: dict[str, StateDict] = {MODEL: teacher}
         if self.hyper.ndag:
             states[GENERATOR] = copy_state(generation.generator.state_dict())
         if self.hyper.distribution == "type2":
-            states[STUDENT] = student
+            states[STUDENT] = copy_state(generation.student.state_dict())
         if self.hyper.distribution == "type3":
-            self.kept = states[MODEL]
+            self.teacher = teacher
         reply = Message(states, self.meta(loss=losses["student"], validation={"global": validation}, losses=losses))
         self.add_perturbed(round, reply)
         return reply
 
-    def _begin(self, incoming: Message) -> AdversarialGeneration:
-        """Student, teacher and generator at the start of a round (Sec. III-D); what a site does not have yet is θ_g."""
-        received = incoming.states[GLOBAL]
-        kept = received if self.kept is None else self.kept
-        starts = {
-            "type1": (received, received),
-            "type2": (incoming.states.get(STUDENT, received), received),
-            "type3": (received, kept) if self.hyper.chain == "student_from_global" else (kept, received),
-        }
-        student, teacher = starts[self.hyper.distribution]
+    def _generation(self, incoming: Message) -> "AdversarialGeneration":
+        """Student, teacher and generator at the start of a round (Sec. III-D); θ_g for a state that the site does not have."""
+        shared = incoming.states[GLOBAL]
         if GENERATOR in incoming.states:
             self.generator.load_state_dict(incoming.states[GENERATOR])
-        networks = self.network("model", student), self.network("teacher", teacher)
-        return AdversarialGeneration(self.site, self.hyper, *networks, self.generator, self.unit if self.hyper.ndag else 1.0)
+        student = self.network("model", incoming.states.get(STUDENT, shared))
+        teacher = self.network("teacher", shared if self.teacher is None else self.teacher)
+        return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, self.unit if self.hyper.ndag else 1.0)
 
-    def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
+    def _epochs(self, generation: "AdversarialGeneration", round: int) -> dict[str, float]:
         """The task's local epochs; mean losses by name."""
         batches = self.site.task.local_epochs * math.ceil(samples_of_pass(self.site) / self.site.batch_size)
         decay = round_decay(max(1, batches)) if self.hyper.ema == "auto" else self.hyper.ema
@@ -155,16 +179,167 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             return run_epochs(self.site, round, "model", step)
 
     def last_batch(self, round: int) -> Batch:
-        """The batch that the round's training ended with."""
-        return cast(Batch, self._last_batch)  # `train` has just set it
+        """The last batch of the round's training."""
+        return cast(Batch, self._last_batch)  # set by `train`
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """Some of the site's training images, what the final generator adds to them, and the sums; none without Pillow to store them."""
-        if GENERATOR not in incoming.states or not self.site.n["train"] or not self.hyper.pictures or not installed("PIL"):
+        """Some training images, the final generator's perturbations of them, and their sums (Fig. 4)."""
+        if GENERATOR not in incoming.states or not self.site.n["train"]:
             return {}
-        images = next(self.site.ordered("train", self.hyper.pictures)).images.cpu()
+        images = next(self.site.ordered("train", _PICTURES)).images.cpu()
         self.generator.load_state_dict(incoming.states[GENERATOR])
         with torch.no_grad():
             perturbations = self.generator(images.to(self.site.device)).cpu()
         x_hat = generated(images, perturbations, self.hyper.alpha, unit=self.unit.cpu())
         return {"generated": picture_grid(images, perturbations, x_hat)}
+
+
+# -- NDAG ----------------------------------------------------------------------------------------------------------------------
+
+
+class AdversarialGeneration:
+    """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch, then the teacher's update.
+
+    Args:
+        generator: images (N, C, H, W) -> perturbations of the same shape.
+        unit: of α, in values of the network's input: one number, or one for each channel (C, 1, 1).
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        hyper: FedDAGSiteHyper,
+        student: FeatureNetwork,
+        teacher: FeatureNetwork,
+        generator: nn.Module,
+        unit: Tensor | float = 1.0,
+    ):
+        self.site, self.hyper, self.unit = site, hyper, unit
+        self.student, self.teacher, self.generator = student, teacher, generator
+        self.teacher.eval()
+        self._averaged = teacher.state_dict(), student.state_dict()  # share memory with the networks
+        self.optimizers = {"model": site.optimizer(trainable(student)), "generator": site.optimizer(trainable(generator))}
+
+    def step(self, batch: Batch, decay: float) -> dict[str, Tensor]:
+        """Both stages on one batch and the teacher's update; returns the losses by name, detached."""
+        images, targets, _ = batch
+        losses: dict[str, Tensor] = {}
+        reference = self.reference(images) if self.hyper.ndag else None
+        if reference is not None and self.hyper.alpha > 0:
+            losses |= self._generator_step(images, targets, reference)
+        losses |= self._student_step(images, targets, reference)
+        ema_update(*self._averaged, decay)
+        return {name: value.detach() for name, value in losses.items()}
+
+    @torch.no_grad()
+    def reference(self, images: Tensor) -> Tensor:
+        """f = T(x): features (N, D) of the originals, normalised by the batch like the student's."""
+        with batch_statistics(self.teacher):
+            return pooled(self.teacher.features_and_output(images)[0])
+
+    @torch.no_grad()
+    def student_images(self, images: Tensor) -> Tensor:
+        """x^ of the student's stage (N, C, H, W), without a graph; α G(x) alone for train_on=perturbation."""
+        perturbation = self.generator(images)
+        if self.hyper.train_on == "perturbation":
+            return self.hyper.alpha * self.unit * perturbation
+        return generated(images, perturbation, self.hyper.alpha, unit=self.unit)
+
+    def _generator_step(self, images: Tensor, targets: Tensor, reference: Tensor) -> dict[str, Tensor]:
+        """Stage 1: G moves features away from the teacher's (Eq. 1) while the image stays classifiable (Eq. 3); S and T are frozen.
+
+        The student normalises by the batch, as in its training. With running statistics G would learn a constant shift of colours, which
+        normalisation by the batch removes in stage 2.
+        """
+        self.student.eval()  # running statistics do not change
+        x_hat = generated(images, self.generator(images), self.hyper.alpha, unit=self.unit)
+        with batch_statistics(self.student):
+            features, logits = self.student.features_and_output(x_hat)
+        away = discrepancy(reference, pooled(features), self.hyper.m)
+        task = self.site.loss(logits, targets)
+        self.optimizers["generator"].zero_grad(set_to_none=True)
+        (task - away).backward(inputs=trainable(self.generator))
+        self.optimizers["generator"].step()
+        return {"discrepancy": away, "generator_task": task}
+
+    def _student_step(self, images: Tensor, targets: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
+        """Stage 2: S learns the teacher's features of the originals (Eq. 4) and the targets on generated images; G and T are frozen."""
+        self.student.train()
+        x_hat = self.student_images(images) if reference is not None else None
+        losses: dict[str, Tensor] = {}
+
+        def loss() -> Tensor:
+            losses.update(self.student_losses(images, x_hat, targets, reference))
+            return losses["student"]
+
+        sharpness_aware_step(self.student, self.optimizers["model"], loss, self.hyper.sam_rho)
+        return losses
+
+    def student_losses(self, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
+        """L_S = L_sim + L_task and its parts; L_task of the originals without generated images.
+
+        Running statistics are those of the originals: the generated images of training would shift predictions for real ones.
+
+        Args:
+            images: the originals (N, C, H, W).
+            x_hat: the generated images (N, C, H, W); None without.
+            targets: as in `data.loading.Batch`.
+            reference: f, features of the originals (N, D); None without generated images.
+
+        Returns:
+            The scalars "task", "student" (the minimised one) and, with generated images, "similarity".
+        """
+        student = self.student
+        if x_hat is None or reference is None:
+            task = self.site.loss(student(images), targets)
+            return {"task": task, "student": task}
+        with still_statistics(student):
+            features, logits = student.features_and_output(x_hat)
+        similarity = similarity_loss(reference, pooled(features))
+        task = self.site.loss(logits, targets)
+        if self.hyper.train_on == "both":
+            task = (task + self.site.loss(student(images), targets)) / 2
+        else:
+            with torch.no_grad():
+                student(images)  # for the running statistics alone
+        return {"task": task, "similarity": similarity, "student": task + similarity}
+
+
+def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float) -> None:
+    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε as in SHA.
+
+    Args:
+        loss: computes the batch's loss with the current weights.
+        rho: length of ε; 0 for a plain step.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    loss().backward()
+    if rho > 0:
+        weights = [weight for weight in trainable(model) if weight.grad is not None]
+        origin = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight, epsilon in zip(weights, sharpness_perturbation([w.grad for w in weights if w.grad is not None], rho), strict=True):
+                weight.add_(epsilon)
+        optimizer.zero_grad(set_to_none=True)
+        with still_statistics(model):
+            loss().backward()
+        with torch.no_grad():
+            for weight, start in zip(weights, origin, strict=True):
+                weight.copy_(start)
+    optimizer.step()
+
+
+def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
+    """The standard deviation of every channel over all pixels of all images (population form, float64); 0 for a constant channel.
+
+    Examples:
+        >>> channel_deviations([torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 3.0], [2.0, 2.0]]])])
+        [1.0, 0.0]
+    """
+    moments = [
+        (values.shape[1], values.mean(dim=1), values.square().mean(dim=1))
+        for values in (images.to(torch.float64).transpose(0, 1).flatten(1) for images in batches)
+    ]
+    counts = torch.tensor([count for count, _, _ in moments], dtype=torch.float64).unsqueeze(1)
+    mean, square = ((counts * torch.stack(part).cpu()).sum(dim=0) / counts.sum() for part in list(zip(*moments, strict=True))[1:])
+    return (square - mean.square()).clamp(min=0).sqrt().tolist()

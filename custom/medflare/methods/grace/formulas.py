@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
-from medflare.core.packages import require
 from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
 from medflare.methods.parts.tensors import refuse_widths, widened
 
@@ -54,10 +53,6 @@ def consistency_weights(
     Raises:
         UpdateError: an update that is not finite, by its row.
         ValueError: shapes or options that do not fit.
-
-    Examples:
-        >>> consistency_weights(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), torch.ones(3))  # the third is orthogonal
-        tensor([0.4000, 0.4000, 0.2000], dtype=torch.float64)
     """
     deltas, p = torch.as_tensor(deltas, dtype=torch.float64), torch.as_tensor(p, dtype=torch.float64)
     if deltas.ndim != 2 or p.shape != deltas.shape[:1]:
@@ -93,13 +88,7 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
-    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites if there are any: (M, M) -> (M,).
-
-    Examples:
-        >>> sigma = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
-        >>> average_consistency(sigma), average_consistency(sigma, include_self=False)
-        (tensor([0.7500, 0.7500]), tensor([0.5000, 0.5000]))
-    """
+    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites if there are any: (M, M) -> (M,)."""
     if include_self or len(sigma) == 1:
         return sigma.mean(dim=1)
     return (sigma.sum(dim=1) - sigma.diagonal()) / (len(sigma) - 1)
@@ -118,10 +107,6 @@ def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
 
     Raises:
         ValueError: an unknown rule, or weights p that are negative, not finite or all zero.
-
-    Examples:
-        >>> reweighted(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 3.0])), reweighted(torch.tensor([0.9, 0.1]), torch.tensor([1.0, 1.0]))
-        (tensor([0.2500, 0.7500]), tensor([0.9000, 0.1000]))
     """
     if negative not in get_args(NegativeRule):
         raise ValueError(f"negative must be one of {', '.join(get_args(NegativeRule))}, got {negative!r}")
@@ -165,11 +150,6 @@ def consistent_aggregate(
     Raises:
         UpdateError: an update that is not finite, by its site.
         ValueError: no parameters.
-
-    Examples:
-        >>> states = {"A": {"w": torch.tensor([2.0])}, "B": {"w": torch.tensor([4.0])}}
-        >>> consistent_aggregate({"w": torch.tensor([0.0])}, states, {"A": 1.0, "B": 1.0}, ["w"], server_rate=0.5)
-        ({'w': tensor([1.5000])}, {'A': 0.5, 'B': 0.5})
     """
     if not parameters:
         raise ValueError("consistent_aggregate: no parameters to compare updates by; name the trainable entries")
@@ -198,11 +178,6 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
         y: features (M, D).
         form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2); "deep_coral":
             ||C_x - C_y||_F^2 / (4 D^2).
-
-    Examples:
-        >>> x = torch.tensor([[0.0], [2.0]])
-        >>> coral(x, x), coral(x, x + 3), coral(x, x + 3, form="deep_coral")
-        (tensor(0.), tensor(9.), tensor(0.))
     """
     if form not in get_args(CoralForm):
         raise ValueError(f"form must be one of {', '.join(get_args(CoralForm))}, got {form!r}")
@@ -229,11 +204,6 @@ def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
         y: features (M, D).
         kernel: "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
             "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
-
-    Examples:
-        >>> x = torch.tensor([[0.0]])
-        >>> mmd(x, x), mmd(x, x + 1e4)  # seven kernels, 1 for equal rows and 0 for distant ones
-        (tensor(0.), tensor(14.))
     """
     refuse_widths(x, y)
     dtype, joined = torch.result_type(x, y), torch.cat([widened(x), widened(y)])
@@ -334,20 +304,12 @@ def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int 
 
     Returns:
         About 0 for indistinguishable features, 2 for separable ones; NaN for fewer than two images.
-
-    Raises:
-        ValueError: features of different shapes.
     """
-    require("sklearn", "the proxy A-distance")
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupShuffleSplit, cross_val_score
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    if global_features.shape != local_features.shape:
-        raise ValueError(
-            f"both models need features of the same images, got {tuple(global_features.shape)} and {tuple(local_features.shape)}"
-        )
     n = len(global_features)
     if n < 2:
         return math.nan

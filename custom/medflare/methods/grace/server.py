@@ -39,7 +39,7 @@ class ConsistencyAggregation(WeightedMean):
     def prepare(self, task: TaskConfig, rounds: int) -> None:
         """Also finds the trainable entries."""
         super().prepare(task, rounds)
-        self.parameters = trainable_names(task)
+        self.parameters = [name for name, parameter in meta_network(task).named_parameters() if parameter.requires_grad]
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
         """The re-weighted mean (`consistent_aggregate`), or the weighted one without `consistency`."""
@@ -66,8 +66,3 @@ class GraceServer(FedAvgServer[GraceServerHyper]):
         if getattr(site, "client", None) == "coral" and task.batch_size < SMALLEST_BATCH:
             text = f"CORAL's covariances are of half a batch of {task.batch_size}, mostly noise below {SMALLEST_BATCH}"
             context.events.add("warning", f"{text}; make task.batch_size larger, or set client=meta")
-
-
-def trainable_names(task: TaskConfig) -> list[str]:
-    """Names of the trainable entries of the task's network, shallow to deep."""
-    return [name for name, parameter in meta_network(task).named_parameters() if parameter.requires_grad]

@@ -3,15 +3,14 @@
 Probabilities are (N, C, H, W) or (N, C, X, Y, Z) for segmentation and (N, C) for classification, over all classes, background included.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medflare.core.states import StateDict, blend, difference, misfit, moved
+from medflare.core.states import StateDict, blend, misfit
 from medflare.methods.parts.tensors import refuse_shapes
 
 _CODE_RADIUS, _CODE_SIDE = 10, 384  # the published code's window and images
@@ -54,80 +53,8 @@ def local_adapted(previous: Mapping[str, Tensor] | Tensor, local: Mapping[str, T
     return blend(previous, local, tau)
 
 
-def site_step(local: Mapping[str, Tensor], global_: Mapping[str, Tensor], learnt: Collection[str]) -> StateDict:
-    """-eta_l grad_L = w_k - w_g for the entries `learnt` by gradients, and w_k for all others.
-
-    Running statistics have no gradient, and the difference of two variances can make a third one negative.
-
-    Examples:
-        >>> w_k, w_g = ({"w": torch.tensor(a), "running_var": torch.tensor(b)} for a, b in ((1.0, 0.25), (3.0, 1.0)))
-        >>> site_step(w_k, w_g, learnt=["w"])
-        {'w': tensor(-2.), 'running_var': tensor(0.2500)}
-    """
-    step = difference(local, global_)
-    return {name: step[name] if name in learnt else tensor.clone() for name, tensor in local.items()}
-
-
-def _statistics(step: Mapping[str, Tensor], learnt: Collection[str] | None) -> StateDict:
-    """The entries of a `site_step` that are w_k's; none without `learnt`."""
-    return {} if learnt is None else {name: tensor for name, tensor in step.items() if name not in learnt}
-
-
-def local_adapted_explicit(
-    previous: Mapping[str, Tensor],
-    global_: Mapping[str, Tensor],
-    step: Mapping[str, Tensor],
-    tau: float,
-    learnt: Collection[str] | None = None,
-) -> StateDict:
-    """P <- (1 - tau) P + tau (w_g^{t+1} - eta_l grad_L): Eq. 4 with this round's global step taken before the local one.
-
-    Args:
-        previous: P_k^t, a state dict.
-        global_: w_g^{t+1}, which includes -eta_g grad_G of the same round.
-        step: -eta_l grad_L = w_k - w_g^t, see `site_step`.
-        learnt: names of the parameters; None: all entries. The others move to w_k, as in `local_adapted`.
-
-    Examples:
-        >>> P, w_g, step = ({"w": torch.tensor(value)} for value in (0.0, 2.0, -1.0))
-        >>> local_adapted_explicit(P, w_g, step, tau=1.0), local_adapted_explicit(P, w_g, step, tau=0.5)
-        ({'w': tensor(1.)}, {'w': tensor(0.5000)})
-    """
-    return blend(previous, {**moved(global_, step), **_statistics(step, learnt)}, tau)
-
-
-def local_adapted_incremental(
-    previous: Mapping[str, Tensor],
-    local_step: Mapping[str, Tensor],
-    global_step: Mapping[str, Tensor],
-    tau: float,
-    learnt: Collection[str] | None = None,
-) -> StateDict:
-    """P <- P - tau (eta_l grad_L + eta_g grad_G): Eq. 4 as a pure gradient step without averaging.
-
-    Args:
-        previous: P_k^t, a state dict.
-        local_step: -eta_l grad_L = w_k - w_g, see `site_step`.
-        global_step: -eta_g grad_G, the difference of two global models.
-
-    Examples:
-        >>> P, local_step, global_step = ({"w": torch.tensor(value)} for value in (1.0, -1.0, 3.0))
-        >>> local_adapted_incremental(P, local_step, global_step, tau=0.5)
-        {'w': tensor(2.)}
-    """
-    statistics = _statistics(local_step, learnt)
-    stepped = moved(moved(previous, global_step, tau), local_step, tau)
-    return {**stepped, **blend({name: previous[name] for name in statistics}, statistics, tau)}
-
-
 def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
-    """Eq. 7: squared distance of the predictions for an image and its noisy copy; sum over classes, mean over pixels and images.
-
-    Examples:
-        >>> certain = torch.tensor([[1.0, 0.0]])
-        >>> consistency_loss(certain, certain), consistency_loss(certain, 1 - certain)
-        (tensor(0.), tensor(2.))
-    """
+    """Eq. 7: squared distance of the predictions for an image and its noisy copy; sum over classes, mean over pixels and images."""
     refuse_shapes(p=p, p_noisy=p_noisy)
     return (p - p_noisy).square().sum(dim=1).mean()
 
@@ -143,11 +70,6 @@ def neighbourhood_range(p: Tensor, d: int) -> Tensor:
 
     Returns:
         Of the same shape.
-
-    Examples:
-        >>> p = torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]])
-        >>> neighbourhood_range(p, 1), neighbourhood_range(p, 0)
-        (tensor([[[[0., 0., 1., 1.]]]]), tensor([[[[0., 0., 0., 0.]]]]))
     """
     return _window_maximum(p, d) + _window_maximum(-p, d)
 
@@ -164,42 +86,13 @@ def shape_loss(p: Tensor, d: int) -> Tensor:
     """Eq. 8-9: the neighbourhood range, summed over the classes of `p` and averaged over pixels and images.
 
     Eq. 9 sums over pixels, which would make this term H*W times larger than the mean of Eq. 7; so it is averaged too.
-
-    Examples:
-        >>> shape_loss(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)
-        tensor(0.5000)
     """
     return neighbourhood_range(p, d).sum(dim=1).mean()
 
 
-def shape_loss_official(p_foreground: Tensor, d: int) -> Tensor:
-    """The published code's shape term: L2 norm over all pixels of 1e-6 times the range, foreground classes only.
-
-    Examples:
-        >>> shape_loss_official(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)  # 1e-6 times the root of 2
-        tensor(1.4142e-06)
-    """
-    return (neighbourhood_range(p_foreground, d) * 1e-6).norm()
-
-
 def entropy_loss(p: Tensor) -> Tensor:
-    """Eq. 9: -sum_c p_c log p_c, averaged over pixels and images; 0 log 0 counts as 0.
-
-    Examples:
-        >>> entropy_loss(torch.tensor([[1.0, 0.0]])), entropy_loss(torch.tensor([[0.5, 0.5]]))
-        (tensor(0.), tensor(0.6931))
-    """
+    """Eq. 9: -sum_c p_c log p_c, averaged over pixels and images; 0 log 0 counts as 0."""
     return _minus_p_log_p(p).sum(dim=1).mean()
-
-
-def entropy_loss_official(p: Tensor) -> Tensor:
-    """The published code's entropy: sum over the images instead of the classes, over log C; `entropy_loss` times N / (C log C).
-
-    Examples:
-        >>> entropy_loss_official(torch.tensor([[0.5, 0.5]]))
-        tensor(0.5000)
-    """
-    return _minus_p_log_p(p).sum(dim=0).mean() / math.log(p.shape[1])
 
 
 def _minus_p_log_p(p: Tensor) -> Tensor:
@@ -208,23 +101,8 @@ def _minus_p_log_p(p: Tensor) -> Tensor:
 
 
 def total_loss(consistency: Tensor, shape: Tensor, entropy: Tensor, beta: float) -> Tensor:
-    """Eq. 10: L_t = L_cons + beta (L_s + L_e).
-
-    Examples:
-        >>> total_loss(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0), beta=0.5)
-        tensor(3.5000)
-    """
+    """Eq. 10: L_t = L_cons + beta (L_s + L_e)."""
     return consistency + beta * (shape + entropy)
-
-
-def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, classes: int) -> Tensor:
-    """The published code's total, 10 L_e + 0.1 L_cons / C + L_s; its consistency is a mean over the C classes.
-
-    Examples:
-        >>> total_loss_official(torch.tensor(4.0), torch.tensor(1.0), torch.tensor(0.5), classes=2)
-        tensor(6.2000)
-    """
-    return 10 * entropy + 0.1 * consistency / classes + shape
 
 
 def all_classes(p: Tensor, target: str) -> Tensor:
@@ -233,10 +111,6 @@ def all_classes(p: Tensor, target: str) -> Tensor:
     Args:
         p: (N, outputs, ...) as of `TaskConfig.probabilities`.
         target: "multiclass" (softmax), "binary" or "multilabel" (sigmoid).
-
-    Examples:
-        >>> all_classes(torch.tensor([[0.25]]), "binary"), all_classes(torch.tensor([[0.25, 0.75]]), "multiclass")
-        (tensor([[0.7500, 0.2500]]), tensor([[0.2500, 0.7500]]))
     """
     return p if target == "multiclass" else torch.cat([1 - p, p], dim=1)
 

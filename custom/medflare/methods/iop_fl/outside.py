@@ -2,7 +2,7 @@
 
 The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by consistency under noise, shape and certainty
 (Eq. 7-10). The state with the lowest loss among those that pass the gate is used. The gate exists because the loss alone once selected
-a state with an empty mask (docs/results.md): a state must be as informative as the start, agree with it, and cover a plausible share.
+a state with an empty mask (docs/results.md): a state must be nearly as informative as the start and agree with it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from medflare.core.hyper import build_hyper, param
-from medflare.core.manifest import MetaSpec, TensorSpec
+from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.core.settings import STRICT
@@ -30,14 +30,10 @@ from medflare.tasks.metrics import foreground
 
 EXPERT = TensorSpec("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
-_Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Range = tuple[_Share, _Share]
-SHARES = MetaSpec("shares", "the inside sites' range of every foreground class's share", list[Range])
 
 ANCHOR: Final = 0.1  # weight of the divergence from the starting prediction
 GATE_INFORMATION: Final = 0.8  # least mutual information of a state, as a fraction of the start's
 GATE_AGREEMENT: Final = 0.9  # least agreement with the start (Dice)
-GATE_SHARE: Final = 3.0  # largest factor between a foreground class's share and the inside sites' range
 _MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
 
 
@@ -78,13 +74,11 @@ class Summary:
         loss: the test-time loss.
         information: mutual information of pixel and prediction, in nats, >= 0.
         agreement: with the masks, or classes, of the start; see `formulas.agreeing`.
-        shares: mean probability of every foreground class; empty in classification.
     """
 
     loss: float
     information: float
     agreement: float
-    shares: tuple[float, ...]
 
 
 def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Summary:
@@ -103,11 +97,9 @@ def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor, Tensor]]
         shares = shares + len(p) * formulas.class_shares(classes).cpu()
         equal, of = formulas.agreeing(_decisions(p, task), _decisions(start, task))
         agreement, total = agreement + equal, total + of
-    mean = torch.as_tensor(shares / count)
-    loss_, entropy = (sums / count).tolist()
-    positive = mean[1:] if task.target == "multiclass" else mean[len(mean) // 2 :]
-    covered = tuple(positive.tolist()) if task.kind == "segmentation" else ()
-    return Summary(loss_, max(0.0, float(formulas.entropy_of(mean)) - entropy), agreement / total if total else 1.0, covered)
+    mean_loss, entropy = (sums / count).tolist()
+    information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
+    return Summary(mean_loss, max(0.0, information), agreement / total if total else 1.0)
 
 
 def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
@@ -117,49 +109,18 @@ def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
     return p.argmax(dim=1) if task.target == "multiclass" else (p > 0.5).long()
 
 
-def ranges_of(class_counts: Sequence[Sequence[int]], task: TaskConfig) -> list[Range]:
-    """(smallest, largest) share of every foreground class over the sites.
-
-    Args:
-        class_counts: of every site, training pixels of each of `task.classes`.
-
-    Returns:
-        Empty in classification, for multilabel tasks, whose negatives are not counted, and without sites.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> ranges_of([[90, 10], [60, 40]], SimpleNamespace(kind="segmentation", target="binary"))
-        [(0.1, 0.4)]
-    """
-    if task.kind != "segmentation" or task.target == "multilabel" or not class_counts:
-        return []
-    shares = [[count / max(1, sum(counts)) for count in counts[1:]] for counts in class_counts]
-    return [(min(column), max(column)) for column in zip(*shares, strict=True)]
-
-
-def gate_refusal(state: Summary, start: Summary, ranges: Sequence[Range]) -> str:
+def gate_refusal(state: Summary, start: Summary) -> str:
     """Why a state may not be used; "" if it may.
 
-    Args:
-        start: of the state before the first step; a range is extended to include its share.
-        ranges: of every foreground class, the smallest and the largest share at the inside sites; empty if unknown.
-
     Examples:
-        >>> start, ranges = Summary(loss=0.04, information=0.08, agreement=1.0, shares=(0.03,)), [(0.02, 0.04)]
-        >>> gate_refusal(Summary(0.03, 0.07, 0.95, (0.05,)), start, ranges)
-        ''
-        >>> gate_refusal(Summary(0.01, 0.0, 0.95, (0.05,)), start, ranges)
-        'its mutual information is 0.00 of the start, below 0.8'
-        >>> gate_refusal(Summary(0.01, 0.08, 0.95, (0.2,)), start, ranges)
-        'it covers 0.2 of the pixels, inside sites 0.02 to 0.04'
+        >>> start = Summary(loss=0.04, information=0.08, agreement=1.0)
+        >>> gate_refusal(Summary(0.03, 0.07, 0.95), start), gate_refusal(Summary(0.01, 0.0, 0.95), start)
+        ('', 'its mutual information is 0.00 of the start, below 0.8')
     """
     if start.information > _MEASURABLE and state.information < GATE_INFORMATION * start.information:
         return f"its mutual information is {state.information / start.information:.2f} of the start, below {GATE_INFORMATION:g}"
     if state.agreement < GATE_AGREEMENT:
         return f"its agreement with the start is {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
-    for (low, high), share, first in zip(ranges, state.shares, start.shares, strict=bool(ranges)):
-        if not min(low, first) / GATE_SHARE <= share <= max(high, first) * GATE_SHARE:
-            return f"it covers {share:.2g} of the pixels, inside sites {low:.2g} to {high:.2g}"
     return ""
 
 
@@ -169,9 +130,6 @@ def gate_refusal(state: Summary, start: Summary, ranges: Sequence[Range]) -> str
 class RoutedModel(nn.Module):
     """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it to unlabelled images.
 
-    Args:
-        ranges: see `gate_refusal`.
-
     Attributes:
         gated: whether the gate is used; not with objective=paper.
         adaptation: the record of `adapt`; before the first epoch and after each one the "losses" over all images, the "information" and
@@ -179,9 +137,9 @@ class RoutedModel(nn.Module):
             "coefficients", R by layer, averaged over the images. Empty before.
     """
 
-    def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int, ranges: Sequence[Range] = ()):
+    def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int):
         super().__init__()
-        self.task, self.network, self.hyper, self.seed, self.ranges = task, network, hyper, seed, ranges
+        self.task, self.network, self.hyper, self.seed = task, network, hyper, seed
         self.gated = hyper.objective != "paper"
         self.adaptation: dict[str, Any] = {}
         self._start = network.adapted_state()
@@ -219,7 +177,7 @@ class RoutedModel(nn.Module):
             for place, images in enumerate(parts):
                 self._step(optimizer, images, "epoch", epoch, place)
             summaries.append(self.measure(parts))
-            refused.append(gate_refusal(summaries[-1], summaries[0], self.ranges) if self.gated else "")
+            refused.append(gate_refusal(summaries[-1], summaries[0]) if self.gated else "")
             if not refused[-1] and summaries[-1].loss < summaries[chosen].loss:
                 selected, chosen = self.network.adapted_state(), epoch + 1
         self.network.load_adapted_state(selected)
@@ -328,7 +286,7 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     coefficients = stored.get("coefficients", "sigmoid" if hyper.objective == "paper" else "softmax")
     routing = Routing(hyper.routing == "layer", coefficients, hyper.bn_statistics, seed)
     network = RoutedNetwork(network_with(task, states[-1]), states, routing)
-    model = RoutedModel(task, network, hyper, seed, [(low, high) for low, high in message.meta.get(SHARES, [])])
+    model = RoutedModel(task, network, hyper, seed)
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
     model.adaptation = message.meta.get("adaptation", {})

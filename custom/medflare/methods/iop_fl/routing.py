@@ -86,8 +86,6 @@ def uniform_logit(experts: int, kind: Coefficients) -> float:
         >>> uniform_logit(4, "softmax"), round(torch.sigmoid(torch.tensor(uniform_logit(4, "sigmoid"))).item(), 6)
         (0.0, 0.25)
     """
-    if experts < 2:
-        raise ValueError(f"routing needs at least two models, got {experts}")
     return 0.0 if kind == "softmax" else -math.log(experts - 1)
 
 
@@ -161,12 +159,11 @@ class RoutedNetwork(nn.Module):
         experts: states of (P_1, ..., P_K, w_g), at least two; entries that are not routed are those of the last one.
 
     Raises:
-        StateError: an expert that does not fit the network, or no layer to route.
+        StateError: no layer to route.
     """
 
     def __init__(self, network: nn.Module, experts: Sequence[StateDict], routing: Routing = Routing()):
         super().__init__()
-        _check_experts(network, experts)
         self.network = copy.deepcopy(network)
         self.network.load_state_dict(experts[-1])
         self.network.requires_grad_(False)
@@ -242,11 +239,3 @@ class RoutedNetwork(nn.Module):
 
 def _input_channels(layer: nn.Module) -> int:
     return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)  # type: ignore[arg-type]
-
-
-def _check_experts(network: nn.Module, experts: Sequence[StateDict]) -> None:
-    if len(experts) < 2:
-        raise StateError(f"routing needs at least two models (one site's and the global one), got {len(experts)}")
-    for place, expert in enumerate(experts):
-        if reason := misfit(expert, network.state_dict()):
-            raise StateError(f"model {place} of {len(experts)} does not fit the network: {reason}")

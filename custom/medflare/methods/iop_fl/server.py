@@ -8,7 +8,7 @@ from medflare.core.states import StateDict
 from medflare.methods.base import Capability, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import SELECTED_ROUND, trained_model
-from medflare.methods.iop_fl.outside import EXPERT, SHARES, ranges_of
+from medflare.methods.iop_fl.outside import EXPERT
 from medflare.methods.iop_fl.site import ADAPTED, IOPHyper
 
 ROUNDS: Final = "expert_rounds"  # in the memory: site -> rounds of training of its P_k
@@ -40,20 +40,14 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
             rounds = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
             self.memory.meta[ROUNDS] = self.memory.meta.get(ROUNDS, {}) | rounds
-            for site in replies:
-                if self.context.site_counts.get(site, {}).get("class_counts") == []:
-                    text = "keeps its counts by class (minimum_patients): the gate of routing uses the other sites' range"
-                    self.context.events.add("warning", text, site=site)
         else:
             super().aggregate(step, replies)
 
     def configure_final(self, site: str) -> Message:
-        """FedAvg's message; for an outside site also every P_k and the range of the inside sites' foreground shares."""
+        """FedAvg's message; for an outside site also every P_k."""
         message = super().configure_final(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
-            by_site = [self.context.site_counts.get(name, {}).get("class_counts") for name in self.experts]
-            message.meta[SHARES] = ranges_of([counts for counts in by_site if counts], self.context.task)
         return message
 
     def models(self) -> dict[str, Message]:

@@ -16,7 +16,7 @@ from medflare.inference.deployed import Repeated, plain_message
 from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
-from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, OutsideHyper, routed_message, routed_model
+from medflare.methods.iop_fl.outside import EXPERT, ROUTER, OutsideHyper, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.selection import Best
 from medflare.training.epochs import finite_or_none
@@ -38,9 +38,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     Hyper: ClassVar[type] = IOPHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", reply=(ADAPTED,), reply_meta=(N_SAMPLES, SELECTED_ROUND)))
-    delivery: ClassVar[Phase | None] = Phase(
-        "finalize", request=(GLOBAL, EXPERT), request_meta=(SELECTED_ROUND.as_optional(), SHARES.as_optional())
-    )
+    delivery: ClassVar[Phase | None] = Phase("finalize", request=(GLOBAL, EXPERT), request_meta=(SELECTED_ROUND.as_optional(),))
     adapted = PersistentState("adapted")  # P_k
 
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
