@@ -28,11 +28,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     target_of = decoding.target_of
 
-    def noted(task: Any, source: Any, entry: Any, image: Any) -> Any:
+    def recorded(task: Any, source: Any, entry: Any, image: Any) -> Any:
         names.append(entry.name)
         return target_of(task, source, entry, image)
 
-    monkeypatch.setattr(decoding, "target_of", noted)
+    monkeypatch.setattr(decoding, "target_of", recorded)
     return names
 
 
@@ -82,7 +82,7 @@ def test_the_next_process_reads_what_was_decoded(
     assert len(_files(kept)) == 10 and {"image", "target"} == load_file(_files(kept)[0]).keys()
 
 
-def test_only_this_account_can_read_it(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+def test_files_are_private(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
     before = os.umask(0o022)
     try:
         loaded(make_task(), make_site(), kept)
@@ -92,7 +92,7 @@ def test_only_this_account_can_read_it(make_site: SiteOf, make_task: TaskOf, kep
     assert {stat.S_IMODE(path.stat().st_mode) for path in _files(kept)} == {0o600}
 
 
-def test_changed_and_damaged_files_alone_are_decoded_anew(
+def test_only_changed_and_damaged_files_are_decoded_again(
     make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, task = make_site(), make_task()
@@ -128,7 +128,7 @@ def test_unreadable_images_are_tried_again(make_site: SiteOf, make_task: TaskOf,
             assert len(data.train) == images and len(data.left_out) == 5 - images
 
 
-def test_the_longest_unused_make_room(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+def test_the_least_recently_used_files_are_deleted(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
     folder, task = make_site(), make_task()
     loaded(task, folder, kept)
     size = sum(path.stat().st_size for path in _files(kept))
@@ -144,7 +144,7 @@ def test_the_longest_unused_make_room(make_site: SiteOf, make_task: TaskOf, kept
     assert len(_files(kept)) == 9, "its own files stay"
 
 
-def test_a_file_that_goes_while_it_is_used_is_decoded_anew(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+def test_a_file_deleted_during_training_is_decoded_again(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
     folder, task = make_site(), make_task()
     whole, disk = loaded(task, folder), loaded(task, folder, CacheSettings(kept.folder, memory_gb=0))
     for path in _files(kept):
@@ -154,7 +154,7 @@ def test_a_file_that_goes_while_it_is_used_is_decoded_anew(make_site: SiteOf, ma
     assert len(_files(kept)) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(
+def test_a_cache_that_cannot_be_written_is_a_warning(
     make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -177,7 +177,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     assert len(loaded(make_task(), folder, kept).train) == 5
 
 
-def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEDFLARE_CACHE", raising=False)
     assert cache_with_folder(None, tmp_path) is None and cache_with_folder(CacheSettings()) is None
     assert cache_with_folder(CacheSettings(limit_gb=3), tmp_path) == CacheSettings(str(tmp_path), 3)

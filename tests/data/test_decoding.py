@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
-from medflare.data.decoding import Decoded, FileSource, PhantomSource, decode
+from medflare.data.decoding import Decoded, PhantomSource, Source, decode
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.tasks.config import TaskConfig, load_task
@@ -39,13 +39,13 @@ def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
     return folder
 
 
-def _mask(source: FileSource, number: int = 0) -> np.ndarray:
+def _mask(source: Source, number: int = 0) -> np.ndarray:
     entry = source.entries()[number]
     return source.mask(entry, source.image(entry))
 
 
 def _decoded(folder: Path, task: TaskConfig) -> Decoded:
-    source = FileSource(folder, task)
+    source = Source(folder, task)
     return decode(task, source, source.entries())
 
 
@@ -113,7 +113,7 @@ def test_slices_are_chosen_again_where_splits_are_drawn_again(tmp_path: Path, ma
 def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
     folder, other = make_site(), make_site(name="B", side=20)
     edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
-    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
+    source = Source(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
     with pytest.raises(DataError, match=r"0_mask\.png"):
         _mask(source)
     (folder / "images/3_mask.png").write_bytes((other / "images/3_mask.png").read_bytes())
@@ -138,7 +138,7 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
 
 
 def test_files_at_their_stored_size(make_site: SiteOf, make_task: TaskOf) -> None:
-    source = FileSource(make_site({"training": ["a", "b"], "test": ["c"]}), make_task(size=[8, 8]))
+    source = Source(make_site({"training": ["a", "b"], "test": ["c"]}), make_task(size=[8, 8]))
     entries = source.entries()
     assert [entry.name for entry in entries] == ["0.png", "1.png", "2.png"] and source.listed() == ("training", "test")
     image = source.image(entries[0])
@@ -149,9 +149,9 @@ def test_files_at_their_stored_size(make_site: SiteOf, make_task: TaskOf) -> Non
 
 def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
-    entry = FileSource(folder, make_task()).entries()[0]
+    entry = Source(folder, make_task()).entries()[0]
     for kind, changes in (("segmentation", {"0.png": True, "0_mask.png": True, "1.png": False}), ("classification", {"0_mask.png": False})):
-        source = FileSource(folder, make_task(kind))
+        source = Source(folder, make_task(kind))
         for name, changed in changes.items():
             before = source.state(entry)
             os.utime(folder / "images" / name, ns=(1, len(name)))
@@ -165,11 +165,11 @@ def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: E
     (folder / "images/link.png").symlink_to(folder / "images/0.png")
     for again in ("images/../images/0.png", "images/link.png"):
         edit(folder, lambda content, again=again: content["training"][0].update(image=["images/0.png", None, again]))
-        source = FileSource(folder, task)
+        source = Source(folder, task)
         with pytest.raises(DataError, match=r"0\.png"):
             source.image(source.entries()[0])
     edit(folder, lambda content: content["training"][0].update(image=["images/0.png", None, "images/1.png"]))
-    source = FileSource(folder, task)
+    source = Source(folder, task)
     assert source.image(source.entries()[0]).array.shape == (3, 16, 16)
 
 
@@ -177,12 +177,12 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
     """Not slices of a volume that are files: above the head there is nothing."""
     folder = make_site()
     Image.fromarray(np.full((16, 16), 7, np.uint8)).save(folder / "images/0.png")
-    source = FileSource(folder, make_task())
+    source = Source(folder, make_task())
     assert (source.image(source.entries()[0]).array == 7).all()
     task = make_task("classification", channels=["pre", "post"], missing_channels="zeros")
     for other, constant in ((None, True), ("images/1.png", False)):
         edit(folder, lambda content, other=other: content["training"][0].update(image=["images/0.png", other]))
-        source = FileSource(folder, task)
+        source = Source(folder, task)
         if constant:
             with pytest.raises(DataError, match=r"0\.png"):
                 source.image(source.entries()[0])
@@ -191,16 +191,16 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
     edit(folder, lambda content: content["training"][0].update(image="images/0.png"))
     Image.new("RGB", (16, 16), (9, 8, 7)).save(folder / "images/0.png")
     with pytest.raises(DataError, match=r"0\.png"):
-        FileSource(folder, make_task("classification", channels=3)).image(source.entries()[0])
+        Source(folder, make_task("classification", channels=3)).image(source.entries()[0])
 
 
 def test_a_patient_without_findings_has_as_many_masks_as_the_others(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
-    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b", "c"]))
+    source = Source(folder, make_task(target="multilabel", labels=["a", "b", "c"]))
     entry = source.entries()[0]
     for masks in (np.zeros((16, 16, 3), np.uint8), np.eye(16, dtype=np.uint8)[..., None] * np.ones(3, np.uint8)):
         Image.fromarray(masks).save(entry.masks[0])
         np.testing.assert_array_equal(_mask(source), masks.transpose(2, 0, 1))
-    assert _mask(FileSource(folder, make_task())).shape == (1, 16, 16)
+    assert _mask(Source(folder, make_task())).shape == (1, 16, 16)
     named = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1, 2], "b": [2]})
-    assert _mask(FileSource(folder, named)).shape == (1, 16, 16)
+    assert _mask(Source(folder, named)).shape == (1, 16, 16)

@@ -1,4 +1,4 @@
-"""What the pixels of a DICOM file mean, slices in the order in which they lie, and segmentations on the grid of their series."""
+"""DICOM pixel values, the order of slices, and segmentations on the grid of their series."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from pydicom.filewriter import correct_ambiguous_vr
 from helpers.small_tasks import SEGMENTATION, small_task
 from helpers.volume_sites import TASK, beside_a_series, cube_task, dicom_series
 from medflare.core.errors import DataError
-from medflare.data.decoding import FileSource
+from medflare.data.decoding import Source
 from medflare.data.dicom import segments
 from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
 from medflare.tasks.config import TaskConfig, load_task
@@ -75,7 +75,7 @@ def item(**tags: Any) -> Dataset:
 
 
 @pytest.mark.parametrize(("slope", "intercept"), [(1, 0), (2, -1000)])
-def test_rescaled_whatever_is_white_and_whatever_a_viewer_shows(tmp_path: Path, slope: int, intercept: int) -> None:
+def test_slope_intercept_and_inverted_images(tmp_path: Path, slope: int, intercept: int) -> None:
     """One picture stored both ways is one picture; twelve bits of sixteen are used, as detectors do."""
     tags = {"RescaleSlope": slope, "RescaleIntercept": intercept, "BitsStored": 12, "HighBit": 11, "WindowCenter": 40, "WindowWidth": 80}
     usual = rewritten(tmp_path / "ct/usual.dcm", PIXELS, **tags)
@@ -99,7 +99,7 @@ def test_tables(tmp_path: Path) -> None:
     np.testing.assert_array_equal(masked(file), PIXELS[None])
 
 
-def test_slope_and_intercept_of_frames(tmp_path: Path) -> None:
+def test_slope_and_intercept_of_the_frames_of_enhanced_objects(tmp_path: Path) -> None:
     """Enhanced objects give them beside their frames, and nowhere else."""
     frames = np.stack([PIXELS, PIXELS + 100, PIXELS + 200])
 
@@ -112,16 +112,6 @@ def test_slope_and_intercept_of_frames(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pictured(file)[0], frames.transpose(1, 2, 0) * 2.0 - 1)
     with pytest.raises(DataError, match=r"e\.dcm"):
         pictured(rewritten(tmp_path / "ct/e.dcm", frames, **groups(1, 2, 4)))
-
-
-def test_slope_and_intercept_of_each_slice(tmp_path: Path) -> None:
-    """As PET has them, also where the lowest number is white."""
-    series = dicom_series(tmp_path / "pet", slices=2)
-    for number, slope in enumerate((1, 3)):
-        place = {"InstanceNumber": number + 1, "ImagePositionPatient": [0, 0, number]}
-        tags = {"RescaleSlope": slope, "RescaleIntercept": 0, "PhotometricInterpretation": "MONOCHROME1", "BitsStored": 12}
-        rewritten(series / f"{number}.dcm", PIXELS, **place, **tags)
-    np.testing.assert_array_equal(pictured(series)[0], (4095.0 - PIXELS)[..., None] * [1, 3])
 
 
 def test_colours_frames_and_files_without_a_suffix(tmp_path: Path) -> None:
@@ -144,11 +134,6 @@ def test_colours_frames_and_files_without_a_suffix(tmp_path: Path) -> None:
 # -- series ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
-    dicom_series(tmp_path / "q1")
-    assert pictured(dicom_series(tmp_path / "q[1]", slices=3))[0, 0, 0].tolist() == [0, 100, 200]
-
-
 @pytest.mark.parametrize(
     ("tags", "word"),
     [
@@ -161,14 +146,14 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
         ({"ImagePositionPatient": [10, 20, 35]}, "1 to 3 mm"),
     ],
 )
-def test_slices_that_do_not_belong_together(tmp_path: Path, tags: dict[str, Any], word: str) -> None:
+def test_slices_of_different_series_or_geometry_are_refused(tmp_path: Path, tags: dict[str, Any], word: str) -> None:
     folder = change(dicom_series(tmp_path / "ct"), (2,), **tags)
     for task in (small_task(), cube_task(channels=1)):
         with pytest.raises(DataError, match=rf"ct.*{word}"):
             read_image([folder], task)
 
 
-def test_lost_and_broken_slices_are_missed(tmp_path: Path) -> None:
+def test_lost_and_broken_slices_are_errors(tmp_path: Path) -> None:
     folder = dicom_series(tmp_path / "ct", slices=5)
     (folder / "readme.txt").write_text("hello")
     assert pictured(folder).shape == (1, 6, 5, 5)
@@ -182,7 +167,7 @@ def test_lost_and_broken_slices_are_missed(tmp_path: Path) -> None:
         pictured(folder)
 
 
-def test_what_archives_lay_beside_a_series_is_no_slice(tmp_path: Path) -> None:
+def test_other_dicom_objects_in_the_folder_are_no_slices(tmp_path: Path) -> None:
     """A slice without its pixels still is one, lest the volume pass for whole."""
     series, folder = (dicom_series(tmp_path / name) for name in ("alone", "ct"))
     beside_a_series(folder)
@@ -198,7 +183,7 @@ def test_what_archives_lay_beside_a_series_is_no_slice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("numbers", [(1, 3, 2, 4), (1, 1, 1, 1), (4, 3, 2, 1), (1, 2, 3, 4)])
-def test_slices_are_stacked_as_they_lie(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+def test_slices_are_in_the_order_of_their_positions(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     folder = dicom_series(tmp_path / "ct")
     for place, number in enumerate(numbers):
         change(folder, (place,), InstanceNumber=number, ImagePositionPatient=[10, 20 + 0.5 * place, 30 + 2 * place])  # a tilted gantry
@@ -207,7 +192,7 @@ def test_slices_are_stacked_as_they_lie(tmp_path: Path, numbers: tuple[int, ...]
     np.testing.assert_allclose(voxels(folder)[0, 0], [100 * (height - 30) / 2 for height in heights], atol=1e-3)
 
 
-def test_what_says_how_slices_follow_each_other(tmp_path: Path) -> None:
+def test_slices_without_positions_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     numbered = change(dicom_series(tmp_path / "numbered"), (1, 3), without=("ImagePositionPatient",))
     assert voxels(numbered)[0, 0].tolist() == [0, 100, 200, 300] and not series_grid(numbered).known
     lost = change(dicom_series(tmp_path / "lost"), (0, 1, 2, 3), without=("ImagePositionPatient",))
@@ -220,7 +205,7 @@ def test_what_says_how_slices_follow_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}])
-def test_headers_tell_where_a_series_lies(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The very affine that MONAI gives for the pixels, and no pixel is decoded."""
     folder = dicom_series(tmp_path / "ct")
     for number in range(4):
@@ -267,7 +252,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def mask_of(site: Path, task: TaskConfig) -> np.ndarray:
-    source = FileSource(site, task)
+    source = Source(site, task)
     (entry,) = source.entries()
     return source.mask(entry, source.image(entry))
 

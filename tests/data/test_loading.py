@@ -33,28 +33,28 @@ def test_root_by_precedence(make_site: SiteOf, make_task: TaskOf, monkeypatch: p
     monkeypatch.setenv(ENVIRONMENT, str(parent))
     assert resolve_data_root("A", task) == folder
     other = make_site(name="other")
-    assert resolve_data_root("A", task, str(other)) == other  # the site's own word comes first
+    assert resolve_data_root("A", task, str(other)) == other  # local settings come before the environment
     assert resolve_data_root("A", task, str(other), data_root=parent) == folder
 
 
-def test_embedded_data_stand_in_only_when_nothing_is_given(tmp_path: Path, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_data_are_used_without_a_data_root(tmp_path: Path, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
     phantom = load_task("phantom")
     assert resolve_data_root("A", phantom) is None
-    with pytest.raises(DataError, match="site A: no data root for task squares"):
+    with pytest.raises(DataError, match="squares"):
         resolve_data_root("A", make_task())
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
-    with pytest.raises(DataError, match=f"data root {tmp_path} \\(--data-root or {ENVIRONMENT}\\) holds no datalist.json"):
+    with pytest.raises(DataError, match=str(tmp_path)):
         resolve_data_root("A", phantom)
 
 
 def test_roots_without_the_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"site A: data root .*nowhere \(data_root\) is not a folder"):
+    with pytest.raises(DataError, match="nowhere"):
         resolve_data_root("A", make_task(), data_root=tmp_path / "nowhere")
     make_site(name="CS")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match=r"unknown site 'CX'; did you mean CS\? known: CS"):
+    with pytest.raises(DataError, match="'CX'"):
         resolve_data_root("CX", make_task(), data_root=tmp_path)
-    with pytest.raises(DataError, match=r"bare holds no datalist.json"):
+    with pytest.raises(DataError, match="bare"):
         resolve_data_root("bare", make_task(), data_root=tmp_path)
 
 
@@ -74,7 +74,7 @@ def test_resplit(make_site: SiteOf, make_task: TaskOf) -> None:
     torch.testing.assert_close(stacked(drawn.test).images[row], whole[drawn.test.names[row]])
 
 
-def test_absent_class_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
+def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
     task = make_task("classification", labels=["dark", "bright"], label_values={"dark": [0], "bright": [2]}, unlisted_labels="drop")
     folder = make_site({"training": ["a", "b", "c"], "validation": ["d"], "test": ["e", "f"]}, kind="classification")
     data = load_site_data("A", task, folder)
@@ -103,24 +103,20 @@ def test_classes_are_numbered_by_the_names_that_the_datalist_gives(make_site: Si
 
 
 @pytest.mark.parametrize(
-    ("names", "settings", "words"),
+    ("names", "settings", "named"),
     [
-        (
-            {"0": "dark", "1": "bright", "2": "red"},
-            {},
-            "call 1 'bright', task shades has 0 dark, 1 medium, 2 bright; .* what numbers mean$",
-        ),
-        ({"0": "dark", "1": "bright"}, {}, "call 1 'bright'"),  # images of class 2 have no name to go by
-        ({"0": "dark", "1": "green", "2": "bright"}, {}, "call 1 'green'"),
-        ({"0": "dunkel", "1": "hell"}, {}, "call 0 'dunkel'"),  # a class fewer under other names: nobody knows which one
-        ({"0": "0", "1": "2", "2": "4"}, {"labels": ["none", "mild", "moderate", "severe", "worst"]}, "call 1 '2'"),
-        ({"0": "bright", "1": "dark"}, {"target": "binary", "labels": ["bright"]}, "call 0 'bright', task shades has 1 bright"),
+        ({"0": "dark", "1": "bright", "2": "red"}, {}, "1 'bright'"),
+        ({"0": "dark", "1": "bright"}, {}, "1 'bright'"),  # images of class 2 have no name to go by
+        ({"0": "dark", "1": "green", "2": "bright"}, {}, "1 'green'"),
+        ({"0": "dunkel", "1": "hell"}, {}, "0 'dunkel'"),  # a class fewer under other names: nobody knows which one
+        ({"0": "0", "1": "2", "2": "4"}, {"labels": ["none", "mild", "moderate", "severe", "worst"]}, "1 '2'"),
+        ({"0": "bright", "1": "dark"}, {"target": "binary", "labels": ["bright"]}, "0 'bright'"),
     ],
 )
 def test_classes_of_other_names_are_refused(
-    names: dict[str, object], settings: dict[str, object], words: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
+    names: dict[str, object], settings: dict[str, object], named: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
 ) -> None:
-    with pytest.raises(DataError, match=f'^site A: "labels" of datalist.json {words}'):
+    with pytest.raises(DataError, match=named):
         load_site_data("A", make_task("classification", **settings), _named(edit, make_site(kind="classification"), names))
 
 
@@ -149,11 +145,7 @@ def test_classes_of_other_names_are_refused(
             {"label_values": {"dark": [0], "medium": [1], "bright": [2]}},
             "1 grey as 1 medium",
         ),
-        (
-            {"0": "healthy", "1": "ill"},
-            {"target": "binary", "labels": ["ill"], "label_values": {"ill": [1, 2]}},
-            "",
-        ),
+        ({"0": "healthy", "1": "ill"}, {"target": "binary", "labels": ["ill"], "label_values": {"ill": [1, 2]}}, ""),
     ],
 )
 def test_other_names_of_the_same_classes(
@@ -167,19 +159,15 @@ def test_other_names_of_the_same_classes(
 
 
 @pytest.mark.parametrize(
-    ("names", "settings", "words"),
+    ("names", "settings", "named"),
     [
         ({"0": "background", "1": "square"}, {}, ""),
         ({"background": 0, "square": 1}, {}, ""),
         ({"0": "circle", "1": "box"}, {}, ""),
-        ({"1": "circle", "2": "square"}, {}, "call 2 'square', task squares has 1 square"),
+        ({"1": "circle", "2": "square"}, {}, "2 'square'"),
         ({"1": "square"}, {"labels": ["circle", "square"], "target": "multiclass"}, ""),
         ({"0": "background", "1": "box"}, {"labels": ["background", "square"], "target": "multiclass"}, ""),  # no name of a structure
-        (
-            {"1": "square"},
-            {"labels": ["bg", "circle", "square"], "target": "multiclass"},
-            "call 1 'square', task squares has 0 bg, 1 circle",
-        ),
+        ({"1": "square"}, {"labels": ["bg", "circle", "square"], "target": "multiclass"}, "1 'square'"),
         (
             {"square": [1, 2], "core": 2},
             {"target": "multilabel", "labels": ["core", "square"], "label_values": {"square": [1, 2], "core": [2]}},
@@ -187,29 +175,29 @@ def test_other_names_of_the_same_classes(
         ),
         ({"0": "square"}, {"target": "multilabel"}, ""),
         ({"0": "background", "1": "square"}, {"target": "multilabel"}, ""),
-        ({"0": "circle", "1": "square"}, {"target": "multilabel"}, "call 1 'square', task squares has 0 square"),
+        ({"0": "circle", "1": "square"}, {"target": "multilabel"}, "1 'square'"),
     ],
 )
 def test_structures_of_other_names_are_refused(
-    names: dict[str, object], settings: dict[str, object], words: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
+    names: dict[str, object], settings: dict[str, object], named: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
 ) -> None:
     folder = _named(edit, make_site(), names)
     task = make_task(**settings)
-    if not words:
+    if not named:
         assert len(load_site_data("A", task, folder).train) == 5
         return
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=named):
         load_site_data("A", task, folder)
 
 
 def test_empty_splits(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site({"training": ["a"], "validation": [], "test": ["b"]})
-    with pytest.raises(DataError, match="site A: split 'validation' holds no image"):
+    with pytest.raises(DataError, match="'validation'"):
         load_site_data("A", make_task(), folder)
     assert len(load_site_data("A", make_task(), folder, role="outside").test) == 1
     none = make_site({"training": [], "validation": [], "test": []}, name="B")
     for role in ("inside", "outside"):
-        with pytest.raises(DataError, match=r"site B: split '(training|test)' holds no image"):
+        with pytest.raises(DataError, match=r"'(training|test)'"):
             load_site_data("B", make_task(), none, role=role)
 
 
@@ -217,14 +205,14 @@ def test_one_image_sites(make_site: SiteOf, make_task: TaskOf) -> None:
     each = load_site_data("A", make_task(), make_site({"training": ["a"], "validation": ["b"], "test": ["c"]}))
     assert (len(each.train), len(each.validation), len(each.test)) == (1, 1, 1)
     single = make_site({"training": ["a"]}, name="B")
-    with pytest.raises(DataError, match=r"site B: 1 patient\(s\) in 'training' cannot be split"):
+    with pytest.raises(DataError, match="site B"):
         load_site_data("B", make_task(), single)
     outside = load_site_data("B", make_task(), single, role="outside")
     assert (len(outside.train), len(outside.test)) == (0, 1) and stacked(outside.train).images.shape == (0, 1, 16, 16)
 
 
 def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
-    for number, (name, spoil, words) in enumerate(
+    for number, (name, spoil, named) in enumerate(
         [
             ("images/1.png", lambda path: path.unlink(), "1.png: file not found"),
             ("images/1.png", lambda path: path.write_bytes(b"no"), "1.png: cannot be read"),
@@ -234,11 +222,11 @@ def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: E
     ):
         folder = make_site(name=f"S{number}")
         spoil(folder / name)
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=named):
             load_site_data("A", make_task(), folder)
     folder = make_site(kind="classification", name="C")
     edit(folder, lambda content: content["validation"][1].update(label=3))
-    with pytest.raises(DataError, match=r"datalist.json validation\[1\]: label value 3 out of range"):
+    with pytest.raises(DataError, match=r"validation\[1\]"):
         load_site_data("C", make_task("classification"), folder)
 
 

@@ -1,6 +1,5 @@
-"""What a site decides for itself: read as it was meant, or refused."""
+"""The local settings of a site."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from medflare.core.errors import ConfigError
 from medflare.data.local import Bounds, CacheSettings, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 
-def test_nothing_is_decided_by_an_empty_file() -> None:
+def test_defaults() -> None:
     settings = local_settings({})
     assert settings == LocalSettings() and settings.minimum_patients == 0
     assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16) and settings.outbound == OutboundLimits(
@@ -17,7 +16,7 @@ def test_nothing_is_decided_by_an_empty_file() -> None:
     )
 
 
-def test_everything_decided() -> None:
+def test_all_settings() -> None:
     settings = local_settings(
         {
             "batch_size": 4,
@@ -39,38 +38,23 @@ def test_everything_decided() -> None:
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 
 
-def test_ways_to_say_where_decoded_images_are_kept() -> None:
+def test_shorthands_of_the_cache() -> None:
     assert local_settings({}).cache == local_settings({"cache": True}).cache == CacheSettings("", 100.0, 4.0)
     assert local_settings({"cache": False}).cache is None
     assert local_settings({"cache": "/kept"}).cache == local_settings({"cache": {"folder": "/kept"}}).cache == CacheSettings("/kept")
     assert local_settings({"cache": {"limit_gb": 1, "memory_gb": 0}}).cache == CacheSettings("", 1.0, 0.0)
 
 
-def test_nothing_may_leave_is_not_everything_may() -> None:
+def test_an_empty_list_of_entries_is_a_limit() -> None:
     assert local_settings({"outbound": {"entries": []}}).outbound.entries == ()
     assert local_settings({"outbound": {"bytes": 0}}).outbound.bytes == 0
     assert local_settings({"outbound": {}}).outbound == OutboundLimits()
-
-
-def test_limits_can_be_changed() -> None:
-    assert replace(OutboundLimits(), bytes=3) == OutboundLimits(None, 3)
-    assert replace(LocalSettings(), privacy=PrivacyLimit(8.0, 1e-5)).privacy == PrivacyLimit(8.0, 1e-5)
-
-
-def test_a_batch_size_of_null_is_the_tasks() -> None:
-    assert local_settings({"batch_size": None}).batch_size is None
-
-
-def test_the_ledger_may_be_the_engines_choice() -> None:
-    privacy = local_settings({"privacy": {"epsilon": 8, "delta": 1e-5}}).privacy
-    assert privacy == PrivacyLimit(8.0, 1e-5) and privacy is not None and privacy.ledger is None
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"batchsize": 4}, "batchsize"),
-        ({"root": "/data"}, "root"),
         ({"bounds": {"pixel": 9}}, "pixel"),
         ({"bounds": {"hours": 0}}, "bounds.hours"),
         ({"bounds": {"memory": None}}, "bounds.memory"),
@@ -78,48 +62,32 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
         ({"keep": "mine"}, "keep"),
         ({"minimum_patients": -1}, "minimum_patients"),
         ({"batch_size": 1}, "batch_size"),
-        ({"batch_size": "4"}, "batch_size"),
-        ({"batch_size": True}, "batch_size"),
         ({"cache": 1}, "cache"),
         ({"cache": None}, "cache"),
         ({"cache": {"limit": 1}}, "limit"),
-        ({"cache": {"limit_gb": 0}}, "cache.limit_gb"),
         ({"cache": {"memory_gb": -1}}, "cache.memory_gb"),
-        ({"cache": {"folder": 3}}, "cache.folder"),
-        ({"data_root": 3}, "data_root"),
         ({"data_root": None}, "data_root"),
-        ({"device": None}, "device"),
         ({"device": []}, "device"),
         ({"device": ["cuda:0", "cuda:0"]}, "device"),
-        ({"channels_last": 1}, "channels_last"),
         ({"compile": "yes"}, "compile"),
         ({"outbound": None}, "outbound"),
         ({"outbound": ["model"]}, "outbound"),
         ({"outbound": {"entry": ["model"]}}, "entry"),
         ({"outbound": {"entries": "model"}}, "outbound.entries"),
-        ({"outbound": {"entries": [1]}}, "outbound.entries.0"),
         ({"outbound": {"entries": None}}, "outbound.entries"),
         ({"outbound": {"bytes": None}}, "outbound.bytes"),
-        ({"outbound": {"bytes": 1.5}}, "outbound.bytes"),
-        ({"outbound": {"bytes": True}}, "outbound.bytes"),
         ({"outbound": {"bytes": -1}}, "outbound.bytes"),
-        ({"privacy": 8}, "privacy"),
         ({"privacy": None}, "privacy"),
-        ({"privacy": {}}, "privacy.epsilon"),
         ({"privacy": {"epsilon": 8}}, "privacy.delta"),
         ({"privacy": {"epsilon": 0, "delta": 1e-5}}, "privacy.epsilon"),
-        ({"privacy": {"epsilon": True, "delta": 1e-5}}, "privacy.epsilon"),
         ({"privacy": {"epsilon": float("nan"), "delta": 1e-5}}, "privacy.epsilon"),
-        ({"privacy": {"epsilon": "8", "delta": 1e-5}}, "privacy.epsilon"),
         ({"privacy": {"epsilon": 8, "delta": 1}}, "privacy.delta"),
-        ({"privacy": {"epsilon": 8, "delta": 0}}, "privacy.delta"),
         ({"privacy": {"epsilon": 8, "delta": 1e-5, "epsilom": 3}}, "epsilom"),
-        ({"privacy": {"epsilon": 8, "delta": 1e-5, "ledger": 3}}, "privacy.ledger"),
         ({"privacy": {"epsilon": 8, "delta": 1e-5, "ledger": None}}, "privacy.ledger"),
     ],
     ids=str,
 )
-def test_what_is_misspelt_is_not_taken_for_none(content: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         local_settings(content)
     assert str(caught.value).startswith("local/medflare.json: ") and message in str(caught.value) and "\n" not in str(caught.value)

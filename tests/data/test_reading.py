@@ -1,10 +1,7 @@
-"""Pictures, NIfTI volumes and what is wrong with them: one reader, its bounds, and one line for each problem."""
+"""Pictures and NIfTI volumes: channels, orientation, spacing, masks, errors and bounds."""
 
-import gzip
 import os
-import socket
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +53,7 @@ def test_grey_is_repeated_and_colour_becomes_luminance(tmp_path: Path, ending: s
     np.testing.assert_array_equal(masked(tmp_path / f"g{ending}"), GREY[None])
 
 
-def test_modes_of_pillow(tmp_path: Path) -> None:
+def test_pillow_modes(tmp_path: Path) -> None:
     Image.fromarray(GREY.astype(np.uint16) * 1000).save(tmp_path / "deep.png")
     np.testing.assert_array_equal(pictured(tmp_path / "deep.png")[0], GREY.astype(np.float32) * 1000)
     Image.fromarray(GREY > 5).save(tmp_path / "bits.png")
@@ -71,23 +68,17 @@ def test_modes_of_pillow(tmp_path: Path) -> None:
     assert pictured(tmp_path / "palette.png", 3)[0].max() == 255
 
 
-def test_a_camera_that_was_held_upright(tmp_path: Path) -> None:
+def test_the_orientation_in_exif(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown a quarter turn clockwise
     Image.fromarray(GREY).save(tmp_path / "upright.png", exif=exif)
     np.testing.assert_array_equal(pictured(tmp_path / "upright.png")[0], np.rot90(GREY, -1))
 
 
-def test_masks_that_were_saved_in_colours(tmp_path: Path) -> None:
+def test_equal_colour_channels_are_one_mask(tmp_path: Path) -> None:
     Image.fromarray(np.dstack([GREY] * 3)).save(tmp_path / "rgb.png")
     np.testing.assert_array_equal(masked(tmp_path / "rgb.png"), GREY[None])
     assert masked(tmp_path / "rgb.png", several=True).shape == (3, 3, 4), "each is a structure's own mask"
-    for mode in ("RGBA", "LA"):
-        channels = np.zeros((3, 4, len(mode)), np.uint8)
-        channels[..., -1] = GREY  # as an editor leaves it that paints on a transparent layer
-        Image.fromarray(channels, mode).save(tmp_path / "layer.png")
-        with pytest.raises(DataError, match=r"layer\.png"):
-            masked(tmp_path / "layer.png")
     nibabel.save(nibabel.Nifti1Image(np.full((2, 2, 2), 0.5, np.float32), np.eye(4)), tmp_path / "soft.nii")
     with pytest.raises(DataError, match=r"soft\.nii"):
         masked(tmp_path / "soft.nii")
@@ -109,7 +100,7 @@ def test_volumes_are_turned_to_lps_before_they_are_cut_into_slices(tmp_path: Pat
         np.testing.assert_array_equal(masked(tmp_path / name), expected)
 
 
-def test_volumes_of_a_file_are_channels_of_which_a_task_picks(tmp_path: Path) -> None:
+def test_the_volumes_of_a_4d_file_are_channels(tmp_path: Path) -> None:
     several = np.arange(2 * 3 * 4 * 3, dtype=np.float32).reshape(2, 3, 4, 3)
     file = write(tmp_path / "several.nii.gz", several, np.diag([-1, -1, 1, 1]))
     np.testing.assert_array_equal(pictured(file, 3), several.transpose(3, 1, 0, 2))
@@ -124,7 +115,7 @@ def test_volumes_of_a_file_are_channels_of_which_a_task_picks(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "SAR", "PIR"])
-def test_a_volume_lies_along_the_tasks_axes_however_it_is_stored(tmp_path: Path, codes: str) -> None:
+def test_volumes_are_turned_to_the_tasks_orientation_and_back(tmp_path: Path, codes: str) -> None:
     task = cube_task(orientation="LPS")
     array, stored = volume(write(tmp_path / "v.nii.gz", VOLUME, affine(codes)))
     there, here = to_task_grid(array, stored, task)
@@ -165,7 +156,7 @@ def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float]
     np.testing.assert_allclose(back, ramp, atol=0 if spacing is None else 1e-3)
 
 
-def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_path: Path) -> None:
+def test_channels_in_several_files_and_missing_channels(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{name}.nii.gz", VOLUME + number) for number, name in enumerate("ab")]
     image = read_image([files[0], None, files[1]], cube_task(channels=3))
     np.testing.assert_array_equal(image.array, np.stack([VOLUME, np.zeros_like(VOLUME), VOLUME + 1]))
@@ -178,14 +169,14 @@ def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_pat
                 read_image([files[0], other], cube_task(**dims))
 
 
-def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
+def test_unknown_grids_differ_by_their_shape() -> None:
     known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
     assert unknown.difference(Grid(SHAPE, np.eye(4), known=False)) == "" and unknown.spacing is None
     assert to_task_grid(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
     assert known.difference(unknown) and unknown.difference(known)  # the one would be turned and the other not
 
 
-# -- what is wrong ---------------------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------------------
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
@@ -210,7 +201,7 @@ def odd_files(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("task", [small_task(), WHOLE], ids=["pictures", "volumes"])
-def test_what_cannot_be_read_is_one_line_that_names_the_file(task: TaskConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line_that_names_the_file(task: TaskConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, path in odd_files(tmp_path).items():
         for read in (lambda file: read_image([file], task), lambda file: masked(file, task)):
             with pytest.raises(DataError, match=name) as told:
@@ -241,37 +232,11 @@ def test_a_nifti_header_in_another_unit_than_millimetres_is_rejected(code: int, 
         assert "\n" not in str(error.value)
 
 
-def test_a_file_that_the_account_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Image.fromarray(GREY).save(tmp_path / "a.png")
-
-    def forbidden(*arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Image, "open", forbidden)
-    with pytest.raises(DataError, match=r"a\.png.*may not be read"):
-        pictured(tmp_path / "a.png")
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _link_to_a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(path))
-
-
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("suffix", [".png", ".nii.gz", ".dcm", ""])
-@pytest.mark.parametrize("make", [_fifo, _link_to_a_device, _socket])
-def test_what_is_no_regular_file_is_never_opened(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
-    """A pipe that nobody writes to would be read for ever."""
-    make(tmp_path / f"odd{suffix}")
-    for read in (pictured, masked, lambda path: read_image([path], WHOLE)):
+@pytest.mark.parametrize("suffix", [".png", ".dcm", ""])
+def test_pipes_are_not_opened(suffix: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"odd{suffix}")
+    for read in (pictured, masked):
         with pytest.raises(DataError, match=rf"odd{suffix}"):
             read(tmp_path / f"odd{suffix}")
 
@@ -294,9 +259,8 @@ def test_images_beyond_the_bounds(tmp_path: Path) -> None:
         read_stored(series / "0.dcm", ImageBounds(pixels=29))
 
 
-@pytest.mark.parametrize("side", [13_000, 20_000])
-def test_a_picture_that_is_small_on_disk_alone(tmp_path: Path, side: int) -> None:
-    """The header of a large picture, without its pixels: nothing beyond the header is looked at."""
+def test_the_size_of_a_picture_is_checked_before_its_pixels_are_read(tmp_path: Path) -> None:
+    side = 20_000
     with (tmp_path / "bomb.png").open("wb") as file:
         file.write(b"\x89PNG\r\n\x1a\n")
         PngImagePlugin.putchunk(file, b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 0, 0, 0, 0]))
@@ -307,22 +271,9 @@ def test_a_picture_that_is_small_on_disk_alone(tmp_path: Path, side: int) -> Non
             read_stored(tmp_path / "bomb.png")
 
 
-def test_a_volume_that_is_small_on_disk_alone(tmp_path: Path) -> None:
-    """Eight gigabytes by the header; the file ends behind it."""
-    header = nibabel.Nifti1Header()
-    header.set_data_shape((2000, 1000, 1000))
-    header["magic"], header["vox_offset"] = b"n+1", 352
-    (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(header.binaryblock + bytes(4)))
-    with pytest.raises(DataError, match=r"bomb\.nii\.gz.*bounds\.voxels"):
-        read_stored(tmp_path / "bomb.nii.gz")
-
-
 @pytest.mark.parametrize("codes", ["RAS", "SPL"])
-def test_a_volume_that_resampling_would_blow_up_or_flatten(tmp_path: Path, codes: str) -> None:
+def test_a_volume_that_resampling_makes_too_large(tmp_path: Path, codes: str) -> None:
     path = write(tmp_path / "v.nii", VOLUME, affine(codes))
-    for spacing in ([0.1] * 3, [500.0] * 3):
-        with pytest.raises(DataError, match=r"v\.nii"):
-            read_image([path], cube_task(channels=1, spacing=spacing), ImageBounds(voxels=10**6))
     task = cube_task(channels=1, spacing=[1.0, 2.0, 0.5])
     size = read_image([path], task).array.size
     read_image([path], task, ImageBounds(voxels=size))

@@ -20,20 +20,20 @@ TASK = load_task("phantom").to_dict()
         ("augment", [{"name": "RandFlip"}, {"name": "RandZoom", "min_zoom": 4000, "max_zoom": 5000}]),
     ],
 )
-def test_one_that_takes_too_much_memory_is_refused(setting: str, value: Any) -> None:
+def test_transforms_that_need_too_much_memory_are_refused(setting: str, value: Any) -> None:
     name = value["name"] if isinstance(value, dict) else value[-1]["name"]
-    with pytest.raises(ConfigError, match=rf"site A: {setting} {name}: .*bounds\.memory"):
+    with pytest.raises(ConfigError, match=rf"{setting} {name}"):
         try_transforms(load_task({**TASK, setting: value}), 4.0, "site A", "bounds.memory")
 
 
-def test_one_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_SECONDS", 1)
     task = load_task({**TASK, "augment": [{"name": "RandGridDistortion", "num_cells": 10**7}]})
-    with pytest.raises(ConfigError, match=r"augment RandGridDistortion: .* takes more than 1 s"):
+    with pytest.raises(ConfigError, match=r"RandGridDistortion.* 1 s"):
         try_transforms(task, 4.0, "site A", "bounds.memory")
 
 
-def test_honest_arguments_are_taken() -> None:
+def test_ordinary_arguments_are_accepted() -> None:
     augment = [
         {"name": "RandGridDistortion"},
         {"name": "Rand2DElastic", "spacing": [8, 8], "magnitude_range": [0, 1]},
@@ -46,7 +46,7 @@ def test_honest_arguments_are_taken() -> None:
     try_transforms(task, 4.0, "site A", "bounds.memory")
 
 
-def test_usual_transforms_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_tried", None)
+def test_common_transforms_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_problem", None)
     intensity = {"name": "ScaleIntensityRange", "a_min": -1000, "a_max": 1e6, "b_min": 0, "b_max": 1}
     try_transforms(load_task({**TASK, "intensity": intensity}), 4.0, "site A", "bounds.memory")

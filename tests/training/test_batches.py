@@ -1,9 +1,18 @@
-"""Which rows of a split go together, and in which order."""
+"""The order of images and their batches, sampling weights, and reading ahead."""
+
+import threading
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 
-from medflare.training.batches import in_order, in_random_order
+from helpers.small_tasks import small_task
+from medflare.core.errors import ConfigError
+from medflare.data.loading import Split
+from medflare.training.batches import in_order, in_random_order, read_ahead, sampling_groups, sampling_weights
+
+LABELS = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])
 
 
 def test_in_order() -> None:
@@ -35,3 +44,103 @@ def test_every_row_once_in_an_order_of_the_keys() -> None:
 )
 def test_sizes(images: int, size: int, drop_last: bool, expected: list[int]) -> None:
     assert [len(part) for part in in_random_order(images, size, drop_last, 0, "A")] == expected
+
+
+# -- sampling
+
+
+def test_classes_are_drawn_equally_often() -> None:
+    assert sampling_weights(small_task("classification"), LABELS) is None
+    weights = sampling_weights(small_task("classification", sampling="balanced"), LABELS)
+    assert weights is not None
+    torch.testing.assert_close(torch.stack([weights[label == LABELS].sum() for label in range(3)]), torch.ones(3, dtype=torch.float64))
+    drawn = torch.cat([torch.cat(in_random_order(9, 4, False, seed, weights=weights)) for seed in range(200)])
+    assert torch.bincount(LABELS[drawn], minlength=3).float().div(len(drawn)).sub(1 / 3).abs().max() < 0.05
+    first, again = (torch.cat(in_random_order(9, 4, False, 5, "A", weights=weights)) for _ in range(2))
+    assert torch.equal(first, again) and len(first) == 9
+
+
+def test_weights_of_the_task_and_absent_classes() -> None:
+    task = small_task("classification", sampling={"name": "weighted", "weights": [1.0, 3.0, 0.0]})
+    weights = sampling_weights(task, LABELS)
+    assert weights is not None and weights.tolist() == pytest.approx([1 / 6] * 6 + [1.5] * 2 + [0.0])
+    with pytest.raises(ConfigError, match="weights"):
+        sampling_weights(task, torch.tensor([2, 2]))
+    with pytest.raises(ConfigError, match="weights"):
+        sampling_weights(small_task("classification", sampling={"name": "weighted", "weights": [1.0, 3.0]}), LABELS)
+
+
+def test_images_with_and_without_foreground() -> None:
+    masks = torch.zeros(4, 1, 16, 16, dtype=torch.long)
+    masks[3, 0, 5, 5] = 1
+    weights = sampling_weights(small_task(sampling="balanced"), masks)
+    assert weights is not None and weights.tolist() == pytest.approx([1 / 3] * 3 + [1.0])
+
+
+def test_an_image_of_several_labels_has_the_share_of_each() -> None:
+    task = small_task("classification", target="multilabel", labels=["a", "b"], sampling="balanced")
+    assert sampling_groups(task) == ("no label", "a", "b")
+    weights = sampling_weights(task, torch.tensor([[0.0, 0], [1, 0], [1, 1]]))
+    assert weights is not None and weights.tolist() == pytest.approx([1.0, 0.5, 1.5])
+
+
+@pytest.mark.parametrize("sampling", ["balance", "weighted", {"name": "balanced", "weights": [1.0]}])
+def test_wrong_sampling(sampling: object) -> None:
+    with pytest.raises(ConfigError, match="sampling"):
+        small_task(sampling=sampling)
+
+
+def test_labels_of_volumes_that_have_sizes_of_their_own() -> None:
+    task = small_task("classification", sampling="balanced")
+    assert torch.equal(torch.as_tensor(sampling_weights(task, tuple(LABELS))), torch.as_tensor(sampling_weights(task, LABELS)))
+
+
+# -- reading ahead
+
+
+@dataclass(frozen=True)
+class _OnDisk(Split):
+    """A split that is not in memory; it records which rows are read, and whether by the main thread."""
+
+    in_memory = False
+    read: list[tuple[int, bool]] = field(default_factory=list)
+
+    def load(self, rows: Tensor) -> int:
+        self.read.append((int(rows[0]), threading.current_thread() is threading.main_thread()))
+        if rows[0] == 6:
+            raise OSError("the disk is gone")
+        return int(rows[0])
+
+
+def _on_disk() -> _OnDisk:
+    return _OnDisk(torch.zeros(8, 1, 2, 2), torch.zeros(8), ("p",) * 8, tuple(map(str, range(8))))
+
+
+def test_images_on_disk_are_read_in_order_by_another_thread() -> None:
+    data = _on_disk()
+    found = list(read_ahead(data, torch.arange(6).split(1), data.load))
+    assert [int(rows) for rows, _ in found] == [row for _, row in found] == list(range(6))
+    assert data.read == [(row, False) for row in range(6)]
+    assert list(read_ahead(data, [], data.load)) == []
+
+
+def test_two_batches_are_read_ahead() -> None:
+    data = _on_disk()
+    batches = read_ahead(data, torch.arange(6).split(1), data.load)
+    assert next(batches)[1] == 0
+    batches.close()  # type: ignore[attr-defined]  # a generator
+    assert len(data.read) <= 3 and not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_an_error_is_raised_at_its_batch() -> None:
+    data = _on_disk()
+    batches = read_ahead(data, torch.arange(8).split(1), data.load)
+    assert [next(batches)[1] for _ in range(6)] == list(range(6))
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+
+
+def test_images_in_memory_are_read_by_the_main_thread() -> None:
+    data = Split(torch.zeros(2, 1, 2, 2), torch.zeros(2), ("p", "p"), ("a", "b"))
+    on_main = [thread for _, thread in read_ahead(data, torch.arange(2).split(1), lambda rows: threading.current_thread())]
+    assert set(on_main) == {threading.main_thread()}

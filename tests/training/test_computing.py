@@ -1,4 +1,4 @@
-"""How a site computes: precision, order of memory, compilation, and the way of a batch to a GPU."""
+"""How a site computes: precision, memory format, compilation, and transfer to a GPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def images() -> Tensor:
 
 @pytest.mark.parametrize("spec", NETWORKS, ids=lambda spec: str(spec["name"]))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_inside_alone(spec: dict[str, Any], precision: str) -> None:
+def test_half_precision_is_used_inside_the_network_only(spec: dict[str, Any], precision: str) -> None:
     """Layers compute in it; logits, features, weights and gradients are float32, and near to what fp32 gives."""
     exact, rounded = network(spec), network(spec, precision=precision)
     inside: list[torch.dtype] = []
@@ -52,12 +52,12 @@ def test_half_precision_is_inside_alone(spec: dict[str, Any], precision: str) ->
     assert {tensor.dtype for tensor in rounded.state_dict().values()} <= {torch.float32, torch.int64}
 
 
-def test_in_fp32_nothing_happens() -> None:
+def test_fp32_does_not_cast() -> None:
     """Not even a cast: reference numbers in double precision stay what they are."""
     assert network().double()(images().double()).dtype == torch.float64
 
 
-def test_a_network_of_its_own_kind_has_a_precision_too() -> None:
+def test_networks_of_other_packages_have_a_precision_too() -> None:
     class Own(FeatureNetwork):
         def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
             features = self.body(images)
@@ -69,7 +69,7 @@ def test_a_network_of_its_own_kind_has_a_precision_too() -> None:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_channels_last_changes_the_order_of_memory_alone(dims: int, tmp_path: Path) -> None:
+def test_channels_last_changes_the_memory_format_only(dims: int, tmp_path: Path) -> None:
     task = small_task(size=[8] * dims, spatial_dims=dims, network=NETWORKS[0])
     plain, ordered = initial_network(task, 0).eval(), Computing(CPU, channels_last=True).placed(initial_network(task, 0)).eval()
     order = torch.channels_last if dims == 2 else torch.channels_last_3d
@@ -127,54 +127,39 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory() -> None:
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    remedy = r"^site A: device 'cuda:0' \(Tesla T4\) has no bf16, which the task asks for; set precision 'fp16' or 'fp32'$"
-    with pytest.raises(ConfigError, match=remedy):
+    with pytest.raises(ConfigError, match="bf16"):
         check_precision("bf16", torch.device("cuda:0"), "site A")
     check_precision("fp16", torch.device("cuda:0"), "site A")
     check_precision("bf16", CPU, "site A")
 
 
-def test_a_site_computes_as_task_and_its_own_settings_say(make_site: Callable[..., Path], make_task: Callable[..., Any]) -> None:
+def test_task_and_local_settings_decide_how_a_site_computes(make_site: Callable[..., Path], make_task: Callable[..., Any]) -> None:
     site = open_site("A", make_task(precision="bf16"), data_root=make_site(), local={"channels_last": True, "compile": True})
     assert site.computing == Computing(CPU, "bf16", channels_last=True, compiled=True)
     assert site.network().precision == torch.bfloat16
 
 
-def test_devices() -> None:
-    assert usable_device("cpu", "local/medflare.json") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"^local/medflare\.json: unknown device 'gpu'; use cpu, cuda or cuda:0$"):
-        usable_device("gpu", "local/medflare.json")
-
-
-@pytest.mark.parametrize("name", ["meta", "hip", "privateuseone"])
-def test_a_device_that_torch_knows_and_that_is_not_there(name: str) -> None:
-    """Only when a network is moved does torch say so, in a message of pages."""
-    with pytest.raises(ConfigError, match=rf"^local/medflare\.json: device '{name}' is not available here; use cpu or install a driver$"):
+@pytest.mark.parametrize("name", ["gpu", "meta", "hip", "privateuseone"])
+def test_devices_that_torch_or_this_machine_does_not_have(name: str) -> None:
+    assert usable_device("cpu", "local/medflare.json") == CPU
+    with pytest.raises(ConfigError, match=f"'{name}'"):
         usable_device(name, "local/medflare.json")
 
 
 @pytest.mark.parametrize(
-    ("local", "message"),
+    ("local", "named"),
     [
-        ({"device": ["cuda:0", "cuda:2"]}, "there is no device 'cuda:2', this machine has 2 GPUs, counted from cuda:0"),
-        ({"device": ["cuda:0", "cpu"]}, "device: batches are shared among GPUs such as 'cuda:0', 'cpu' is none; name it alone"),
-        ({"device": ["cuda:0", "cuda"]}, "device: batches are shared among GPUs such as 'cuda:0', 'cuda' is none; name it alone"),
-        ({"device": ["cuda:0", "cuda:1"], "compile": True}, "compile is for one device, device names 2; leave out compile"),
+        ({"device": ["cuda:0", "cuda:2"]}, "'cuda:2'"),
+        ({"device": ["cuda:0", "cpu"]}, "'cpu'"),
+        ({"device": ["cuda:0", "cuda"]}, "'cuda'"),
+        ({"device": ["cuda:0", "cuda:1"], "compile": True}, "compile"),
     ],
 )
-def test_devices_that_are_not_there(local: dict[str, Any], message: str, two_gpus: None) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_several_devices_must_be_gpus_of_this_machine(local: dict[str, Any], named: str, two_gpus: None) -> None:
+    with pytest.raises(ConfigError, match=named):
         usable_devices(local_settings(local))
-    assert str(caught.value) == f"local/medflare.json: {message}"
-
-
-def test_devices_that_are_there(two_gpus: None) -> None:
-    def named(device: Any) -> list[str]:
-        return [str(one) for one in usable_devices(local_settings({"device": device}))]
-
-    assert named(["cuda:1", "cuda:0"]) == ["cuda:1", "cuda:0"]
-    assert named("cuda:1") == named(["cuda:1"]) == ["cuda:1"]
-    assert named("cpu") == ["cpu"]
+    assert [str(device) for device in usable_devices(local_settings({"device": ["cuda:1", "cuda:0"]}))] == ["cuda:1", "cuda:0"]
+    assert [str(device) for device in usable_devices(local_settings({"device": "cuda:1"}))] == ["cuda:1"]
 
 
 @pytest.fixture

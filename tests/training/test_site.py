@@ -1,4 +1,4 @@
-"""A site as a method sees it: batches, networks, optimiser, loss and scores."""
+"""A site as a method uses it: batches, networks, optimizer, loss, predictions and scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from torch import nn
 
 from helpers.picture_sites import numbered_site
 from helpers.small_tasks import predicted, score
-from medflare.core.errors import Aborted, ConfigError
+from medflare.core.errors import Aborted
 from medflare.core.rng import numpy_random_state
 from medflare.data.loading import SiteData, Split
 from medflare.tasks.config import TaskConfig
-from medflare.training.scoring import scoring_batch
+from medflare.training.scoring import evaluating, scoring_batch
 from medflare.training.site import Site
 
 TaskOf = Callable[..., TaskConfig]
@@ -71,16 +71,16 @@ def test_augmentation_is_keyed(make_task: TaskOf) -> None:
     assert torch.cat([batch.images for batch in site.ordered("train")]).unique().numel() == 10
 
 
-def test_ordered(make_task: TaskOf) -> None:
+def test_fixed_order(make_task: TaskOf) -> None:
     batches = list(numbered_site(make_task()).ordered("train", batch_size=3))
     assert [len(batch.images) for batch in batches] == [3, 3, 3, 1]
     assert torch.cat([batch.index for batch in batches]).tolist() == list(range(10))
 
 
-def test_abort_is_asked_before_every_batch(make_task: TaskOf) -> None:
+def test_abort_is_checked_before_every_batch(make_task: TaskOf) -> None:
     site = numbered_site(make_task())
-    asked = iter([False, False, True])
-    site.abort = lambda: next(asked)
+    answers = iter([False, False, True])
+    site.abort = lambda: next(answers)
     batches = site.batches("train", 0, batch_size=2)
     assert len([next(batches), next(batches)]) == 2
     with pytest.raises(Aborted, match="site A"):
@@ -106,17 +106,6 @@ def test_score_and_predict(make_task: TaskOf) -> None:
     assert at_once == site.score(perfect, "test")
 
 
-def test_optimizers(make_task: TaskOf) -> None:
-    weights = [nn.Parameter(torch.zeros(1))]
-    site = numbered_site(make_task(optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}))
-    optimizer = site.optimizer(weights)
-    assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0.9
-    assert site.optimizer(weights, lr=0.5).defaults["lr"] == 0.5
-    assert isinstance(numbered_site(make_task()).optimizer(weights), torch.optim.Adam)
-    with pytest.raises(ConfigError, match=r"optimizer adam: .*momentun"):
-        numbered_site(make_task(optimizer={"name": "adam", "lr": 0.1, "momentun": 0.9})).optimizer(weights)
-
-
 def test_networks_are_equal_at_all_sites(make_task: TaskOf) -> None:
     first, second = (numbered_site(make_task(), name=name).network().state_dict() for name in ("A", "B"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -128,18 +117,18 @@ def test_notes_and_counts(make_task: TaskOf) -> None:
     assert site.class_counts().tolist() == [3 * 256 - 3, 3]
 
 
-def test_taken_rows_come_as_they_are(make_task: TaskOf) -> None:
+def test_chosen_rows_are_not_augmented(make_task: TaskOf) -> None:
     site = numbered_site(make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}]))
     batch = site.take("train", torch.tensor([7, 0, 7]), RANDOM)
     assert batch.images[:, 0, 0, 0].tolist() == [7, 0, 7] and batch.index.tolist() == [7, 0, 7]
     assert batch.targets.flatten(1).sum(dim=1).tolist() == [7, 0, 7]
     assert len(site.take("test", torch.tensor([], dtype=torch.long), RANDOM).images) == 0
     site.abort = lambda: True
-    with pytest.raises(Aborted, match="site A: stopped on request"):
+    with pytest.raises(Aborted, match="site A"):
         site.take("train", torch.tensor([0]), RANDOM)
 
 
-def test_augmentation_by_itself_leaves_the_batch_alone(make_task: TaskOf) -> None:
+def test_augmentation_does_not_change_its_input(make_task: TaskOf) -> None:
     site = numbered_site(make_task(augment=[{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]))
     batch = site.take("train", torch.tensor([3, 5]), RANDOM)
     flipped = site.augmented(batch, numpy_random_state(0, "x"))
@@ -162,3 +151,65 @@ def test_the_loss_is_the_tasks(make_task: TaskOf) -> None:
     logits, targets = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([0])
     assert site.loss(logits, targets).item() == pytest.approx(-torch.log_softmax(logits, 1)[0, 0].item())
     assert site.predictor(nn.Identity())(logits).sum().item() == pytest.approx(1)
+
+
+def test_the_rate_factor_multiplies_every_learning_rate(make_task: TaskOf) -> None:
+    site = numbered_site(make_task(optimizer={"name": "sgd", "lr": 0.5}))
+    weights = [nn.Parameter(torch.ones(1))]
+    assert site.optimizer(weights).param_groups[0]["lr"] == 0.5
+    site.rate_factor = 0.25
+    assert site.optimizer(weights).param_groups[0]["lr"] == 0.125
+    assert site.optimizer(weights, lr=2.0).param_groups[0]["lr"] == 0.5
+
+
+def test_gradients_are_clipped_as_the_task_says(make_task: TaskOf) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = numbered_site(make_task(optimizer={"name": "SGD", "lr": 1.0}, clip={"norm": 1.0})).optimizer([weight])
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_sampling_is_of_training_images_alone(make_task: TaskOf) -> None:
+    site = numbered_site(make_task(sampling={"name": "weighted", "weights": [0.0, 1.0]}))
+    drawn = torch.cat([batch.index for batch in site.batches("train", 0)])
+    assert len(drawn) == 10 and len(drawn.unique()) < 10 and 0 not in drawn, "image 0 has no foreground"
+    assert sorted(torch.cat([batch.index for batch in site.batches("validation", 0)]).tolist()) == list(range(site.n["validation"]))
+
+
+def test_at_least_eight_images_at_once(make_task: TaskOf) -> None:
+    assert scoring_batch(make_task(batch_size=2)) == 8 and scoring_batch(make_task(batch_size=32)) == 32
+
+
+def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> None:
+    site, weight = numbered_site(make_task()), nn.Parameter(torch.ones(1))
+    probabilities, _, rows = (
+        torch.cat(parts) for parts in zip(*site.predictions(lambda images: images.double() * weight, "test"), strict=True)
+    )
+    assert rows.tolist() == list(range(site.n["test"])) and probabilities.dtype == torch.float32 and not probabilities.requires_grad
+    assert torch.equal(probabilities, site.data.test.images) and torch.is_grad_enabled()
+
+
+def test_evaluation_mode_ends_where_scoring_fails() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Identity().eval())
+
+    def score_and_fail() -> None:
+        with evaluating(model):
+            assert not any(part.training for part in model.modules())
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError):
+        score_and_fail()
+    assert [part.training for part in model.modules()] == [True, True, False]
+
+
+def test_scoring_uses_evaluation_mode_and_restores(make_task: TaskOf) -> None:
+    site = numbered_site(make_task(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
+    network = site.network().train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    site.score(site.predictor(network))
+    assert all(part.training for part in network.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    frozen = network.eval()
+    site.score(site.predictor(frozen))
+    assert not any(part.training for part in frozen.modules())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -57,32 +57,7 @@ _log = logging.getLogger(__name__)
 # -- where images come from ------------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
-    """A site's images and masks at their stored size."""
-
-    def entries(self) -> list[DatalistItem]:
-        """The items of the datalist, in its order."""
-
-    def listed(self) -> tuple[str, ...]:
-        """Splits that the datalist has; they may be empty."""
-
-    def names(self) -> Mapping[str, Sequence[int]]:
-        """Name -> numbers of the site's classes or structures, see `datalist.class_numbers`."""
-
-    def annotated(self) -> tuple[str, ...] | None:
-        """Structures that the site annotated, see `datalist.annotated_names`."""
-
-    def image(self, entry: DatalistItem) -> Image:
-        """The item's image."""
-
-    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
-        """int64 (M, ...), laid out as the image."""
-
-    def state(self, entry: DatalistItem) -> Any:
-        """JSON that changes whenever the item's image or mask does, or the bounds by which they are refused."""
-
-
-class FileSource:
+class Source:
     """A site's folder with its datalist.json.
 
     Args:
@@ -200,6 +175,9 @@ class PhantomSource:
     def state(self, entry: DatalistItem) -> Any:
         """The names that decide the image."""
         return ["phantom", self._site, [entry.name]]
+
+
+Source: TypeAlias = Source | PhantomSource  # a site's images and masks at their stored size
 
 
 @lru_cache(maxsize=_KEPT_SITES)

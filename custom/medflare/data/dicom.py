@@ -1,4 +1,4 @@
-"""DICOM files and series as arrays of what their pixels mean, in the order in which the slices lie; DICOM segmentations as masks."""
+"""DICOM files and series as arrays of pixel values, in the order of their slices; DICOM segmentations as masks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,27 +10,20 @@ from medflare.core.errors import DataError
 from medflare.data.geometry import Grid
 
 SEGMENTATION: Final = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
-_UNEVEN: Final = 0.1  # of the distance of slices, by which it may vary, and by which a slice may lie beside the line through the others
-_CLOSE: Final = 1e-3  # between numbers of two slices that mean the same: devices round them
+_UNEVEN: Final = 0.1  # tolerance of slice distances and of offsets from the line through the slices, as a fraction of the distance
+_CLOSE: Final = 1e-3  # tolerance of equal numbers in two slices: devices round them
 _ONE: Final = {"PatientID": "patients", "SeriesInstanceUID": "series"}
 _SAME: Final = {"ImageOrientationPatient": "orientations", "PixelSpacing": "pixel spacings", "Rows": "rows", "Columns": "columns"}
-HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber")  # what order and place of slices follow from
+HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber")  # tags that order and positions of slices depend on
 _RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
-_BESIDE: Final = 0.1  # voxels by which a frame of a segmentation may lie beside the grid
+_OFFSET: Final = 0.1  # voxels between a frame of a segmentation and the grid
 
 
 def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
-    """What the pixels of a file mean.
+    """The pixel values of a file: (i, j), i along the columns, or (i, j, frames), then colours if any; and whether there are colours.
 
-    Tables, slopes and palettes are applied, windows are not: images stay comparable. Where the lowest number is white (MONOCHROME1), the
-    image is inverted within the range of the stored numbers (PS3.3, Sec. C.7.6.3.1.2). The numbers of a mask are labels and stay.
-
-    Args:
-        dataset: of pydicom.
-        mask: whether it is one.
-
-    Returns:
-        (i, j), i along the columns, or (i, j, frames), then colours where there are any; and whether there are.
+    Modality tables, slopes and palettes are applied. Windows are not: images stay comparable. MONOCHROME1 images, whose lowest number is
+    white, are inverted within the range of the stored numbers (PS3.3, Sec. C.7.6.3.1.2). A mask's palette and inversion are ignored.
     """
     from pydicom.pixels import apply_color_lut
 
@@ -50,15 +43,15 @@ def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
 
 
 def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
-    """By the file's slope and intercept or table. Enhanced objects give them with their frames, where pydicom does not look."""
+    """Values after slope and intercept or table. pydicom does not read those of the frames of enhanced objects."""
     from pydicom.pixels import apply_modality_lut
 
     groups = [*(dataset.get("SharedFunctionalGroupsSequence") or ()), *(dataset.get("PerFrameFunctionalGroupsSequence") or ())]
     items = [item for group in groups for item in group.get("PixelValueTransformationSequence") or ()]  # PS3.3, Sec. C.7.6.16
-    found = {(float(item.RescaleSlope), float(item.RescaleIntercept)) for item in items}
-    if len(found) > 1:
+    slopes = {(float(item.RescaleSlope), float(item.RescaleIntercept)) for item in items}
+    if len(slopes) > 1:
         raise ValueError("its frames have different rescale slopes; convert it to NIfTI")
-    for slope, intercept in found:
+    for slope, intercept in slopes:
         return array.astype(np.float64) * slope + intercept
     return apply_modality_lut(array, dataset)
 
@@ -67,70 +60,63 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
 
 
 def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
-    """The slices of a series as they lie: by their numbers, where these follow the places, else by their places.
+    """The slices of a series in their order: by number if the positions agree, else by position.
 
     Args:
-        slices: of pydicom.
+        slices: datasets of pydicom.
         path: of their folder, for messages.
 
     Raises:
-        DataError: slices of several patients or series, of other orientations, spacings or sizes, without order, or not evenly spaced.
+        DataError: several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
     """
     if len(slices) == 1:
         return list(slices)
     _check_one_series(slices, path)
-    numbers = [one.get("InstanceNumber") for one in slices]
+    numbers = [dataset.get("InstanceNumber") for dataset in slices]
     by_number = None if None in numbers or len(set(numbers)) < len(numbers) else np.argsort(np.array(numbers, np.int64))
-    if not _is_placed(slices):
+    if not _has_positions(slices):
         if by_number is None:
-            raise DataError(
-                f"{path}: neither places (ImagePositionPatient) nor numbers (InstanceNumber) say how its slices follow each other; "
-                "export the series again"
-            )
+            raise DataError(f"{path}: its slices have neither ImagePositionPatient nor InstanceNumber; export the series again")
         return [slices[row] for row in by_number]
-    corners = np.array([one.ImagePositionPatient for one in slices], np.float64)
+    corners = np.array([dataset.ImagePositionPatient for dataset in slices], np.float64)
     right, down = np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2)
-    places = corners @ np.cross(right, down)
-    order = np.argsort(places, kind="stable")
-    if by_number is not None and ((gaps := np.diff(places[by_number])) > 0).all() | (gaps < 0).all():
+    positions = corners @ np.cross(right, down)
+    order = np.argsort(positions, kind="stable")
+    if by_number is not None and ((gaps := np.diff(positions[by_number])) > 0).all() | (gaps < 0).all():
         order = by_number
-    _check_even(corners[order], np.abs(np.diff(places[order])), path)
+    _check_even(corners[order], np.abs(np.diff(positions[order])), path)
     return [slices[row] for row in order]
 
 
-def _is_placed(slices: Sequence[Any]) -> bool:
-    return all("ImagePositionPatient" in one and "ImageOrientationPatient" in one for one in slices)
+def _has_positions(slices: Sequence[Any]) -> bool:
+    return all("ImagePositionPatient" in dataset and "ImageOrientationPatient" in dataset for dataset in slices)
 
 
 def _check_one_series(slices: Sequence[Any], path: Path) -> None:
     for tag, several in _ONE.items():
-        if len(found := {str(one.get(tag)) for one in slices if one.get(tag) is not None}) > 1:
-            raise DataError(f"{path}: slices of {len(found)} {several} lie in one folder; give every series a folder of its own")
+        if len(ids := {str(dataset.get(tag)) for dataset in slices if dataset.get(tag) is not None}) > 1:
+            raise DataError(f"{path}: slices of {len(ids)} {several} lie in one folder; give every series a folder of its own")
     for tag, several in _SAME.items():
-        values = [np.array(one.get(tag), np.float64) for one in slices if one.get(tag) is not None]
+        values = [np.array(dataset.get(tag), np.float64) for dataset in slices if dataset.get(tag) is not None]
         if any(value.shape != values[0].shape or np.abs(value - values[0]).max() > _CLOSE for value in values[1:]):
             raise DataError(f"{path}: the slices have different {several}; take those that do not belong there out of the folder")
 
 
 def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
-    """Refuse lost slices, and slices beside the line through the others; `corners` (N, 3) as they lie, mm."""
+    """Refuse lost slices, and slices beside the line through the others; `corners` (N, 3) in order, mm."""
     if np.ptp(gaps) > _UNEVEN * np.median(gaps):
         raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; restore what is missing, or resample the volume")
     line = corners[0] + np.linspace(0, 1, len(corners))[:, None] * (corners[-1] - corners[0])
-    beside = np.linalg.norm(corners - line, axis=1).max()
-    if beside > _UNEVEN * np.median(gaps):
-        raise DataError(f"{path}: a slice lies {beside:.3g} mm beside the line through the others; take it out, or resample the volume")
+    offset = np.linalg.norm(corners - line, axis=1).max()
+    if offset > _UNEVEN * np.median(gaps):
+        raise DataError(f"{path}: a slice lies {offset:.3g} mm beside the line through the others; take it out, or resample the volume")
 
 
 def grid_of(slices: Sequence[Any]) -> Grid:
-    """Where the voxels (column, row, slice) of a series lie; not known where a slice does not say where it lies.
-
-    Args:
-        slices: of pydicom, in their order.
-    """
+    """The grid of the voxels (column, row, slice) of a series in its order; not known if a slice has no position."""
     first, last = slices[0], slices[-1]
     shape = (int(first.Columns), int(first.Rows), len(slices))
-    if not _is_placed(slices):
+    if not _has_positions(slices):
         return Grid(shape, np.eye(4), known=False)
     right, down = np.split(np.array(first.ImageOrientationPatient, np.float64), 2)
     between_rows, between_columns = map(float, first.get("PixelSpacing") or (1, 1))
@@ -148,13 +134,13 @@ def grid_of(slices: Sequence[Any]) -> Grid:
 def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndarray, list[tuple[str, int]]]:
     """The masks of a segmentation object (PS3.3, A.51) on the grid of its series.
 
-    An object holds frames for those slices alone that show a structure, in any order, each with its place in space.
+    An object has frames for slices with foreground alone, in any order, each with its position.
 
     Args:
         dataset: the object, of pydicom.
         path: of its file, for messages.
         series: SeriesInstanceUID of its image.
-        grid: where the voxels of the series lie.
+        grid: of the series.
 
     Returns:
         int64 (M, i, j, k), and label and number of each segment.
@@ -162,23 +148,22 @@ def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndar
     Raises:
         DataError: it refers to another series, or a frame lies elsewhere.
     """
-    referred = {str(one.SeriesInstanceUID) for one in dataset.get("ReferencedSeriesSequence", ())}
-    if referred and series not in referred:
-        raise DataError(f"{path}: segments the series {', '.join(sorted(referred))}, its image is {series}; correct the datalist")
-    named = [(str(one.SegmentLabel), int(one.SegmentNumber)) for one in dataset.SegmentSequence]
-    rows = {number: row for row, (_, number) in enumerate(named)}
-    masks = np.zeros((len(named), *grid.shape), np.int64)
+    referenced = {str(item.SeriesInstanceUID) for item in dataset.get("ReferencedSeriesSequence", ())}
+    if referenced and series not in referenced:
+        raise DataError(f"{path}: segments the series {', '.join(sorted(referenced))}, its image is {series}; correct the datalist")
+    labels = [(str(item.SegmentLabel), int(item.SegmentNumber)) for item in dataset.SegmentSequence]
+    rows = {number: row for row, (_, number) in enumerate(labels)}
+    masks = np.zeros((len(labels), *grid.shape), np.int64)
     frames = dataset.pixel_array.reshape(-1, int(dataset.Rows), int(dataset.Columns))
     threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
     for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
         number = int(groups.SegmentIdentificationSequence[0].ReferencedSegmentNumber)
-        mask, place = masks[rows[number]], _voxels(dataset, groups, grid, path)
-        mask[place] |= (frame > threshold).astype(np.int64)  # a view
-    return masks, named
+        masks[rows[number]][_voxels(dataset, groups, grid, path)] |= (frame > threshold).astype(np.int64)
+    return masks, labels
 
 
 def _voxels(dataset: Any, groups: Any, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:
-    """Voxel numbers along the grid's three axes of every pixel of a frame, each (rows, columns)."""
+    """Voxel indices along the grid's three axes of every pixel of a frame, each (rows, columns)."""
     shared = dataset.SharedFunctionalGroupsSequence[0]
 
     def group(name: str) -> Any:
@@ -188,10 +173,10 @@ def _voxels(dataset: Any, groups: Any, grid: Grid, path: Path) -> tuple[np.ndarr
     between_rows, between_columns = map(float, group("PixelMeasuresSequence").PixelSpacing)
     start = np.array(group("PlanePositionSequence").ImagePositionPatient, np.float64)
     rows, columns = np.mgrid[: int(dataset.Rows), : int(dataset.Columns)][..., None].astype(np.float64)
-    places = (start + columns * between_columns * right + rows * between_rows * down) @ _RAS[:3, :3]
+    positions = (start + columns * between_columns * right + rows * between_rows * down) @ _RAS[:3, :3]
     inverse = np.linalg.inv(grid.affine)
-    exact = places @ inverse[:3, :3].T + inverse[:3, 3]
+    exact = positions @ inverse[:3, :3].T + inverse[:3, 3]
     voxels = exact.round().astype(int)
-    if np.abs(exact - voxels).max() > _BESIDE or (voxels < 0).any() or (voxels >= grid.shape).any():
+    if np.abs(exact - voxels).max() > _OFFSET or (voxels < 0).any() or (voxels >= grid.shape).any():
         raise DataError(f"{path}: a frame lies beside the slices of its series; give the series that was segmented")
     return tuple(np.moveaxis(voxels, -1, 0))

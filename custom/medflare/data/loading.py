@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
-from medflare.data.decoding import Decoded, FileSource, PhantomSource, Source, decoded_once
+from medflare.data.decoding import Decoded, PhantomSource, Source, decoded_once
 from medflare.data.local import CacheSettings
 from medflare.data.reading import ImageBounds
 from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, renumbering
@@ -274,7 +274,7 @@ def _annotated(names: Sequence[str]) -> str:
 
 def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
     """A site's images at their stored size; arguments as for `load_site_data`."""
-    return PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
+    return PhantomSource(site, task) if root is None else Source(root, task, allowed_folders(folders), bounds)
 
 
 def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:

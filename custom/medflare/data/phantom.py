@@ -1,8 +1,8 @@
 """The embedded default federation: generated colour photographs of the optic disc and its cup. Synthetic, no patient data.
 
-A site's name decides its camera (colour cast, gamma, vignetting, blur, noise, field of view, framing of the disc) and its
-annotator's habit of drawing boundaries, so sites differ from each other the way hospitals do and every name always gives
-the same images. Patients have two eyes, hence two images that share the optic disc's anatomy and the pigmentation.
+A site's name decides its camera (colour cast, gamma, vignetting, blur, noise, field of view, framing of the disc) and its annotator's
+bias in drawing boundaries. So sites differ as hospitals do, and a name always gives the same images. The two images of a patient, one of
+each eye, share the optic disc's anatomy and the pigmentation.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from medflare.core.rng import numpy_generator
 
-SIDE = 64  # pixels of the images handed out
-_OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges as optics do
+SIDE = 64  # pixels of an image
+_OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges
 _CANVAS = SIDE * _OVERSAMPLING
 _ROWS, _COLUMNS = np.mgrid[0:_CANVAS, 0:_CANVAS].astype(np.float32) / _OVERSAMPLING
 
@@ -30,7 +30,7 @@ _VESSEL = np.array([0.38, 0.07, 0.04], np.float32)
 
 @dataclass(frozen=True)
 class Camera:
-    """What makes one site's images differ from another's: device, annotator, patients; lengths in pixels of the 64 x 64 image."""
+    """Device, annotator and patients of a site; lengths in pixels of the 64 x 64 image."""
 
     gains: tuple[float, float, float]  # colour cast: factors on red, green, blue
     gamma: float
@@ -39,10 +39,10 @@ class Camera:
     noise: float  # standard deviation, of full scale
     field: float  # radius of the illuminated circle
     disc_radius: float  # mean radius of the optic disc: the magnification
-    offset: tuple[float, float]  # habit of framing: mean position of the disc from the centre (down, nasal)
-    disc_habit: float  # annotator: drawn over true radius of the disc
+    offset: tuple[float, float]  # mean position of the disc from the centre (down, nasal)
+    disc_habit: float  # annotator: ratio of drawn to true radius of the disc
     cup_habit: float
-    cup_ratio: float  # mean cup-to-disc ratio of its patients: a screening centre or a glaucoma clinic
+    cup_ratio: float  # mean cup-to-disc ratio of its patients
     patients: int
 
 
@@ -60,7 +60,7 @@ class Photograph:
 
 @dataclass(frozen=True)
 class _Eye:
-    """Geometry of one eye in pixels of the 64 x 64 image; the annotator's mask and the picture are both drawn from it."""
+    """Geometry of one eye in pixels of the 64 x 64 image; mask and picture are drawn from it."""
 
     centre: tuple[float, float]
     radius: float
@@ -98,15 +98,15 @@ def photographs(site: str) -> list[Photograph]:
     splits = np.full(device.patients, "training", dtype="U10")
     splits[order[:validation]] = "validation"
     splits[order[validation : validation + test]] = "test"
-    found = []
+    images = []
     for number in range(device.patients):
         patient = f"synthetic-{number:03d}"
         rng = numpy_generator(0, "phantom", site, patient)
         anatomy = _anatomy(rng, device)
         for eye, temporal in (("left", 1), ("right", -1)):
             picture, mask, grade = _photograph(rng, device, anatomy, temporal)
-            found.append(Photograph(picture, mask, grade, patient, f"{patient}-{eye}", str(splits[number])))
-    return found
+            images.append(Photograph(picture, mask, grade, patient, f"{patient}-{eye}", str(splits[number])))
+    return images
 
 
 def _anatomy(rng: np.random.Generator, device: Camera) -> dict[str, float]:
@@ -140,7 +140,7 @@ def _distance(eye: _Eye, ratio: float = 1.0, shift: tuple[float, float] = (0.0, 
 
 
 def _edge(distance: np.ndarray, softness: float) -> np.ndarray:
-    """1 inside, 0 outside, with a smooth step of the given relative width at distance 1; shape (H, W, 1)."""
+    """1 inside, 0 outside, with a smooth step of relative width `softness` at distance 1; shape (H, W, 1)."""
     return (1 / (1 + np.exp(np.clip((distance - 1) / softness, -30, 30))))[..., None].astype(np.float32)
 
 
@@ -182,9 +182,9 @@ def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
 def _vessel(
     rng: np.random.Generator, start: tuple[float, float], heading: float, bend: float, width: float, step: float
 ) -> Iterator[tuple[float, float, float, float, float]]:
-    """One vessel as straight pieces of length `step`: row and column of the beginning, steps down and right, width.
+    """One vessel as straight pieces of length `step`: row and column of the start, steps down and right, width.
 
-    It turns by `bend` radians in all, thins out and may branch once.
+    It turns by `bend` radians in all, becomes thinner and may branch once.
     """
     row, column = start
     branch_at = int(rng.integers(4, 9)) if width > 1 else -1
@@ -219,7 +219,7 @@ def _painted(dabs: np.ndarray) -> np.ndarray:
 
 
 def _blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
-    """Blur of standard deviation `sigma` pixels, (H, W) or (H, W, C) float32; beyond its borders the picture goes on as it ends."""
+    """Gaussian blur of standard deviation `sigma` pixels, (H, W) or (H, W, C) float32; borders are replicated."""
     from monai.networks.layers.simplelayers import GaussianFilter
 
     planes = torch.from_numpy(np.atleast_3d(picture).astype(np.float32)).permute(2, 0, 1)[None]
@@ -240,7 +240,7 @@ def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.n
 
 
 def _annotate(rng: np.random.Generator, device: Camera, eye: _Eye) -> np.ndarray:
-    """The site's annotator draws both boundaries by habit a little too wide or too tight, and a little unevenly."""
+    """Masks with the annotator's bias and noise of both boundaries."""
     disc = _distance(eye, device.disc_habit * rng.normal(1, 0.015)) < 1
     ratio = min(eye.cup_ratio * device.cup_habit * rng.normal(1, 0.03), 0.95 * device.disc_habit)
     cup = _distance(eye, ratio, eye.cup_shift) < 1

@@ -1,7 +1,4 @@
-"""How far long work is: a line in the log now and then, once it has taken a while.
-
-Commands print these lines, and so does FLARE's simulator; elsewhere they are in a site's own log. They say whose images and how many.
-"""
+"""How far long work is: a line in the log of FLARE's processes, and on the console of every command."""
 
 import logging
 import sys
@@ -16,34 +13,32 @@ T = TypeVar("T")
 
 
 def counted(items: Iterable[T], total: int, what: str, size: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
-    """The items; the log tells how many of them are done.
+    """The items, while the log tells how many of them are done.
 
     Args:
-        items: each is done when the next one is asked for.
+        items: each is done when the next one is requested.
         total: how many there are.
-        what: they are, and whose: "site A, images read".
-        size: for how many an item counts, as a batch does for its images.
+        what: the items, for the log: "site A, images read".
+        size: how many an item counts for, for example the images of a batch.
     """
-    began, done = time.monotonic(), 0
-    due = began + _FIRST
+    start, done = time.monotonic(), 0
+    due = start + _FIRST
     for item in items:
         now = time.monotonic()
         if now > due:
-            _log.info("%s: %d of %d after %.0f s", what, done, total, now - began)
+            _log.info("%s: %d of %d after %.0f s", what, done, total, now - start)
             due = now + _EVERY
         yield item
         done += size(item)
 
 
-class _Lines(logging.Handler):
-    """Prints what it is given."""
-
+class _StandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"medflare: {record.getMessage()}\n")
 
 
 def print_lines() -> None:
-    """From now on this process prints the lines, and those that are forked from it do."""
+    """Print the lines of this process and of those that are forked from it."""
     _log.setLevel(logging.INFO)
     _log.propagate = False
-    _log.handlers = [_Lines()]
+    _log.handlers = [_StandardError()]

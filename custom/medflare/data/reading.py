@@ -175,8 +175,10 @@ def _has_rows(path: Path) -> bool:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors while a file is read as a DataError of one line that names the file."""
+    """Errors while a file is read as a DataError of one line that names the file; pipes and devices are not opened."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path}: neither a regular file nor a folder; replace it or leave it out")
         yield
     except DataError:
         raise

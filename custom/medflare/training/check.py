@@ -15,7 +15,7 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
 from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
-from medflare.data.decoding import FileSource, target_of
+from medflare.data.decoding import Source, target_of
 from medflare.data.geometry import format_shape
 from medflare.data.loading import SiteData, allowed_folders, load_site_data, renumbered_entries
 from medflare.data.local import CacheSettings, LocalSettings, cache_with_folder
@@ -185,7 +185,7 @@ def check_task(task: TaskConfig) -> None:
 
 def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings) -> tuple[SiteReport, SiteData | None]:
     report = SiteReport()
-    source = FileSource(folder, task, allowed_folders(own.data_folders), own.bounds)
+    source = Source(folder, task, allowed_folders(own.data_folders), own.bounds)
     try:
         entries, _ = renumbered_entries(name, task, source)
         check_patients(entries)
@@ -218,7 +218,7 @@ def _shortened(lines: list[str]) -> list[str]:
     return [*lines[:_MOST_PROBLEMS], f"... and {hidden} more"] if hidden > 0 else lines
 
 
-def _read_everything(source: FileSource, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteReport) -> None:
+def _read_everything(source: Source, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteReport) -> None:
     """Every file, whatever the others are like: sizes, intensities and problems go into the report."""
     sizes: Counter[str] = Counter()
     moments, intensity, copies = [], IntensityCheck(task), _Copies()

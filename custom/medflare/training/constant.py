@@ -1,4 +1,4 @@
-"""The constant answer: the best that looks at no image. A model that is not above it has learnt nothing that helps."""
+"""The constant prediction: the best that does not depend on the image. A useful model is better."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -14,16 +14,12 @@ from medflare.tasks.metrics import Images, Scores
 from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
-NEAR: Final = 0.01  # of a metric; a value this near to the constant answer's says no more than the constant does
-_SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5)  # of training masks that must cover a pixel for a mean mask to cover it
+NEAR: Final = 0.01  # difference of metrics up to which a model counts as no better than the constant prediction
+_FRACTIONS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)  # of training masks that must cover a pixel for a mean mask to cover it
 
 
 def is_at_chance(value: float, constant: float) -> bool:
-    """Whether a metric from 0 to 1, of which more is better, is not above that of the constant answer; 1 is never at chance.
-
-    Args:
-        value: of a model.
-        constant: of the constant answer on the same images.
+    """Whether a model's metric (0 to 1, higher is better) is not above that of the constant prediction; 1 is never at chance.
 
     Examples:
         >>> is_at_chance(0.505, 0.5), is_at_chance(0.25, 0.5), is_at_chance(0.75, 0.5), is_at_chance(1.0, 1.0)
@@ -33,71 +29,61 @@ def is_at_chance(value: float, constant: float) -> bool:
 
 
 def constant_value(site: Site) -> float | None:
-    """The task's metric of the constant answer on a site's test images; None where it is undefined.
+    """The task's metric of the constant prediction on a site's test images; None where it is undefined.
 
-    The answer is that of the site's training images, see `best_constant`. A site without any (one that never trains) takes the best, in
-    hindsight, of those that need none: every class, no pixel, all of a structure.
-
-    Args:
-        site: whose images are answered for.
+    The prediction comes from the site's training images, see `best_constant`. A site without any takes the best, in hindsight, of
+    `plain_constants`.
     """
     task, training = site.task, site.data.train
-    answers = [best_constant(task, training, [site])] if len(training) else list(plain_constants(task))
-    values = [score_constant(site, answer, "test", (task.metric,)).values[task.metric] for answer in answers]
+    constants = [best_constant(task, training, [site])] if len(training) else list(plain_constants(task))
+    values = [score_constant(site, constant, "test", (task.metric,)).values[task.metric] for constant in constants]
     return max((value for value in values if value is not None), default=None)
 
 
-def best_constant(task: TaskConfig, training: Split, judges: Sequence[Site]) -> Tensor:
-    """The constant answer that is best by the mean of the judges' validation metrics; ties go to the earliest.
+def best_constant(task: TaskConfig, training: Split, sites: Sequence[Site]) -> Tensor:
+    """The constant prediction with the best mean of the sites' validation metrics; ties go to the earliest.
 
     Args:
         task: gives kind, target, classes and metric.
-        training: whose targets suggest answers.
-        judges: sites with validation images.
+        training: its targets suggest the predictions.
+        sites: with validation images.
 
     Returns:
         Probabilities, see `constant_predictions`.
     """
-    answers = list(constant_predictions(task, training.targets))
+    constants = list(constant_predictions(task, training.targets))
 
-    def value(answer: Tensor) -> float:
-        found = [score_constant(judge, answer, "validation", (task.metric,)).values[task.metric] for judge in judges]
-        defined = [one for one in found if one is not None]
+    def mean_metric(constant: Tensor) -> float:
+        values = [score_constant(site, constant, "validation", (task.metric,)).values[task.metric] for site in sites]
+        defined = [value for value in values if value is not None]
         return sum(defined) / len(defined) if defined else float("-inf")
 
-    return answers[0] if len(answers) == 1 else max(answers, key=value)
+    return constants[0] if len(constants) == 1 else max(constants, key=mean_metric)
 
 
-def score_constant(site: Site, answer: Tensor, split: str, metrics: Sequence[str]) -> Scores:
-    """The metrics of a constant answer on a split.
-
-    Args:
-        site: whose images are answered for.
-        answer: probabilities, see `constant_predictions`.
-        split: "validation" or "test".
-        metrics: names, of `TaskConfig.metrics`.
-    """
-    samples = site.data.split(split)
-    if not len(samples):
+def score_constant(site: Site, constant: Tensor, split: str, metrics: Sequence[str]) -> Scores:
+    """The metrics of a constant prediction, see `constant_predictions`, on a site's split."""
+    data = site.data.split(split)
+    if not len(data):
         return Scores(dict.fromkeys(metrics), cases=Cases())
-    return site.measure(_repeated(answer, samples, site.task), split, metrics).scores(samples.patients)
+    return site.measure(_repeated(constant, data, site.task), split, metrics).scores(data.patients)
 
 
-def _repeated(answer: Tensor, samples: Split, task: TaskConfig) -> Iterator[BatchPrediction]:
-    """The answer (outputs,) or (outputs, ...) for every image, one by one, in the size of its target."""
+def _repeated(constant: Tensor, data: Split, task: TaskConfig) -> Iterator[BatchPrediction]:
+    """The prediction (outputs,) or (outputs, ...) for every image, one by one, in the size of its target."""
     sides = task.spatial_dims if task.kind == "segmentation" else 0
-    for row in range(len(samples)):
-        target = samples.targets[row]
+    for row in range(len(data)):
+        target = data.targets[row]
         shape = target.shape[target.ndim - sides :]
-        whole = answer if answer.ndim > 1 else answer.reshape(-1, *[1] * sides).expand(-1, *shape)
-        yield whole[None], target[None], torch.tensor([row])
+        probabilities = constant if constant.ndim > 1 else constant.reshape(-1, *[1] * sides).expand(-1, *shape)
+        yield probabilities[None], target[None], torch.tensor([row])
 
 
 def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
-    """The constant answers that training targets suggest.
+    """The constant predictions that training targets suggest.
 
-    Classification: the classes' shares of the training images, so that the majority class is chosen. Segmentation: `plain_constants`, and
-    the mean of the training masks.
+    Classification: the class frequencies, whose maximum is the majority class. Segmentation: `plain_constants`, and the mean of the
+    training masks.
 
     Args:
         task: gives kind, target and classes.
@@ -113,34 +99,27 @@ def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
         [tensor([0.2500, 0.0000, 0.7500])]
     """
     if task.kind == "classification":
-        yield _frequencies(task, targets, task.outputs).mean(dim=0)
+        yield _probabilities(task, targets).mean(dim=0)
         return
     yield from plain_constants(task)
     if task.image_mode == "resize" and len(targets):
-        mean = sum((_frequencies(task, target[None], task.outputs)[0] for target in targets), torch.zeros(())) / len(targets)
+        mean = sum((_probabilities(task, target[None])[0] for target in targets), torch.zeros(())) / len(targets)
         if task.target == "multiclass":
             yield mean
         else:
-            yield from ((mean > share).float() for share in _SHARES)
+            yield from ((mean > fraction).float() for fraction in _FRACTIONS)
 
 
 def plain_constants(task: TaskConfig) -> Iterator[Tensor]:
-    """The constant answers that need no training image: one class for every image or pixel (multiclass), else nothing or everything.
-
-    Args:
-        task: gives target and outputs.
-
-    Yields:
-        Probabilities (outputs,).
-    """
+    """Probabilities (outputs,) without any training image: one class everywhere (multiclass), else nothing and everything."""
     if task.target == "multiclass":
         yield from torch.eye(task.outputs)  # in segmentation class 0 is the background
     else:
         yield from (torch.zeros(task.outputs), torch.ones(task.outputs))
 
 
-def _frequencies(task: TaskConfig, targets: Tensor, outputs: int) -> Tensor:
+def _probabilities(task: TaskConfig, targets: Tensor) -> Tensor:
     """Targets as probabilities, float (N, outputs, ...)."""
     if task.target == "multiclass":
-        return F.one_hot(targets.long(), outputs).movedim(-1, 1).float()
+        return F.one_hot(targets.long(), task.outputs).movedim(-1, 1).float()
     return targets[:, None].float() if task.target == "binary" else targets.float()

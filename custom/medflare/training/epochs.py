@@ -1,29 +1,36 @@
-"""Local training: the loops that every method's site algorithm shares, and the optimizer's memory."""
+"""Local training: epochs, optimizer steps (over several batches, with scaled losses for fp16), and the optimizer's memory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
 from medflare.data.loading import Batch
-from medflare.training.accumulation import Steps, pack_scaling, unpack_scaling
 from medflare.training.batches import samples_in
 from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
-_OPTIMIZER = "optimizer/"  # entries of an algorithm's memory
+_OPTIMIZER = "optimizer/"  # prefix of states in an algorithm's memory
+_SCALER = "scaler."  # prefix of the scaler's numbers in an optimizer's state
+_SCALERS: WeakKeyDictionary[torch.optim.Optimizer, GradScaler] = WeakKeyDictionary()
+
+
+# -- epochs ----------------------------------------------------------------------------------------------------------------
 
 
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
-    """Local epochs, each as its batches of training images; dropout and everything else that draws is keyed.
+    """Local epochs, each as its batches of training images; torch's random numbers (dropout) are keyed too.
 
     Args:
         site: gives the batches.
-        keys: what sets this training apart, by habit round and purpose: two models of one round see other orders and augmentations.
+        keys: of this training, by convention round and purpose: two models of one round get different orders and augmentations.
         count: how many; None: the task's number.
     """
     with seeded(site.seed, site.name, *keys, "dropout"):
@@ -32,7 +39,7 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
 
 
 def samples_of_pass(site: Site) -> int:
-    """Samples in one pass over the training images, of which each may give several patches."""
+    """Samples in one pass over the training images, each of which may give several patches."""
     return samples_in(site.n["train"] * site.image_mode.per_image, site.batch_size)
 
 
@@ -45,7 +52,7 @@ def run_epochs(
     count: int | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Local epochs, `step` on every batch; returns the mean over all images of each loss it returned.
+    """Local epochs with `step` on every batch; returns the mean over all images of each loss that it returns.
 
     Args:
         site: gives the batches.
@@ -67,14 +74,9 @@ def run_epochs(
 
 
 def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
-    """Losses of batches times their weights. Here alone they are read: each read waits for all that a GPU still computes.
+    """Losses of batches (detached scalars on one device) times their weights, in double precision; 0 for none.
 
-    Args:
-        losses: of each batch, detached scalars on one device.
-        weights: for example images of each batch.
-
-    Returns:
-        The sum in their order, in double precision; 0 of none.
+    Only here losses are copied from the GPU: every copy waits for all pending work.
 
     Examples:
         >>> weighted_sum([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
@@ -115,67 +117,155 @@ def train_epochs(
     def step(batch: Batch) -> dict[str, Tensor]:
         images, targets, _ = batch
         value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
-        steps.follow(value, len(images))
+        steps.backward(value, len(images))
         return {"loss": value}
 
     return run_epochs(site, round, purpose, step, count=count, after=steps.finish).get("loss", math.nan)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that take a gradient, in the model's order."""
+    """The parameters that require a gradient, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
-    """The optimizer's per-parameter tensors (Adam's moments and step, momentum buffers) as a flat state, parameters by their place.
-
-    With the scale of the losses, where one belongs to the optimizer.
-    """
-    packed = pack_scaling(optimizer)
-    for place, slots in optimizer.state_dict()["state"].items():
-        for slot, value in slots.items():
-            if value is not None:
-                packed[f"{place}.{slot}"] = torch.as_tensor(value)
-    return packed
-
-
-def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
-    """Give the optimizer (of as many parameters, in the same order) what `pack_optimizer` took; its learning rate stays its own."""
-    slots: dict[int, dict[str, Tensor]] = {}
-    for key, value in unpack_scaling(optimizer, packed).items():
-        place, slot = key.split(".", 1)
-        slots.setdefault(int(place), {})[slot] = value.clone()
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-class OptimizerMemory:
-    """Optimizer states that a site algorithm keeps from round to round, by purpose, in its memory.
-
-    The weights are replaced every round while the moments stay: what the published FedSM and GRACE code does. PersistentState as packed
-    tensors, so an algorithm restored in a new process goes on with the very same numbers.
-    """
-
-    def __init__(self, memory: Message):
-        self._memory = memory
-
-    def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer with the moments of its purpose, where there are any."""
-        packed = self._memory.states.get(_OPTIMIZER + purpose)
-        if packed is not None:
-            unpack_optimizer(optimizer, packed)
-        return optimizer
-
-    def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the optimizer's moments."""
-        packed = pack_optimizer(optimizer)
-        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().cpu().clone() for name, tensor in packed.items()}
-
-
 def finite_or_none(value: float | None) -> float | None:
-    """JSON has no NaN: an undefined number travels as None.
+    """None for NaN and infinity, which JSON does not have.
 
     Examples:
         >>> finite_or_none(0.5), finite_or_none(math.nan), finite_or_none(None)
         (0.5, None, None)
     """
     return value if value is not None and math.isfinite(value) else None
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """An optimizer's steps at a site.
+
+    With `TaskConfig.accumulate`, a step uses the gradient of the mean loss over all images of that many batches. It equals the step of one
+    large batch if the loss is a mean over images and no layer mixes images. With fp16, losses are scaled by torch's `GradScaler`, and steps
+    with infinite or NaN gradients are skipped.
+
+    Args:
+        optimizer: of the model.
+        site: gives the task's settings and the batch size.
+        gradient_hook: called between gradient and step, to change the gradients in place.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, site: Site, gradient_hook: Callable[[], None] | None = None):
+        self.optimizer, self.gradient_hook = optimizer, gradient_hook
+        self._every = site.task.accumulate
+        self._full = self._every * site.batch_size  # images of a step
+        self._scaler = scaler_of(optimizer) if site.task.precision == "fp16" else None
+        self._batches = self._images = 0
+        optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor, images: int) -> None:
+        """Add a batch's gradient, and step after the last batch of a step.
+
+        Args:
+            loss: mean loss of the batch, with its graph.
+            images: of the batch.
+        """
+        self._batches, self._images = self._batches + 1, self._images + images
+        part = loss if self._every == 1 else loss * (images / self._full)
+        (part if self._scaler is None else self._scaler.scale(part)).backward()
+        if self._batches == self._every:
+            self.finish()
+
+    def finish(self) -> None:
+        """Step with the gradients since the last step, if there are any; called at the end of an epoch."""
+        if not self._batches:
+            return
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._every > 1 and self._images != self._full:
+            for group in self.optimizer.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        weight.grad.mul_(self._full / self._images)
+        if self.gradient_hook is not None:
+            self.gradient_hook()
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._batches = self._images = 0
+
+
+def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
+    """The scaler of an optimizer's losses; made at its first use."""
+    if optimizer not in _SCALERS:
+        _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
+    return _SCALERS[optimizer]
+
+
+# -- the optimizer's memory ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restores the optimizer's moments afterwards."""
+    before = {
+        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
+        for weight, slots in optimizer.state.items()
+    }
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
+    """The optimizer's tensors (Adam's moments and step, momentum) as "index of the parameter.slot"; and its scaler's numbers, if any."""
+    scaler = _SCALERS[optimizer].state_dict() if optimizer in _SCALERS else {}
+    packed = {f"{_SCALER}{name}": torch.tensor(float(value)) for name, value in scaler.items()}
+    for index, slots in optimizer.state_dict()["state"].items():
+        packed |= {f"{index}.{slot}": torch.as_tensor(value) for slot, value in slots.items() if value is not None}
+    return packed
+
+
+def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
+    """Restore what `pack_optimizer` returned, into an optimizer of the same parameters; its learning rate is kept."""
+    slots: dict[int, dict[str, Tensor]] = {}
+    numbers: dict[str, float] = {}
+    for key, value in packed.items():
+        if key.startswith(_SCALER):
+            numbers[key.removeprefix(_SCALER)] = value.item()
+            continue
+        index, slot = key.split(".", 1)
+        slots.setdefault(int(index), {})[slot] = value.clone()
+    if numbers:
+        scaler = scaler_of(optimizer)
+        scaler.load_state_dict({name: type(value)(numbers[name]) for name, value in scaler.state_dict().items()})
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class OptimizerMemory:
+    """Optimizer states that a site algorithm keeps from round to round, by purpose.
+
+    The weights are replaced every round while the moments stay, as in the published code of FedSM and GRACE.
+
+    Args:
+        memory: the algorithm's; it survives the process.
+    """
+
+    def __init__(self, memory: Message):
+        self._memory = memory
+
+    def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer with the kept moments of its purpose, if there are any."""
+        packed = self._memory.states.get(_OPTIMIZER + purpose)
+        if packed is not None:
+            unpack_optimizer(optimizer, packed)
+        return optimizer
+
+    def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the optimizer's moments."""
+        packed = pack_optimizer(optimizer)
+        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().cpu().clone() for name, tensor in packed.items()}

@@ -1,4 +1,4 @@
-"""A site opened: its own settings applied, its data found, read and checked."""
+"""Open a site: apply its local settings; find, read and check its data."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,72 +28,64 @@ def open_site(
     device: torch.device | str | None = None,
     cache: Path | None = None,
 ) -> Site:
-    """A site with its data found, read and checked.
+    """A site with its data.
 
     Args:
         name: the site's name.
         task: what is learnt.
         seed: of the run.
         role: "inside" (trains) or "outside" (needs a test split only).
-        data_root: overrides every other way of naming the data.
-        local: the site's own settings, or the content of its local/medflare.json.
-        device: where models run; None means the site's own "device".
-        cache: folder for decoded images, unless the site's own "cache" or MEDFLARE_CACHE says otherwise.
+        data_root: of the data; comes before the local settings and MEDFLARE_DATA_ROOT.
+        local: the site's settings, or the content of its local/medflare.json.
+        device: of networks; None: the local settings' "device".
+        cache: folder for decoded images; the local settings' "cache" and MEDFLARE_CACHE come first.
 
     Raises:
-        ConfigError: a setting of local/medflare.json that is unknown or unusable, a precision that the device lacks, a task beyond the
-            site's bounds, or images too large for its memory.
-        DataError: the data cannot be used as they are.
+        ConfigError: an unusable local setting, a precision that the device lacks, a task beyond the site's bounds, or a training step
+            beyond its memory.
+        DataError: the data cannot be used.
     """
-    own = local if isinstance(local, LocalSettings) else local_settings(local or {})
-    own_devices = usable_devices(own)
-    used, *further = own_devices if device is None else (torch.device(device),)
-    for one in (used, *further):
-        check_precision(task.precision, one, f"site {name}")
-    check_task_bounds(task, own.bounds, f"site {name}")
-    root, kept = resolve_data_root(name, task, own.data_root, data_root), cache_with_folder(own.cache, cache)
-    data = load_site_data(name, task, root, role=role, cache=kept, folders=own.data_folders, bounds=own.bounds)
-    site = Site(name, task, data, seed, used)
-    site.computing = Computing(used, task.precision, tuple(further), own.channels_last, own.compile)
-    site.batch_limit = own.batch_size
-    site.source = lambda other: open_source(name, other, root, own.data_folders, own.bounds)
+    settings = local if isinstance(local, LocalSettings) else local_settings(local or {})
+    devices = usable_devices(settings)
+    first, *further = devices if device is None else (torch.device(device),)
+    for used in (first, *further):
+        check_precision(task.precision, used, f"site {name}")
+    check_task_bounds(task, settings.bounds, f"site {name}")
+    root, folder = resolve_data_root(name, task, settings.data_root, data_root), cache_with_folder(settings.cache, cache)
+    data = load_site_data(name, task, root, role=role, cache=folder, folders=settings.data_folders, bounds=settings.bounds)
+    site = Site(name, task, data, seed, first)
+    site.computing = Computing(first, task.precision, tuple(further), settings.channels_last, settings.compile)
+    site.batch_limit = settings.batch_size
+    site.source = lambda other: open_source(name, other, root, settings.data_folders, settings.bounds)
     if role == "inside":
-        _refuse_large_step(site, own.bounds)
-        check_batch_bounds(task, own.bounds, f"site {name}")
+        _check_step(site, settings.bounds)
+        check_batch_bounds(task, settings.bounds, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
     return site
 
 
-def usable_devices(own: LocalSettings) -> tuple[torch.device, ...]:
-    """The device, or all devices, that a site's own settings name.
-
-    Args:
-        own: the settings.
+def usable_devices(local: LocalSettings) -> tuple[torch.device, ...]:
+    """The devices of a site's local settings.
 
     Raises:
         ConfigError: see `computing.usable_device`; several that are no GPUs, or with `compile`.
     """
-    devices = tuple(usable_device(name, PLACE) for name in ((own.device,) if isinstance(own.device, str) else own.device))
+    devices = tuple(usable_device(name, PLACE) for name in ((local.device,) if isinstance(local.device, str) else local.device))
     if len(devices) == 1:
         return devices
     if others := [str(device) for device in devices if device.type != "cuda" or device.index is None]:
         raise ConfigError(f"{PLACE}: device: batches are shared among GPUs such as 'cuda:0', {others[0]!r} is none; name it alone")
-    if own.compile:
+    if local.compile:
         raise ConfigError(f"{PLACE}: compile is for one device, device names {len(devices)}; leave out compile")
     return devices
 
 
 def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
-    """Nothing where a task asks no more of a site than its bounds allow; before any image is read.
-
-    Args:
-        task: gives size, network, epochs and transforms.
-        bounds: the site's.
-        place: the beginning of a message.
+    """Compare a task's image size, epochs, network and transforms with a site's bounds, before images are read.
 
     Raises:
-        ConfigError: it asks more, or a transform fails on an image of its size.
+        ConfigError: the task is beyond them, or a transform fails on an image of its size.
     """
     bounds.check_task(task, place)
     if task.local_epochs > bounds.epochs:
@@ -106,27 +98,21 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
 
 
 def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
-    """Nothing where as much as a task trains on at once is within a site's bounds.
-
-    Args:
-        task: gives batches and patches.
-        bounds: the site's.
-        place: the beginning of a message.
+    """Compare a task's batches and patches with a site's bounds.
 
     Raises:
-        ConfigError: it is more.
+        ConfigError: the task is beyond them.
     """
     for setting in ("batch_size", "accumulate", "patches_per_image"):
         if (count := getattr(task, setting)) > bounds.batch:
             raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")
 
 
-def _refuse_large_step(site: Site, bounds: Bounds) -> None:
-    """ConfigError where a training step needs more than the site's bound of memory."""
+def _check_step(site: Site, bounds: Bounds) -> None:
     batch = min(site.batch_size, site.n["train"] * site.task.patches_per_image)
     if (needed := step_bytes(site.task, batch) / 2**30) > bounds.memory:
-        asked = f"a training step on {batch} x {list(site.task.size)} takes about {needed:.1f} GiB"
-        raise ConfigError(f"site {site.name}: {asked}, {_named('memory')} allows {bounds.memory:g}; make size or batch_size smaller")
+        step = f"a training step on {batch} x {list(site.task.size)} takes about {needed:.1f} GiB"
+        raise ConfigError(f"site {site.name}: {step}, {_named('memory')} allows {bounds.memory:g}; make size or batch_size smaller")
 
 
 def _named(bound: str) -> str:

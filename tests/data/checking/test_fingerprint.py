@@ -14,7 +14,7 @@ from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
 from medflare.data.datalist import DatalistItem
-from medflare.data.decoding import FileSource
+from medflare.data.decoding import Source
 from medflare.tasks.config import TaskConfig
 
 TaskOf = Callable[..., TaskConfig]
@@ -66,16 +66,16 @@ def test_no_name_of_a_file_or_patient_leaks(make_site: SiteOf, make_task: TaskOf
 
 def test_one_image_in_memory_at_a_time(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[np.ndarray]] = []
-    read = FileSource.image
+    read = Source.image
 
-    def image(source: FileSource, entry: DatalistItem) -> Any:
+    def image(source: Source, entry: DatalistItem) -> Any:
         assert [kept for kept in alive if kept() is not None] == []
         found = read(source, entry)
         array = found.array.copy()
         alive.append(weakref.ref(array))
         return found._replace(array=array)
 
-    monkeypatch.setattr(FileSource, "image", image)
+    monkeypatch.setattr(Source, "image", image)
     fingerprints(make_site(SPLITS), make_task())
     assert len(alive) == 3
 
@@ -125,7 +125,7 @@ def test_what_few_patients_show_is_held_back(make_site: SiteOf, make_task: TaskO
         Image.fromarray(np.zeros((16, 16), np.uint8)).save(folder / mask)
 
     def told(minimum: int) -> DatasetFingerprint | None:
-        return fingerprint_of("A", task, lambda task: FileSource(folder, task), minimum)
+        return fingerprint_of("A", task, lambda task: Source(folder, task), minimum)
 
     whole, guarded = told(1), told(2)
     assert whole == told(0) and whole is not None and guarded is not None and told(3) is None

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from medflare.core.states import copy_state
 from medflare.methods.grace.formulas import coral, meta_trained
 from medflare.methods.grace.site import GraceSite, MetaLoss, optimizer_step
-from medflare.training.accumulation import preserved_moments
-from medflare.training.epochs import trainable
+from medflare.training.epochs import preserved_moments, trainable
 from methods import squares
 
 

@@ -28,8 +28,7 @@ from medflare.methods.fedavg.site import GLOBAL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
-from medflare.training.accumulation import preserved_moments
-from medflare.training.epochs import epochs, finite_or_none, train_epochs, trainable
+from medflare.training.epochs import epochs, finite_or_none, preserved_moments, train_epochs, trainable
 from medflare.training.site import Site
 
 SHARED_META: Final = ("perfedavg", "pfedme")  # personalizations with a second shared model beside w_g

@@ -29,8 +29,7 @@ from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
-from medflare.training.accumulation import preserved_moments
-from medflare.training.epochs import finite_or_none, train_epochs
+from medflare.training.epochs import finite_or_none, preserved_moments, train_epochs
 from medflare.training.site import Site
 
 _HIDDEN: Final = 64  # width of the two-layer discriminator

@@ -30,8 +30,7 @@ from medflare.networks.features import FeatureNetwork
 from medflare.networks.structure import example
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
-from medflare.training.accumulation import Steps
-from medflare.training.epochs import epochs, trainable, weighted_sum
+from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
 from medflare.training.site import Site
 
 # -- a task as groups of classes ---------------------------------------------------------------------------------------------
@@ -233,7 +232,7 @@ class Transfer:
             for images, targets, _ in batches:
                 losses = self._losses(images, targets, collected)
                 for stepping, loss in zip(steps, losses, strict=True):
-                    stepping.follow(loss, len(images))
+                    stepping.backward(loss, len(images))
                 losses_of_personal.append(losses[0].detach())
                 sizes.append(len(images))
             for stepping in steps:
