@@ -84,110 +84,18 @@ def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_tas
     assert load_site_data("A", four, folder).notes == ("class brightest is absent from the training images",)
 
 
-def _named(edit: Edit, folder: Path, names: dict[str, object]) -> Path:
-    edit(folder, lambda content: content.update(labels=names))
-    return folder
-
-
-def test_classes_are_numbered_by_the_names_that_the_datalist_gives(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+def test_classes_get_the_tasks_numbers_by_their_names(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
     """A hospital without one of the classes numbers the others from 0, as `medflare data init` does."""
-    folder = _named(edit, make_site(kind="classification"), {"0": "Dark", "1": "bright", "2": "quite bright"})
+    folder = make_site(kind="classification")
+    plain = load_site_data("A", make_task("classification"), folder)
+    edit(folder, lambda content: content.update(labels={"0": "Dark", "1": "bright", "2": "quite bright"}))
     four = make_task("classification", labels=["dark", "medium", "bright", "quite_bright"])
     data = load_site_data("A", four, folder)
     assert data.notes == (
         '"labels" of datalist.json count so: 1 bright as 2 bright, 2 quite bright as 3 quite_bright',
         "class medium is absent from the training images",
     )
-    plain = load_site_data("A", make_task("classification"), _named(edit, folder, {}))
     assert data.train.targets.tolist() == [{0: 0, 1: 2, 2: 3}[label] for label in plain.train.targets.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("names", "settings", "named"),
-    [
-        ({"0": "dark", "1": "bright", "2": "red"}, {}, "1 'bright'"),
-        ({"0": "dark", "1": "bright"}, {}, "1 'bright'"),  # images of class 2 have no name to go by
-        ({"0": "dark", "1": "green", "2": "bright"}, {}, "1 'green'"),
-        ({"0": "dunkel", "1": "hell"}, {}, "0 'dunkel'"),  # a class fewer under other names: nobody knows which one
-        ({"0": "0", "1": "2", "2": "4"}, {"labels": ["none", "mild", "moderate", "severe", "worst"]}, "1 '2'"),
-        ({"0": "bright", "1": "dark"}, {"target": "binary", "labels": ["bright"]}, "0 'bright'"),
-    ],
-)
-def test_classes_of_other_names_are_refused(
-    names: dict[str, object], settings: dict[str, object], named: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
-) -> None:
-    with pytest.raises(DataError, match=named):
-        load_site_data("A", make_task("classification", **settings), _named(edit, make_site(kind="classification"), names))
-
-
-@pytest.mark.parametrize(
-    ("names", "settings", "note"),
-    [
-        # task init --labels
-        ({"0": "dunkel", "1": "mittel", "2": "hell"}, {}, "0 dunkel as 0 dark, 1 mittel as 1 medium, 2 hell as 2 bright"),
-        ({"0": "DARK ", "1": "medium", "2": "bright"}, {}, ""),
-        ({"0": "0", "1": "1", "2": "2"}, {}, ""),
-        ({"dark": 0, "medium": 1, "bright": 2}, {}, ""),
-        ({"0": "dark", "7": "red"}, {}, ""),
-        ({"odd": None}, {}, ""),
-        (
-            {"0": "dark", "1": "grey", "2": "bright"},
-            {"labels": ["dark", "other"], "label_values": {"dark": [0], "other": [1, 2]}},
-            "1 grey as 1 other, 2 bright as 2 other",
-        ),
-        (
-            {"0": "dark", "1": "grey", "2": "bright"},
-            {"labels": ["dark", "bright"], "label_values": {"dark": [0], "bright": [2]}, "unlisted_labels": "drop"},
-            "",
-        ),
-        (
-            {"0": "dark", "1": "grey", "2": "bright"},
-            {"label_values": {"dark": [0], "medium": [1], "bright": [2]}},
-            "1 grey as 1 medium",
-        ),
-        ({"0": "healthy", "1": "ill"}, {"target": "binary", "labels": ["ill"], "label_values": {"ill": [1, 2]}}, ""),
-    ],
-)
-def test_other_names_of_the_same_classes(
-    names: dict[str, object], settings: dict[str, object], note: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
-) -> None:
-    task, folder = make_task("classification", **settings), make_site(kind="classification")
-    plain = load_site_data("A", task, folder)
-    data = load_site_data("A", task, _named(edit, folder, names))
-    assert data.train.targets.tolist() == plain.train.targets.tolist()
-    assert set(data.notes) - set(plain.notes) == ({f'"labels" of datalist.json count so: {note}'} if note else set())
-
-
-@pytest.mark.parametrize(
-    ("names", "settings", "named"),
-    [
-        ({"0": "background", "1": "square"}, {}, ""),
-        ({"background": 0, "square": 1}, {}, ""),
-        ({"0": "circle", "1": "box"}, {}, ""),
-        ({"1": "circle", "2": "square"}, {}, "2 'square'"),
-        ({"1": "square"}, {"labels": ["circle", "square"], "target": "multiclass"}, ""),
-        ({"0": "background", "1": "box"}, {"labels": ["background", "square"], "target": "multiclass"}, ""),  # no name of a structure
-        ({"1": "square"}, {"labels": ["bg", "circle", "square"], "target": "multiclass"}, "1 'square'"),
-        (
-            {"square": [1, 2], "core": 2},
-            {"target": "multilabel", "labels": ["core", "square"], "label_values": {"square": [1, 2], "core": [2]}},
-            "",
-        ),
-        ({"0": "square"}, {"target": "multilabel"}, ""),
-        ({"0": "background", "1": "square"}, {"target": "multilabel"}, ""),
-        ({"0": "circle", "1": "square"}, {"target": "multilabel"}, "1 'square'"),
-    ],
-)
-def test_structures_of_other_names_are_refused(
-    names: dict[str, object], settings: dict[str, object], named: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
-) -> None:
-    folder = _named(edit, make_site(), names)
-    task = make_task(**settings)
-    if not named:
-        assert len(load_site_data("A", task, folder).train) == 5
-        return
-    with pytest.raises(DataError, match=named):
-        load_site_data("A", task, folder)
 
 
 def test_empty_splits(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -228,17 +136,6 @@ def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: E
     edit(folder, lambda content: content["validation"][1].update(label=3))
     with pytest.raises(DataError, match=r"validation\[1\]"):
         load_site_data("C", make_task("classification"), folder)
-
-
-def test_embedded_federation(make_task: TaskOf) -> None:
-    task = load_task("phantom")
-    first, second = (load_site_data(name, task, None) for name in ("site-1", "site-2"))
-    assert stacked(first.train).images.shape[1:] == (3, 64, 64) and first.train.targets.shape[1:] == (2, 64, 64)
-    assert not set(first.train.patients) & set(first.test.patients)
-    assert (first.train.targets[:, 0] >= first.train.targets[:, 1]).all()  # the cup lies in the disc
-    assert abs(stacked(first.train).images.mean() - stacked(second.train).images.mean()) > 0.02
-    resplit = load_site_data("site-1", load_task({**task.to_dict(), "resplit": 1}), None)
-    assert len(resplit.train) == len(first.train) and resplit.train.names != first.train.names
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
     """All items, in the order of the file.
 
     Args:
-        folder: holds datalist.json.
         kind: of the task, "segmentation" or "classification".
         folders: further folders in which files may be. Links are resolved first.
 
@@ -285,13 +284,6 @@ def assign_splits(
     A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is missing. `resplit` draws all lists again
     with as many patients in each as before. An outside site, which never trains, needs a test list only; without one it is tested on all
     its images.
-
-    Args:
-        entries: all items of a site.
-        listed: the splits that the datalist has.
-        site: its name, a key of the random draws.
-        outside: whether the site never trains.
-        resplit: seed of the new draw.
 
     Raises:
         DataError: a patient in two splits, no training list, or too few patients to draw from.

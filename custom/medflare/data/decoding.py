@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -58,14 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class Source:
-    """A site's folder with its datalist.json.
-
-    Args:
-        root: the folder.
-        task: what the images are for.
-        folders: further folders that the datalist may name files in.
-        bounds: how large an image may be.
-    """
+    """A site's images and masks at their stored size: its folder with datalist.json, which may name files in further `folders`."""
 
     def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] = (), bounds: ImageBounds = ImageBounds()):
         self._root, self._task = root, task
@@ -136,11 +129,16 @@ class Source:
         return [bounds, [[_file_state(file) for file in [*filter(None, entry.files), *masks]]]]
 
 
-class PhantomSource:
+class PhantomSource(Source):
     """The embedded federation: generated images, see `data.phantom`."""
 
     def __init__(self, site: str, task: TaskConfig):
-        self._site, self._task = site, task
+        super().__init__(Path(site), task)
+        self._site = site
+
+    @cached_property
+    def _content(self) -> Mapping[str, Any]:
+        return dict.fromkeys(SPLITS, ())
 
     def entries(self) -> list[DatalistItem]:
         """The site's generated images, with their grade for classification."""
@@ -149,18 +147,6 @@ class PhantomSource:
             DatalistItem(Path(item.name), item.grade if grades else Path(item.name), item.patient, item.split, place)
             for item in _photographs(self._site).values()
         ]
-
-    def listed(self) -> tuple[str, ...]:
-        """All three splits."""
-        return SPLITS
-
-    def names(self) -> Mapping[str, Sequence[int]]:
-        """None: the numbers are the task's."""
-        return {}
-
-    def annotated(self) -> tuple[str, ...] | None:
-        """None: all are."""
-        return None
 
     def image(self, entry: DatalistItem) -> Image:
         """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""
@@ -175,9 +161,6 @@ class PhantomSource:
     def state(self, entry: DatalistItem) -> Any:
         """The names that decide the image."""
         return ["phantom", self._site, [entry.name]]
-
-
-Source: TypeAlias = Source | PhantomSource  # a site's images and masks at their stored size
 
 
 @lru_cache(maxsize=_KEPT_SITES)
@@ -240,13 +223,7 @@ class Decoded:
     read: Callable[[DecodedRow, str], Tensor] | None = None
 
     def tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> Images:
-        """Field "image" or "target" of some rows: one tensor if all images of the task have one size, else a sequence.
-
-        Args:
-            rows: some of these rows.
-            name: "image" or "target".
-            task: decides about sizes.
-        """
+        """Field "image" or "target" of some of the rows: one tensor if all images of the task have one size, else a sequence."""
         values = [getattr(row, name) for row in rows]
         if any(getattr(row, name) is None for row in self.rows):
             read, counts = self.read, torch.tensor([row.counts for row in rows], dtype=torch.int64) if name == "target" else None
@@ -268,9 +245,6 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
     """The rows of `decode` one by one; no more than one file is in memory.
 
     Args:
-        task: decides kind, size, channels and slices.
-        source: gives images and masks.
-        entries: of the datalist.
         failed: receives the index of every item that cannot be used, and why.
 
     Raises:
@@ -333,14 +307,8 @@ def pictures_of(
 
     Slices without foreground are left out of training alone: predictions on them count where a model is measured.
 
-    Args:
-        task: decides about slices.
-        entry: of the datalist, with its split.
-        image: (C, ...), at its stored size.
-        target: see `target_of`.
-
     Yields:
-        Name, picture (C, ...) and target of each.
+        Name, picture (C, ...) and target, see `target_of`, of each at its stored size.
     """
     if image.ndim == task.spatial_dims + 1:
         yield entry.name, image, target
@@ -362,10 +330,6 @@ def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Data
     """The decoded images of `entries`: from this process, else from the cache folder, else from the source.
 
     Args:
-        site: its name, for messages.
-        task: decides kind, size, channels and slices.
-        source: gives images and masks.
-        entries: of the datalist.
         cache: the folder, and how much of it comes into memory; None decodes into memory.
 
     Raises:

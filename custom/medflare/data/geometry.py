@@ -4,15 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.tasks.config import TaskConfig
-
-if TYPE_CHECKING:  # local settings are read without torch
-    from torch import Tensor
 
 _OBLIQUE: Final = 30.0  # degrees between an axis and the nearest axis of the patient; tilted scans have up to that
 _SAME: Final = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
@@ -110,13 +107,9 @@ def apply_turn(array: np.ndarray, turn: Any) -> np.ndarray:
 
 
 def to_task_grid(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: bool = False) -> tuple[np.ndarray, Grid]:
-    """A volume (C, i, j, k) with the task's orientation and spacing, and its new grid.
+    """A stored volume (C, i, j, k) in the task's orientation and spacing, and its new grid.
 
-    Args:
-        array: as stored.
-        grid: its grid.
-        task: gives orientation and spacing.
-        labels: resample by the nearest voxel and keep the dtype; else linearly.
+    Labels are resampled by the nearest voxel and keep their dtype, intensities linearly.
     """
     if not grid.known:
         return array, grid
@@ -133,18 +126,8 @@ def to_task_grid(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: boo
     return values, Grid(tuple(values.shape[1:]), volume.affine.numpy().astype(np.float64))
 
 
-def restore_grid(values: "Tensor", grid: Grid, stored: Grid, task: TaskConfig) -> "Tensor":
-    """The inverse of `to_task_grid`, exact but for resampling.
-
-    Args:
-        values: float32 (C, ...) on the grid of `to_task_grid`.
-        grid: that grid.
-        stored: the grid of the file.
-        task: as for `to_task_grid`.
-
-    Returns:
-        float32 (C, i, j, k) on the stored grid.
-    """
+def restore_grid(values: Any, grid: Grid, stored: Grid, task: TaskConfig) -> Any:
+    """The inverse of `to_task_grid`, exact but for resampling: a float32 Tensor (C, ...) on `grid` to (C, i, j, k) on the stored grid."""
     import torch
     from monai.data.meta_tensor import MetaTensor
     from monai.transforms.spatial.array import SpatialResample

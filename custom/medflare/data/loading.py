@@ -136,15 +136,9 @@ def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: P
 
 
 def site_folder(site: str, local: str = "", data_root: Path | str | None = None) -> Path | None:
-    """The folder that holds a site's datalist.json: the data root, or its subfolder named like the site.
+    """The folder that holds a site's datalist.json: the data root, or its subfolder named like the site; None without a data root.
 
-    Args:
-        site: its name.
-        local: "data_root" of the site's local/medflare.json; "" where it has none.
-        data_root: of the caller; comes first, then `local`, then MEDFLARE_DATA_ROOT.
-
-    Returns:
-        None where no data root is set.
+    The root is `data_root`, else `local` ("data_root" of the site's local/medflare.json), else MEDFLARE_DATA_ROOT.
 
     Raises:
         DataError: a root without data of the site.
@@ -171,11 +165,7 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
 
 
 def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
-    """Folders beside the site's own in which its datalist may name files: `local`, else those of MEDFLARE_DATA_FOLDERS.
-
-    Args:
-        local: "data_folders" of the site's local/medflare.json.
-    """
+    """Further folders of a datalist's files: `local` ("data_folders" of local/medflare.json), else those of MEDFLARE_DATA_FOLDERS."""
     folders = local or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
     return tuple(Path(folder).expanduser() for folder in folders)
 
@@ -199,13 +189,10 @@ def load_site_data(
     file, the datalist or the task's data settings changed. Images beyond `cache.memory_gb` stay on disk.
 
     Args:
-        site: its name.
-        task: what is learnt.
         root: from `resolve_data_root`; None generates the embedded federation.
         role: "inside" needs images in every split, "outside" in the test split alone.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
         folders: see `allowed_folders`.
-        bounds: how large an image may be.
 
     Raises:
         DataError: the data cannot be used; the message names the file or value and the remedy.
@@ -249,11 +236,7 @@ def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskC
 
 
 def absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
-    """One line with the remedy for each structure that no training mask shows, at a site whose datalist has no "annotated".
-
-    Args:
-        missing: labels that no training mask shows.
-        task: of segmentation.
+    """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated".
 
     Examples:
         >>> from types import SimpleNamespace
@@ -305,13 +288,7 @@ def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[lis
 
 
 def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
-    """Compare the number of unusable images with the task's `unreadable_limit`.
-
-    Args:
-        failed: index of an item that cannot be used -> why.
-        images: how many there are in all.
-        task: gives the limit.
-        site: its name.
+    """Compare the number of unusable images (`failed`: index -> why) with the task's `unreadable_limit`.
 
     Raises:
         DataError: there are more, with the first reason.

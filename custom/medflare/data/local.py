@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -68,12 +68,7 @@ class CacheSettings:
 
 
 def cache_with_folder(cache: CacheSettings | None, default: Path | None = None) -> CacheSettings | None:
-    """The settings with the folder that is used; None for no cache on disk.
-
-    Args:
-        cache: the site's settings; None where it wants no cache.
-        default: the engine's folder, where neither the site nor MEDFLARE_CACHE names one.
-    """
+    """The settings with the folder that is used: the site's, else MEDFLARE_CACHE, else `default`; None for no cache on disk."""
     if cache is None:
         return None
     folder = cache.folder or os.environ.get(_CACHE_VARIABLE) or default
@@ -216,23 +211,9 @@ def read_local(path: Path) -> dict[str, Any]:
 
 
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:
-    """The validated settings of local/medflare.json.
-
-    Args:
-        content: the JSON object of the file.
+    """The validated settings of the JSON object in local/medflare.json.
 
     Raises:
         ConfigError: a setting that is unknown, missing, of another type or outside its range.
     """
-    if nulls := list(_null_limits(content)):
-        raise ConfigError(f"{PLACE}: {nulls[0]} must not be null; leave it out for no limit")
     return checked(LocalSettings, content, PLACE)
-
-
-def _null_limits(content: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("bounds", "outbound", "privacy"):
-        limits = content.get(name, {})
-        if limits is None:
-            yield name
-        elif isinstance(limits, Mapping):
-            yield from (f"{name}.{inner}" for inner, limit in limits.items() if limit is None)

@@ -160,8 +160,15 @@ def dicom_images(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def dicom_files(path: Path) -> list[Path]:
-    """The DICOM images of a folder, by name; or the file itself."""
-    return sorted(dicom_images(path.iterdir())) if path.is_dir() else [path]
+    """The DICOM images of a folder, by name; or the file itself.
+
+    Raises:
+        DataError: a folder without DICOM images.
+    """
+    files = sorted(dicom_images(path.iterdir())) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
+    return files
 
 
 def _has_rows(path: Path) -> bool:
@@ -194,10 +201,7 @@ def explained(path: Path) -> Iterator[None]:
 def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool = False) -> Stored:
     """The content of a file, or of a folder with one DICOM series. Its size is checked before its pixels are read.
 
-    Args:
-        path: of the file or folder.
-        bounds: of its size.
-        mask: whether its numbers are labels, to which no palette and no inversion applies.
+    A `mask`'s numbers are labels, to which no palette and no inversion applies.
 
     Raises:
         DataError: it is missing, unreadable, too large, of an unknown format or no image.
@@ -267,7 +271,7 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     from pydicom import dcmread
 
     slices = []
-    for file in _series_files(path):
+    for file in dicom_files(path):
         with explained(file):
             slices.append(dcmread(file))
     frames = max(int(dataset.get("NumberOfFrames") or 1) for dataset in slices)
@@ -282,13 +286,6 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     return Stored(np.moveaxis(array, -1, 0) if colours[0] else array[None], grid, colours=colours[0])
 
 
-def _series_files(path: Path) -> list[Path]:
-    files = dicom_files(path)
-    if not files:
-        raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
-    return files
-
-
 def series_grid(path: Path) -> Grid:
     """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone.
 
@@ -298,7 +295,7 @@ def series_grid(path: Path) -> Grid:
     from pydicom import dcmread
 
     with explained(path):
-        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(dicom.HEADER)) for file in _series_files(path)]
+        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(dicom.HEADER)) for file in dicom_files(path)]
         return dicom.grid_of(dicom.in_order(slices, path))
 
 
@@ -310,8 +307,6 @@ def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -
 
     Args:
         listed: a file for each channel; None, or a file that does not exist, for a missing channel.
-        task: gives the channels and `missing_channels`.
-        place: the beginning of a message.
 
     Raises:
         DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
@@ -338,8 +333,6 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
 
     Args:
         files: None stands for zeros. The other channels are turned to the orientation of the first one.
-        task: gives channels, orientation and spacing.
-        bounds: of its size.
 
     Raises:
         DataError: a file cannot be read, is too large, contains NaN, or has other channels than the task; channels on different grids.
@@ -428,11 +421,7 @@ def read_mask(
     """Label values laid out as their image; and label and number of every segment of a DICOM segmentation.
 
     Args:
-        path: of the mask.
-        image_path: of its image.
         image: gives the grid to compare with; None: grids are not compared.
-        task: gives axes, orientation and spacing.
-        bounds: of its size.
         several: whether each channel is a structure's own mask; else equal channels are one mask, saved in colours.
 
     Returns:

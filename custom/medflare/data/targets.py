@@ -22,8 +22,6 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
 
     Args:
         masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label (multilabel).
-        task: a segmentation task.
-        place: the mask file, for messages.
 
     Returns:
         int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
@@ -54,11 +52,6 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
 
 def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     """Target of one image of a classification task: int64 () or, for multilabel, (C,) of 0/1; None for a value that the task drops.
-
-    Args:
-        label: from the datalist.
-        task: gives target, labels and their stored values.
-        place: the beginning of a message.
 
     Raises:
         DataError: not a whole number (multilabel: a list of 0/1), or a value that no label lists.
@@ -155,12 +148,7 @@ def _renamed(classes: Iterable[tuple[int, str, int, str]]) -> str:
 
 
 def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> Annotation | None:
-    """The structures that a site annotated; None where its datalist does not say.
-
-    Args:
-        names: "annotated" of its datalist, compared by `plain_name`.
-        task: gives the structures.
-        place: the beginning of a message.
+    """The structures of "annotated" in a site's datalist, compared by `plain_name`; None without "annotated".
 
     Raises:
         DataError: the task has no such structure, or classifies.
@@ -211,11 +199,9 @@ class LazyTensors(Sequence[Tensor]):
 
 
 def class_counts(targets: Images, task: TaskConfig) -> Tensor:
-    """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives.
+    """Images (classification) or pixels (segmentation) of every class in targets of `loading.Split`, int64 (len(task.classes),).
 
-    Args:
-        targets: as in `loading.Split`.
-        task: gives classes and target.
+    Multilabel: positives.
     """
     if not isinstance(targets, Tensor):
         return counts_by_image(targets, task).sum(dim=0)
@@ -235,10 +221,7 @@ def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
 def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] | None = None) -> dict[str, int]:
     """Classes (segmentation: structures) in fewer than three training images: name -> images; empty without training images.
 
-    Args:
-        targets: of the training images, as in `loading.Split`.
-        task: gives classes and target.
-        annotated: the structures that the site annotated; None: all.
+    Only `annotated` structures count; None: all.
 
     Examples:
         >>> from types import SimpleNamespace
