@@ -43,7 +43,6 @@ def test_every_promised_command_is_there() -> None:
         ("job --out x fedsm", "job write"),
         ("job watch x --kit k", "job watch"),
         ("study fedavg --out x", "study run"),
-        ("study --tables x", "study run"),
         ("study table x", "study table"),
     ],
 )

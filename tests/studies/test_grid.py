@@ -1,9 +1,11 @@
-"""Studies: candidates, the grid, and that finished runs are not run again."""
+"""Studies: rows, the grid, its file, and that completed runs are not repeated."""
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -12,11 +14,11 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.methods.catalogue import get_method
-from medflare.studies.archive import STUDY_FILE, read_runs, write_run
-from medflare.studies.candidates import REFERENCES, Candidate
-from medflare.studies.grid import _finished, run_study
-from medflare.studies.references import CENTRALISED, POOLED, SINGLE_SITE
-from medflare.studies.setting import Setting
+from medflare.studies.candidates import Candidate
+from medflare.studies.grid import STUDY_FILE, _finished, read_runs, read_study, run_name, run_study, write_rows, write_run
+from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Setting
+from medflare.studies.statistics import Run
+from medflare.studies.tables import study_report
 from medflare.tasks.config import load_task
 from studies.jobs import Broken, Touching
 
@@ -30,19 +32,21 @@ TASK = load_task(
 )
 SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 
+# -- rows --------------------------------------------------------------------------------------------------------------------
 
-def test_a_row_is_read_from_its_text() -> None:
-    chosen = Candidate.parse("fedsm:lam=0.3,selection=last")
-    assert chosen.hyper == split_hyper({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
-    swapped = Candidate.parse("fedavg:server_algorithm=grace,server.selection=last")
-    assert (swapped.server_algorithm, swapped.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
+
+def test_a_row_is_parsed() -> None:
+    row = Candidate.parse("fedsm:lam=0.3,selection=last")
+    assert row.hyper == split_hyper({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
+    pair = Candidate.parse("fedavg:server_algorithm=grace,server.selection=last")
+    assert (pair.server_algorithm, pair.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
     assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {"reset_optimizer": True}
     alone = Candidate.parse("single-site:method=prr,det=false")
     assert (alone.method, alone.trained_as, alone.hyper["site"]) == ("single-site", "prr", {"det": False})
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "token"),
     [
         ("fedsm:lamb=1", "lam"),
         ("fedsm:lam", "lam"),
@@ -57,32 +61,26 @@ def test_a_row_is_read_from_its_text() -> None:
         ("single-site:method=prr,lam=1", "lam"),
     ],
 )
-def test_a_wrong_row_is_refused(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_a_wrong_row_raises_an_error(text: str, token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
         Candidate.parse(text)
 
 
-def test_leaving_out_the_only_site_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="site-1"):
-        run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path, left_out=["site-1"])
+# -- runs --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_study_keeps_its_runs_and_writes_tables(tmp_path: Path) -> None:
+    lines: list[str] = []
     candidates = [Candidate.parse(text) for text in (SINGLE_SITE, "fedavg", CENTRALISED)]
-    groups = run_study(candidates, SETTING, [0], tmp_path, say=said.append)
-    assert len(said) == 3
+    groups = run_study(candidates, SETTING, [0], tmp_path, say=lines.append)
     for runs in groups.values():
         validate_results(runs[0])
-        assert set(runs[0]["sites"]) == {"site-1", "site-2"} and POOLED not in runs[0]["sites"]
+        assert set(runs[0]["sites"]) == set(runs[0]["scores"]) == {"site-1", "site-2"} and POOLED not in runs[0]["sites"]
         assert runs[0]["mean"]["inside"]["deployed"]["dice"] is not None
-        assert set(runs[0]["scores"]) == {"site-1", "site-2"}, "patient by patient, for tests that pair rows"
     patients = [runs[0]["scores"]["site-1"]["deployed"]["patients"] for runs in groups.values()]
     assert patients[0] and all(of == patients[0] for of in patients), "all rows were tested on the same patients"
     assert groups[SINGLE_SITE][0]["traffic"] == {"down_bytes": 0, "up_bytes": 0}
-    table = (tmp_path / "table.md").read_text()
-    assert all(label in table for label in groups)
-    assert [line for line in table.splitlines() if line.startswith("#")] == [
+    assert [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("#")] == [
         "# phantom, 1 rounds",
         "## dice",
         "## dice, what the mean hides",
@@ -92,41 +90,31 @@ def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
         "## hd95, what the mean hides",
         "## dice, differences",
     ]
-    assert run_study(candidates, SETTING, [0], tmp_path, say=said.append) == groups
-    assert len(said) == 3  # nothing was run again
+    assert len(lines) == 3
+    assert run_study(candidates, SETTING, [0], tmp_path, say=lines.append) == groups
+    assert len(lines) == 3, "nothing was run again"
 
 
-def test_a_row_that_the_task_cannot_have_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="batch-statistics"):
-        run_study([Candidate.parse("fedavg"), Candidate.parse("batch-statistics")], SETTING, [0], tmp_path)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_leaving_one_site_out_measures_it_as_outside(tmp_path: Path) -> None:
+def test_each_left_out_site_is_outside(tmp_path: Path) -> None:
     groups = run_study([Candidate.parse(row) for row in ("fedavg", "constant")], SETTING, [0], tmp_path, left_out=SETTING.sites)
     for runs in groups.values():
         roles = [{name: site["role"] for name, site in run["sites"].items()} for run in runs]
         assert roles == [{"site-1": "outside", "site-2": "inside"}, {"site-1": "inside", "site-2": "outside"}]
-    (line,) = [
-        line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| constant | global, deployed | outside |")
-    ]
-    over_seeds, over_patients = line.split(" | ")[4:7], line.split(" | ")[7:]
-    assert over_seeds == ["–", "–", "1"], "one seed has no spread"
-    assert " to " in over_patients[0] and "Wilcoxon" in over_patients[1]
+    table = (tmp_path / "table.md").read_text().splitlines()
+    (line,) = [line for line in table if line.startswith("| constant | global, deployed | outside |")]
+    cells = line.split(" | ")
+    assert cells[4:7] == ["–", "–", "1"], "one seed has no spread"
+    assert " to " in cells[7] and "Wilcoxon" in cells[8]
 
 
-def test_the_seed_draws_the_split_anew(tmp_path: Path) -> None:
+def test_the_seed_draws_the_split(tmp_path: Path) -> None:
     runs = run_study([Candidate.parse("fedavg")], SETTING, [0, 1], tmp_path)["fedavg"]
-    first, second = (run["configuration"]["task"]["resplit"] for run in runs)
-    assert (first, second) == (0, 1)
-
-
-# ---- runs that are kept ------------------------------------------------------------------------------------------------------
+    assert [run["configuration"]["task"]["resplit"] for run in runs] == [0, 1]
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Labels of the rows that were run, in their order; instead of training a run only says how it was asked for."""
+    """Labels of the rows that were run; a run only records how it was called."""
     labels: list[str] = []
 
     def run(row: Candidate, setting: Setting, seed: int, outside: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -140,14 +128,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["fedsm", "fedavg:server_algorithm=grace", "single-site:method=prr,det=false", *REFERENCES])
-def test_a_row_knows_the_hyper_parameters_of_its_runs(text: str) -> None:
+def test_a_row_has_the_hyper_parameters_of_its_runs(text: str) -> None:
     task = dataclasses.replace(TASK, network={**TASK.network, "norm": "batch"}, size=(8, 8))
     row = Candidate.parse(text, None if text == "constant" else "last")
     assert row.run(Setting(task, SETTING.sites, 1), seed=0)["configuration"]["hyper"] == json.loads(json.dumps(row.effective))
 
 
 @pytest.mark.parametrize(
-    ("selection", "setting", "named"),
+    ("selection", "setting", "token"),
     [
         (None, {"rounds": 4}, "rounds = 1"),
         (None, {"sites": ("site-1", "site-2", "site-3")}, "sites"),
@@ -156,33 +144,33 @@ def test_a_row_knows_the_hyper_parameters_of_its_runs(text: str) -> None:
         (None, {"rounds": 2, "task": dataclasses.replace(TASK, batch_size=2)}, "task.batch_size"),
     ],
 )
-def test_kept_runs_of_another_study_are_refused(
-    selection: str | None, setting: dict[str, Any], named: str, tmp_path: Path, trained: list[str]
+def test_kept_runs_with_other_settings_raise_an_error(
+    selection: str | None, setting: dict[str, Any], token: str, tmp_path: Path, trained: list[str]
 ) -> None:
     run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path)
-    kept = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert kept.keys() == {"table.md", STUDY_FILE}
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert files.keys() == {"table.md", STUDY_FILE}
     candidates = [Candidate.parse(text, selection) for text in ("fedprox", "fedavg")]
-    with pytest.raises(StateError, match=rf"fedavg/seed0.*{named}"):
+    with pytest.raises(StateError, match=rf"fedavg/seed0.*{token}"):
         run_study(candidates, dataclasses.replace(SETTING, **setting), [0], tmp_path)
     assert trained == ["fedavg"]
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == kept
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
-def test_a_kept_run_of_an_earlier_version_is_what_its_settings_mean_now(tmp_path: Path, trained: list[str]) -> None:
+def test_a_kept_run_of_an_earlier_version_has_the_defaults_of_new_settings(tmp_path: Path, trained: list[str]) -> None:
     candidates = [Candidate.parse("fedavg")]
     run_study(candidates, SETTING, [0], tmp_path)
     results = read_runs(tmp_path)["fedavg/seed0"]
     del results["configuration"]["task"]["accumulate"], results["configuration"]["hyper"]["server"]["weighting"]
-    del results["configuration"]["settings"]["datalists"]  # what images it had cannot be told
+    del results["configuration"]["settings"]["datalists"]  # not compared
     write_run(tmp_path, "fedavg/seed0", results)
     run_study(candidates, SETTING, [0], tmp_path)
     run_study(candidates, dataclasses.replace(SETTING, data_root=datalists(tmp_path / "data", "p")), [0], tmp_path)
     with pytest.raises(StateError, match="accumulate"):
         run_study(candidates, dataclasses.replace(SETTING, task=dataclasses.replace(TASK, accumulate=2)), [0], tmp_path)
-    results["configuration"]["task"]["of_old"] = 3
+    results["configuration"]["task"]["removed"] = 3
     write_run(tmp_path, "fedavg/seed0", results)
-    with pytest.raises(StateError, match="of_old"):
+    with pytest.raises(StateError, match="removed"):
         run_study(candidates, SETTING, [0], tmp_path)
     assert trained == ["fedavg"]
 
@@ -195,8 +183,8 @@ def datalists(root: Path, patient: str) -> Path:
     return root
 
 
-def test_kept_runs_on_other_images_are_refused(tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the data root is named, and wherever it has moved; no root means the images that the task has embedded."""
+def test_kept_runs_on_other_images_raise_an_error(tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the data root is named, and wherever it was moved; without one, images are embedded in the task."""
     rows, out = [Candidate.parse("fedavg")], tmp_path / "out"
     root = datalists(tmp_path / "first", "p")
     monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(root))
@@ -205,58 +193,134 @@ def test_kept_runs_on_other_images_are_refused(tmp_path: Path, trained: list[str
     run_study(rows, dataclasses.replace(SETTING, data_root=root.rename(tmp_path / "moved")), [0], out)
     assert trained == ["fedavg"] and str(tmp_path) not in json.dumps(read_runs(out))
     for other in (None, datalists(tmp_path / "second", "q")):
-        with pytest.raises(StateError, match="datalist of site-1"):
+        with pytest.raises(StateError, match=r"datalist\.site-1"):
             run_study(rows, dataclasses.replace(SETTING, data_root=other), [0], out)
 
 
-def test_the_reason_of_a_run_that_cannot_be_is_not_held_up(tmp_path: Path) -> None:
-    """What had not begun is not begun."""
+def test_an_error_in_a_process_stops_the_study(tmp_path: Path) -> None:
+    """Jobs that have not started are not started."""
     jobs: list[Any] = [Broken(), *(Touching(tmp_path / str(number)) for number in range(12))]
     with pytest.raises(RuntimeError, match="no images are mounted"):
         list(_finished(jobs, 2))
     assert len([*tmp_path.iterdir()]) < 6
 
 
-def test_a_run_that_failed_is_tried_again(runs: list[dict[str, Any]], tmp_path: Path, trained: list[str]) -> None:
+def test_a_failed_run_is_repeated(runs: list[Run], tmp_path: Path, trained: list[str]) -> None:
     write_run(tmp_path, "fedavg/seed0", {**runs[0], "status": "FAILED", "reason": "A: no images are mounted"})
-    said: list[str] = []
+    lines: list[str] = []
     for _ in range(2):
-        groups = run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path, say=said.append)
+        groups = run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path, say=lines.append)
         assert [run["status"] for run in groups["fedavg"]] == ["COMPLETED"]
-    assert len(said) == 2 and "A: no images are mounted" in said[0] and "COMPLETED" in said[1]
+    assert len(lines) == 2 and "A: no images are mounted" in lines[0] and "COMPLETED" in lines[1]
     assert trained == ["fedavg"], "once, and then it is kept"
 
 
 @pytest.mark.parametrize(
-    ("rows", "seeds", "left_out", "named"),
+    ("rows", "seeds", "left_out", "token"),
     [
         (["fedavg", "constant", "fedavg"], [0], [], "row 'fedavg'"),
         (["fedavg"], [1, 0, 0], [], "seed 0"),
         (["fedavg"], [0], ["site-2", "site-2"], "left-out site 'site-2'"),
+        (["fedavg", "batch-statistics"], [0], [], "batch-statistics"),
     ],
 )
-def test_a_row_seed_or_site_given_twice_is_refused(
-    rows: list[str], seeds: list[int], left_out: list[str], named: str, tmp_path: Path, trained: list[str]
+def test_a_study_that_cannot_run_is_not_started(
+    rows: list[str], seeds: list[int], left_out: list[str], token: str, tmp_path: Path, trained: list[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=token):
         run_study([Candidate.parse(row) for row in rows], SETTING, seeds, tmp_path / "out", left_out=left_out)
+    with pytest.raises(ConfigError, match="site-1"):
+        run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path / "out", left_out=["site-1"])
     assert not trained and not (tmp_path / "out").exists()
 
 
-# ---- before anything is trained ----------------------------------------------------------------------------------------------
-
-
-def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    assert main(["study", *options]) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and not said.out
-    return said.err
-
-
-def test_a_study_that_cannot_be_run_or_written_is_not_begun(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    study = ("constant", "fedavg", "--sites", "2", "--seeds", "0", "--out", str(tmp_path / "out"))
-    assert "rounds is 0" in refused(capsys, *study, "--rounds", "0")
+def test_the_command_checks_before_it_trains(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in refused(capsys, *study, "--rounds", "1", "--figures", str(tmp_path / "file"))
-    assert "seed 0" in refused(capsys, *study, "--rounds", "1", "--seeds", "0,0")
+    study = ["study", "constant", "fedavg", "--sites", "2", "--out", str(tmp_path / "out")]
+    figures = str(tmp_path / "file")
+    for options, token in (["--rounds", "0"], "rounds is 0"), (["--figures", figures], figures), (["--seeds", "0,0"], "seed 0"):
+        assert main([*study, *options]) == 1
+        assert token in capsys.readouterr().err
     assert not trained
+
+
+# -- study.zip ---------------------------------------------------------------------------------------------------------------
+
+
+def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:
+    labelled = [{**run, "configuration": {**run["configuration"], "settings": {"label": label}}} for run in runs]
+    for run in labelled:
+        write_run(out, run_name(label, run["seed"]), run)
+    return labelled
+
+
+def entry(out: Path, name: str) -> Any:
+    with ZipFile(out / STUDY_FILE) as archive:
+        return json.loads(archive.read(name))
+
+
+def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> None:
+    with_scores = [{**run, "scores": {"A": {"global": {"patients": ["p"], "values": {"dice": [run["seed"] / 10]}}}}} for run in runs]
+    groups = {label: kept(tmp_path, label, with_scores) for label in ("fedsm:lam=0.3", "fedavg")}
+    write_rows(tmp_path, groups)
+    study = read_study(tmp_path)
+    assert study == groups and list(study) == list(groups), "in the order of the rows"
+    assert study_report(study) == study_report(groups)
+    content = (tmp_path / STUDY_FILE).read_bytes()
+    write_run(tmp_path, "fedavg/seed0", groups["fedavg"][0])
+    assert (tmp_path / STUDY_FILE).read_bytes() == content, "the same runs, the same bytes"
+
+
+def test_models_with_equal_scores_share_them(runs: list[Run], tmp_path: Path) -> None:
+    first, second = ({"patients": ["p"], "values": {"dice": [value]}} for value in (0.25, 0.5))
+    scores = {"A": {"global": first, "personal": second, "deployed": dict(second)}, "B": {"global": second, "deployed": dict(second)}}
+    kept(tmp_path, "fedavg", [{**runs[0], "scores": scores}])
+    written = {"A": {"global": first, "personal": second, "deployed": "personal"}, "B": {"global": second, "deployed": "global"}}
+    assert entry(tmp_path, "fedavg/seed0/scores.json") == written
+    assert read_study(tmp_path)["fedavg"][0]["scores"] == scores
+
+
+def test_only_the_scores_name_patients(runs: list[Run], tmp_path: Path) -> None:
+    kept(tmp_path, "fedavg", [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}])
+    assert (tmp_path / STUDY_FILE).stat().st_mode & 0o077 == 0, "readable by this account alone"
+    results = entry(tmp_path, "fedavg/seed0/results.json")
+    assert "Jane Doe" not in json.dumps(results)
+    with ZipFile(tmp_path / STUDY_FILE, "w") as archive:
+        archive.writestr("fedavg/seed0/results.json", json.dumps(results))
+    assert "scores" not in read_study(tmp_path)["fedavg"][0]
+
+
+def test_candidates_of_a_model_selection_are_dropped_if_curves_have_them(runs: list[Run], tmp_path: Path) -> None:
+    selected = {"round": 1, "candidates": [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]}
+    for label, run in {"with": {**runs[0], "curves": {"global": {"A": [[1, 0.5]]}}}, "without": dict(runs[0])}.items():
+        kept(tmp_path, label, [{**run, "model_selection": {"global": selected}}])
+    study = read_study(tmp_path)
+    assert [study[label][0]["model_selection"]["global"] for label in ("with", "without")] == [{"round": 1}, selected]
+
+
+def test_the_order_of_rows_is_extended(runs: list[Run], tmp_path: Path) -> None:
+    for label in ("b", "a"):
+        kept(tmp_path, label, runs[:1])
+    assert list(read_study(tmp_path)) == ["a", "b"]
+    write_rows(tmp_path, ["b"])
+    assert list(read_study(tmp_path)) == ["b", "a"]
+    write_rows(tmp_path, ["c", "a"])
+    assert entry(tmp_path, "study.json") == {"rows": ["c", "a", "b"]}
+
+
+def test_a_damaged_study_raises_an_error(runs: list[Run], tmp_path: Path) -> None:
+    assert read_runs(tmp_path) == {}
+    with pytest.raises(StateError, match=STUDY_FILE):
+        read_study(tmp_path)
+    kept(tmp_path, "a", runs[:1])
+    file = tmp_path / STUDY_FILE
+    whole = file.read_bytes()
+    for content in (b"", whole[:-9], whole[:80] + b"?" * 9 + whole[89:]):
+        file.write_bytes(content)
+        with pytest.raises(StateError, match=STUDY_FILE):
+            read_study(tmp_path)
+    for content in (b"{", b"{}"):
+        with ZipFile(file, "w") as archive:
+            archive.writestr("a/seed0/results.json", content)
+        with pytest.raises(StateError, match="a/seed0"):
+            read_study(tmp_path)

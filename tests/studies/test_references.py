@@ -11,8 +11,7 @@ from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
-from medflare.studies.references import CONSTANT, batch_statistics, constant_answer, pooled, single_site
-from medflare.studies.setting import Setting
+from medflare.studies.references import CONSTANT, Setting, batch_statistics, constant_answer, pooled, single_site
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.constant import constant_predictions
 from medflare.training.site import Site
@@ -60,7 +59,7 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
 
 
 def test_sites_alone_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(method: str, task: object, sites: list[str], **_: Any) -> dict[str, Any]:
+    def run(method: str, setting: Setting, seed: int, sites: list[str], **_: Any) -> dict[str, Any]:
         means = {role: {"deployed": {"dice": None}} for role in ("inside", "outside")}
         value = {"deployed": {"dice": 0.5 if sites == ["A"] else None}}
         reason = None if sites == ["A"] else "no images"

@@ -14,8 +14,8 @@ from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.data.dataset_import.papers.catalogue import PREPARATIONS
 from medflare.evaluation.presentation import UNDEFINED
-from medflare.studies.archive import read_runs
 from medflare.studies.candidates import Candidate
+from medflare.studies.grid import read_runs
 from medflare.studies.suites import MEAN, load_suite, suites
 from medflare.tasks.config import load_task
 

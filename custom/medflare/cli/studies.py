@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -24,10 +24,6 @@ from medflare.cli.options import (
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medflare.studies.archive import Groups
-    from medflare.studies.candidates import Candidate
-    from medflare.studies.setting import Setting
-    from medflare.studies.suites import Suite
     from medflare.tasks.config import TaskConfig
 
 _SEEDS: Final = "0,1,2"
@@ -35,8 +31,8 @@ Figures = Annotated[Path | None, typer.Option(help="Write figures into this fold
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Declare it."""
-    study = typer.Typer(cls=DefaultGroup, help="Compare methods over seeds and splits (study METHODS), or show kept tables.", **AUTO_HELP)
+    """Add the command."""
+    study = typer.Typer(cls=DefaultGroup, help="Compare methods over seeds and splits (study METHODS), or print tables again.", **AUTO_HELP)
     add_command(
         study,
         "run",
@@ -47,13 +43,13 @@ def add_commands(app: typer.Typer) -> None:
         "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
-        "medflare study --tables study --figures study/figures",
     )
     add_command(study, "table", show_tables, "medflare study table study --figures study/figures")
     app.add_typer(study, name="study")
 
 
 def run_study(
+    out: Annotated[Path, typer.Option(help="Folder for table.md and study.zip (results of every run, and scores of single patients)")],
     candidates: Annotated[
         list[str] | None,
         typer.Argument(
@@ -65,20 +61,19 @@ def run_study(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Comma-separated rows to hold the methods against, or all. constant: the best answer that looks at no image; single-site: "
-            "every site alone (as a row of its own, single-site:method=prr, with another method's loss); batch-statistics: FedAvg "
-            "normalised by the test images at hand (networks with BatchNorm); centralised: everybody's images in one place; uniform: "
-            "FedAvg with every site counting once (of all: where a row does not weigh sites by their images alone); oracle, which "
-            "methods with personal models get in any case: the better of global and personal at each site, chosen on test images as "
-            "nobody can",
+            help="Comma-separated rows that a method has to beat, or all that the task can have. constant: the best answer that ignores "
+            "the image; single-site: every site alone (as a row, single-site:method=prr, with another method's loss); batch-statistics: "
+            "FedAvg normalized by the test images (networks with BatchNorm); centralised: the images of all sites in one place; "
+            "uniform: FedAvg with every site counted once. A method with personal models always gets the row oracle: the better of "
+            "global and personal model at each site, chosen on test images",
         ),
     ] = "",
     suite: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Run a table of a paper and lay it beside the paper's numbers: a name or a JSON file, see app_configs/suites/; --task, "
-            "--set, --sites, --rounds and --seeds change it, and the table says so",
+            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; --task, "
+            "--set, --sites, --rounds and --seeds change it, and the output lists what differs",
         ),
     ] = None,
     task: Annotated[
@@ -87,76 +82,69 @@ def run_study(
     set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=SET_HELP.capitalize())] = (),  # type: ignore[assignment]
     sites: Annotated[str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names")] = None,
     rounds: Annotated[int | None, typer.Option(help=f"Federation rounds (default: the suite's, else {DEFAULT_ROUNDS})")] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help=f"Each also draws the split anew by patient (default: the suite's, else {_SEEDS})")
-    ] = None,
+    seeds: Annotated[str | None, typer.Option(help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})")] = None,
     leave_one_out: Annotated[
-        bool, typer.Option("--leave-one-out", help="Each site in turn is outside: never trains, receives the final models")
+        bool, typer.Option("--leave-one-out", help="Each site in turn is outside: it does not train and gets the final models")
     ] = False,
-    leave_out: Annotated[str, typer.Option(metavar="SITES", help="The same with these sites alone, each in its turn")] = "",
+    leave_out: Annotated[str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")] = "",
     selection: Annotated[
         str | None,
         typer.Option(
             metavar="best|last|METRIC",
-            help="How rows that do not say it themselves choose the round they deliver: the best by the task's metric on validation images "
-            "(best), the last one, or the best by another metric, which becomes the task's",
+            help="How rows without a selection of their own select the deployed round: the best by the task's metric on validation images "
+            "(best), the last, or the best by another metric, which becomes the task's",
         ),
     ] = None,
     data_root: DataRoot = None,
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for table.md and study.zip (results of every run, and scores of single patients)")
-    ] = None,
-    tables: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Train nothing: print the tables of the runs in this folder")
-    ] = None,
     figures: Figures = None,
 ) -> int:
-    """Compare methods over seeds and splits; prints and keeps Markdown tables.
+    """Compare methods over seeds and splits; prints and writes Markdown tables.
 
-    A comparison says little without rows that a method has to beat: --reference all adds them. Every table says by what its models were
-    selected, and warns of rows that are still rising or that sit at the constant answer. Differences to the first row, and to training
-    alone, have 95 % intervals over seeds and over patients. Completed runs are kept; what failed is run again whenever the study is; a
-    folder with runs of other settings is refused. --tables makes the tables of a folder again.
+    --reference all adds the rows that a method has to beat. Tables show how each row's round was selected, and warn of rows that still rise
+    or that equal the constant answer. Differences to the first row, and to training alone, have 95 % intervals over seeds and over
+    patients. Completed runs are kept and failed ones repeated when the study is run again; --out with runs of other settings is an error.
     """
     from medflare.core.store import make_folder, write_atomically
     from medflare.evaluation.results import COMPLETED
-    from medflare.studies.grid import run_study
-    from medflare.studies.setting import Setting
-    from medflare.studies.tables.report import TABLE_FILE
+    from medflare.studies import grid
+    from medflare.studies.candidates import rows_of
+    from medflare.studies.references import Setting
+    from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
+    from medflare.studies.tables import TABLE_FILE
 
-    if (tables is None) == (out is None) or (leave_one_out and leave_out):
-        raise ConfigError("study: give one of --out and --tables, and of --leave-one-out and --leave-out at most one")
-    if tables is not None:
-        if candidates or reference or suite:
-            raise ConfigError("--tables shows what was run; leave the methods, --reference and --suite out, or run them with --out")
-        return show_tables(tables, figures)
-    assert out is not None
-    paper = None
-    if suite is not None:
-        for name, value in (("the methods", candidates), ("--reference", reference), ("--leave-one-out", leave_one_out),
-                            ("--leave-out", leave_out), ("--selection", selection)):  # fmt: skip
+    paper = None if suite is None else load_suite(suite)
+    if paper is not None:
+        fixed = {"methods": candidates, "--reference": reference, "--leave-one-out": leave_one_out, "--leave-out": leave_out}
+        for name, value in {**fixed, "--selection": selection}.items():
             if value:
-                raise ConfigError(f"--suite {suite} decides {name}; leave it out, or run a study without --suite")
-        paper, rows, setting, turns = _suite(suite, task, set, sites, rounds, seeds)
-        left_out = _left_out(setting, paper.settings.leave_one_out, list(paper.settings.leave_out))
+                raise ConfigError(f"--suite {suite} sets {name}; leave it out, or run a study without --suite")
+        methods, references = list(dict.fromkeys(paper.methods.values())), []
+        leave_one_out, left_out = paper.settings.leave_one_out, list(paper.settings.leave_out)
     else:
-        if sites is None:
-            raise ConfigError("study: give --sites, a number of sites or their names, or a --suite")
-        changed, selection = _selected(task_with(task or PHANTOM, set_values(set)), selection)
-        rows = _candidates(candidates or [], reference, changed, selection)
-        setting = Setting(changed, tuple(site_names(sites)), DEFAULT_ROUNDS if rounds is None else rounds)
-        turns, left_out = _seeds(seeds or _SEEDS), _left_out(setting, leave_one_out, names_in(leave_out))
+        methods, references, left_out = candidates or [], _references(reference), names_in(leave_out)
+        if sites is None or not (methods or references):
+            raise ConfigError("study: needs --sites and at least one method or --reference, or a --suite")
+        if leave_one_out and left_out:
+            raise ConfigError("study: --leave-one-out and --leave-out exclude each other")
+    config = task_with(task or (paper.task if paper else PHANTOM), set_values(set))
+    config, selection = _selected(config, selection)
+    names = site_names(sites) if sites is not None else paper.sites if paper else ()
+    default_rounds = paper.settings.rounds if paper else DEFAULT_ROUNDS
+    setting = Setting(config, tuple(names), default_rounds if rounds is None else rounds)
+    if unknown := [site for site in left_out if site not in setting.sites]:
+        raise ConfigError(f"--leave-out {unknown[0]!r} is no site of this study; there are {', '.join(setting.sites)}")
+    rows = rows_of(methods, references, config, selection)
+    draws = _seeds(seeds or (",".join(map(str, paper.seeds)) if paper else _SEEDS))
     with environment(data_root=data_root):
-        check_sites(setting.sites, setting.task)
+        check_sites(setting.sites, config)
         if figures is not None:
-            make_folder(figures, public=True)  # where it cannot be, nothing need be trained
-        groups = run_study(rows, setting, turns, out, left_out=left_out, processes=processes, say=print)
+            make_folder(figures, public=True)  # fails before anything is trained
+        left_out = list(setting.sites) if leave_one_out else left_out
+        groups = grid.run_study(rows, setting, draws, out, left_out=left_out, processes=processes, say=print)
     if paper is None:
         print((out / TABLE_FILE).read_text(encoding="utf-8"))
     else:
-        from medflare.studies.tables.beside import BESIDE_FILE, beside_the_paper
-
         text = beside_the_paper(paper, groups)
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
         print(text)
@@ -165,17 +153,16 @@ def run_study(
 
 
 def show_tables(folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None) -> int:
-    """Print the tables of the runs in a study's folder; trains nothing."""
-    from medflare.studies.archive import read_study
-    from medflare.studies.tables.report import study_report
+    """Print the tables of a study's folder again; trains nothing."""
+    from medflare.studies import grid, tables
 
-    groups = read_study(folder)
-    print(study_report(groups))
+    groups = grid.read_study(folder)
+    print(tables.study_report(groups))
     _write_figures(figures, groups)
     return 0
 
 
-def _write_figures(folder: Path | None, groups: "Groups") -> None:
+def _write_figures(folder: Path | None, groups: Any) -> None:
     from medflare.core.store import write_atomically
     from medflare.studies.figures import study_figures
 
@@ -186,70 +173,31 @@ def _write_figures(folder: Path | None, groups: "Groups") -> None:
         print(f"figure: {folder / name}.svg")
 
 
-def _suite(
-    name: str, task: str | None, changes: list[str], sites: str | None, rounds: int | None, seeds: str | None
-) -> "tuple[Suite, list[Candidate], Setting, list[int]]":
-    """A suite, as it stands or with what was given otherwise: its rows, its setting, its seeds."""
-    from medflare.studies.candidates import Candidate
-    from medflare.studies.setting import Setting
-    from medflare.studies.suites import load_suite
+def _references(text: str) -> list[str]:
+    """The references of --reference; the oracle is a row of every method with personal models."""
+    from medflare.studies.candidates import UNIFORM
+    from medflare.studies.references import REFERENCES
+    from medflare.studies.tables import ORACLE
 
-    suite = load_suite(name)
-    setting = Setting(
-        task_with(task or suite.task, set_values(changes)),
-        suite.sites if sites is None else tuple(site_names(sites)),
-        suite.settings.rounds if rounds is None else rounds,
-    )
-    rows = [Candidate.parse(text) for text in dict.fromkeys(suite.methods.values())]
-    return suite, rows, setting, list(suite.seeds) if seeds is None else _seeds(seeds)
-
-
-def _left_out(setting: "Setting", each: bool, named: list[str]) -> list[str]:
-    """The sites that are outside in turn; ConfigError where one of them is no site of the study."""
-    if strangers := [site for site in named if site not in setting.sites]:
-        raise ConfigError(f"--leave-out {strangers[0]!r}: no site of this study; there are {', '.join(setting.sites)}")
-    return list(setting.sites) if each else named
-
-
-def _candidates(methods: list[str], references: str, task: "TaskConfig", selection: str | None) -> "list[Candidate]":
-    """The rows in their order: methods as they were given, then the references that are not among them.
-
-    Raises:
-        ConfigError: there is none, a method is wrong, or there is no such reference.
-    """
-    from medflare.studies.candidates import REFERENCES, UNIFORM, UNIFORM_ROW, Candidate
-    from medflare.studies.tables.rows import ORACLE
-
-    given = names_in(references)
-    known = (*REFERENCES, UNIFORM, ORACLE)
-    if unknown := [name for name in given if name not in (*known, "all")]:
-        raise ConfigError(f"--reference {unknown[0]!r}: there are all, {', '.join(known)}")
-    names = [UNIFORM_ROW if name == UNIFORM else name for name in given if name != ORACLE]  # tables make its row of a method's own models
-    rows = [Candidate.parse(text, selection) for text in methods]
-    if "all" in names and not all(row.by_samples for row in rows):
-        names.append(UNIFORM_ROW)
-    wanted = [name for name in ([*REFERENCES, *names] if "all" in names else names) if name not in (*methods, "all")]
-    for reference in (Candidate.parse(name, selection) for name in dict.fromkeys(wanted)):
-        if reference.label in names or reference.takes(task):  # of all, those that the task can have
-            rows.append(reference)
-    if not rows:
-        raise ConfigError("study: name at least one method, for example fedavg, or a --reference")
-    return rows
+    names, known = names_in(text), (*REFERENCES, UNIFORM, ORACLE, "all")
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--reference {unknown[0]!r}: choose {', '.join(known)}")
+    return [name for name in names if name != ORACLE]
 
 
 def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":
-    """The task, by whose metric rounds are chosen, and the hyper-parameter `selection` of rows that do not say it themselves."""
-    if selection in (None, "best", "last"):
-        return task, selection
+    """The task with the metric that selects rounds, and the hyper-parameter `selection` of rows that do not set it."""
     from medflare.tasks.metrics_table import selection_metrics
 
+    if selection in (None, "best", "last"):
+        return task, selection
     if selection not in selection_metrics(task.kind):
         raise ConfigError(f"--selection {selection!r}: choose best, last, {', '.join(selection_metrics(task.kind))}")
     return dataclasses.replace(task, metric=selection), "best"
 
 
 def _seeds(text: str) -> list[int]:
-    seeds = names_in(text)
-    if not seeds or not all(seed.removeprefix("-").isdecimal() for seed in seeds):
-        raise ConfigError(f"--seeds {text!r}: give whole numbers separated by commas, for example 0,1,2")
-    return [int(seed) for seed in seeds]
+    try:
+        return [int(seed) for seed in names_in(text)] or [int(text)]
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r}: give whole numbers separated by commas, for example {_SEEDS}") from None

@@ -7,7 +7,8 @@ import numpy as np
 from medflare.evaluation.figures import Panel, as_svg, line_panels
 from medflare.evaluation.presentation import metric_label
 from medflare.studies.references import CONSTANT, CURVES
-from medflare.studies.tables.rows import Groups, curve_of, task_of
+from medflare.studies.statistics import Groups
+from medflare.studies.tables import curve_of, task_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,32 +1,140 @@
-"""Studies: methods side by side over seeds and splits, beside the references that they have to beat.
+"""Studies: rows side by side over seeds and left-out sites. Completed runs are kept, so a study can be interrupted and extended.
 
-A study is a grid of plain-loop runs. Every completed run is kept in the study's file and not run again, so a study can be interrupted,
-extended and tabulated anew. A run that failed is tried again.
+    OUT/table.md
+    OUT/study.zip
+        study.json                                  the rows in their order
+        <row>/seed<seed>[-<outside>]/results.json
+        <row>/seed<seed>[-<outside>]/scores.json    scores of single patients; models with equal scores name the first of them
+
+Without its scores (`zip -d study.zip '*/scores.json'`) a study can be passed on; tables that need them are then incomplete.
 """
 
+import json
 import os
+import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
+import pandas as pd
 import torch
 
 from medflare.core.errors import ConfigError, StateError
-from medflare.core.store import file_digest, write_atomically
+from medflare.core.store import file_digest, replacing, write_atomically
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
-from medflare.evaluation.results import COMPLETED, json_ready
-from medflare.studies.archive import Groups, read_runs, run_name, write_rows, write_run
+from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, validate_results
 from medflare.studies.candidates import Candidate
-from medflare.studies.setting import Setting
-from medflare.studies.tables.report import TABLE_FILE, study_report
+from medflare.studies.references import CURVES, SCORES, Setting
+from medflare.studies.statistics import Run
+from medflare.studies.tables import TABLE_FILE, study_report
 from medflare.tasks.config import load_task
 
-IMAGES: Final = "datalists"  # setting in a run's results: what its images were, see `_images`
+STUDY_FILE: Final = "study.zip"
+SCORES_FILE: Final = "scores.json"
+_ROWS: Final = "study.json"
+_DATALISTS: Final = "datalists"  # setting in a run's results: site -> checksum of its datalist
+
+# -- study.zip ---------------------------------------------------------------------------------------------------------------
+
+
+def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
+    """The folder of a run in the file.
+
+    Examples:
+        >>> run_name("fedsm:lam=0.3", 1, ["CS"])
+        'fedsm_lam=0.3/seed1-CS'
+    """
+    row = "".join(letter if letter.isalnum() or letter in "-_.=" else "_" for letter in label)
+    return f"{row}/{'-'.join([f'seed{seed}', *outside])}"
+
+
+def write_rows(out: Path, labels: Iterable[str]) -> None:
+    """Write the order of the rows; rows of an earlier study in the same folder follow."""
+    rows = list(labels)
+    _write(out, {_ROWS: {"rows": rows + [row for row in _rows(_contents(out)) if row not in rows]}})
+
+
+def write_run(out: Path, name: str, results: Run) -> None:
+    """Add or replace a run. Model selections are kept without their candidates, which the learning curves hold."""
+    scores: dict[str, dict[str, Any]] = {}
+    for site, models in results.get(SCORES, {}).items():
+        scores[site] = {}
+        for model, cases in models.items():
+            scores[site][model] = next((first for first, content in scores[site].items() if content == cases), cases)
+    content = {key: value for key, value in results.items() if key != SCORES}
+    if "model_selection" in content and CURVES in content:
+        content["model_selection"] = {model: {"round": selected["round"]} for model, selected in content["model_selection"].items()}
+    _write(out, {f"{name}/{RESULTS_FILE}": content, f"{name}/{SCORES_FILE}": scores})
+
+
+def read_runs(out: Path) -> dict[str, dict[str, Any]]:
+    """Name -> results of all runs, with their scores if they were kept; empty without a file.
+
+    Raises:
+        StateError: the file is damaged.
+    """
+    contents, runs = _contents(out), {}
+    for entry in sorted(entry for entry in contents if entry.endswith(f"/{RESULTS_FILE}")):
+        name = entry.removesuffix(f"/{RESULTS_FILE}")
+        try:
+            validate_results(results := json.loads(contents[entry]))
+            scores = json.loads(contents.get(f"{name}/{SCORES_FILE}", "{}"))
+            for models in scores.values():
+                models.update({model: models[cases] for model, cases in models.items() if isinstance(cases, str)})
+        except (ValueError, KeyError, AttributeError) as error:
+            raise StateError(f"{out / STUDY_FILE}: {name}: {error}; delete that run (zip -d) to run it again") from error
+        runs[name] = results | ({SCORES: scores} if scores else {})
+    return runs
+
+
+def read_study(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Row -> its runs; rows that study.json does not name are last.
+
+    Raises:
+        StateError: the study has no run, or is damaged.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in read_runs(out).values():
+        groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
+    if not groups:
+        raise StateError(f"{out}: no run of a study here; name the folder of `medflare study --out` with {STUDY_FILE}")
+    order = _rows(_contents(out))
+    return dict(sorted(groups.items(), key=lambda row: (order.index(row[0]) if row[0] in order else len(order), row[0])))
+
+
+def _contents(out: Path) -> dict[str, bytes]:
+    file = out / STUDY_FILE
+    if not file.is_file():
+        return {}
+    try:
+        with ZipFile(file) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+    except (OSError, BadZipFile, zlib.error) as error:
+        raise StateError(f"{file}: {error!r}; delete it to run the study again") from error
+
+
+def _write(out: Path, changes: Mapping[str, Any]) -> None:
+    """Replace entries of the file atomically; equal contents give equal bytes."""
+    written = {name: json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n" for name, content in changes.items()}
+    contents = {**_contents(out), **written}
+    with replacing(out / STUDY_FILE) as temporary, ZipFile(temporary, "w") as archive:
+        for name in sorted(contents):
+            entry = ZipInfo(name)
+            entry.external_attr = 0o600 << 16
+            archive.writestr(entry, contents[name], ZIP_DEFLATED, compresslevel=9)
+
+
+def _rows(contents: Mapping[str, bytes]) -> list[str]:
+    return list(json.loads(contents[_ROWS])["rows"]) if _ROWS in contents else []
+
+
+# -- running -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,17 +148,10 @@ class _Job:
     def name(self) -> str:
         return run_name(self.candidate.label, self.seed, self.outside)
 
-    @property
-    def title(self) -> str:
-        """The run in a line of what the study says."""
-        left_out = f" without {', '.join(self.outside)}" if self.outside else ""
-        return f"{self.candidate.label}{left_out}, seed {self.seed}"
-
     def __call__(self) -> dict[str, Any]:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
-        own = {"label": self.candidate.label, "resplit": self.seed, IMAGES: _images(self.setting)}
-        results["configuration"]["settings"] |= own
+        results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed, _DATALISTS: _datalists(self.setting)}
         return results
 
 
@@ -63,121 +164,89 @@ def run_study(
     left_out: Sequence[str] = (),
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
-) -> Groups:
-    """Run what has not completed yet and tabulate everything.
+) -> dict[str, list[dict[str, Any]]]:
+    """Run what has not completed yet, and write study.zip and table.md.
 
     Args:
-        seeds: every candidate runs with each.
-        out: folder for the file of all runs (`archive`), and for table.md (`study_report`).
-        left_out: each of these sites in turn is outside (it never trains and receives the final models); none: all are inside.
+        seeds: each candidate runs with each.
+        left_out: each of these sites in turn does not train and gets the final models; none: all sites are inside.
         processes: runs at the same time, one thread each.
-        say: takes a line for every run that ended.
+        say: gets a line for every run that ended.
 
     Returns:
-        Label of a candidate -> results of all its runs.
+        Label of a candidate -> results of its runs.
 
     Raises:
-        ConfigError: the task or a site's name is wrong, a row cannot have the task or the rounds, something is given twice, or there is
-            nobody left to train.
-        StateError: an earlier run in `out` is damaged, or it is another than this study's.
+        ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice, or no site is left to train.
+        StateError: an earlier run in `out` is damaged, or had other settings.
     """
     seeds = list(seeds)
-    for what, given in (("row", [row.label for row in candidates]), ("seed", seeds), ("left-out site", left_out)):
-        _refuse_twice(what, given)
+    _refuse_duplicates("row", [row.label for row in candidates])
+    _refuse_duplicates("seed", seeds)
+    _refuse_duplicates("left-out site", left_out)
     if left_out and len(setting.sites) < 2:
-        raise ConfigError(f"leaving out {', '.join(setting.sites)} leaves nobody to train; name at least two sites")
+        raise ConfigError(f"without {setting.sites[0]} no site is left to train; name at least two sites")
     for candidate in candidates:
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs = [_Job(candidate, setting, seed, outside) for seed in seeds for candidate in candidates for outside in splits]
-    runs = _completed(out, jobs, say)
+    runs = read_runs(out)
+    for job in jobs:
+        if runs.get(job.name, {}).get("status") == COMPLETED:
+            _check_same(out, job, runs[job.name])
+    missing = [job for job in jobs if runs.get(job.name, {}).get("status") != COMPLETED]
+    for job in missing:
+        if job.name in runs:
+            say(f"{job.name} had failed and is run again: {runs[job.name]['reason']}")
     write_rows(out, (candidate.label for candidate in candidates))
-    missing = [job for job in jobs if job.name not in runs]
     for done, (job, results) in enumerate(_finished(missing, processes), start=1):
         write_run(out, job.name, results)
-        say(f"[{done}/{len(missing)}] {job.title}: {results['status']}, {results['seconds']['total']:.0f} s")
+        say(f"[{done}/{len(missing)}] {job.name}: {results['status']}, {results['seconds']['total']:.0f} s")
     runs = read_runs(out)
-    groups: Groups = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         groups.setdefault(job.candidate.label, []).append(runs[job.name])
     write_atomically(out / TABLE_FILE, study_report(groups).encode(), public=True)
     return groups
 
 
-def _refuse_twice(what: str, given: Sequence[Hashable]) -> None:
-    """ConfigError where something is given twice: the same runs would count as repetitions."""
-    if twice := [name for name, times in Counter(given).items() if times > 1]:
-        raise ConfigError(f"study: {what} {twice[0]!r} is given twice, which would count one run as two; give it once")
+def _refuse_duplicates(what: str, values: Sequence[Hashable]) -> None:
+    """Raise ConfigError if a value is there twice: the same runs would count as repetitions."""
+    if twice := [value for value, count in Counter(values).items() if count > 1]:
+        raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
 
 
-# -- runs of earlier calls -------------------------------------------------------------------------------------------------
-
-
-def _completed(out: Path, jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Name -> results of the runs that completed earlier.
-
-    Raises:
-        StateError: one is damaged, or it is not the run that is asked for.
-    """
-    kept = read_runs(out)
-    found = [(job, kept[job.name]) for job in jobs if job.name in kept]
-    completed = {job.name: run for job, run in found if run["status"] == COMPLETED}
-    for job, run in found:
-        if job.name in completed:
-            _refuse_another(out, job, run)
-    for job, run in found:
-        if job.name not in completed:
-            say(f"{job.title} had failed and is run again: {run['reason']}")
-    return completed
-
-
-def _refuse_another(out: Path, job: _Job, run: Mapping[str, Any]) -> None:
-    """StateError where a kept run had another task, images, sites, rounds or hyper-parameters; what it does not name cannot be told."""
-    then, now = _had(run), _asked(job)
-    if other := [name for name, value in then.items() if now.get(name) != value]:
-        was, is_now = (", ".join(f"{name} = {of.get(name)!r}" for name in other) for of in (then, now))
-        raise StateError(f"{out}: {job.name} is a run with {was}, this study has {is_now}; give another --out")
-
-
-def _asked(job: _Job) -> dict[str, Any]:
-    """What decides a run's numbers, by name, as this study has it."""
-    task = load_task(replace(job.setting.task, resplit=job.seed))
-    inside = [site for site in job.setting.sites if site not in job.outside]
-    return _named(inside, job.setting.rounds, task.to_dict(), job.candidate.effective) | _by_site(_images(job.setting))
-
-
-def _had(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as a run says that it had it, its task with all settings that there are now."""
-    configuration = run["configuration"]
+def _check_same(out: Path, job: _Job, run: Run) -> None:
+    """Raise StateError if a kept run had other settings; a setting that it does not record is not compared."""
+    configuration, setting = run["configuration"], job.setting
     try:
         task = load_task(configuration["task"]).to_dict()
-    except ConfigError:  # an earlier version had other settings
+    except ConfigError:  # the settings of an earlier version
         task = configuration["task"]
-    inside = [name for name, site in run["sites"].items() if site["role"] == "inside"]
-    return _named(inside, run["rounds"], task, configuration["hyper"]) | _by_site(configuration["settings"].get(IMAGES, {}))
+    inside = sorted(name for name, site in run["sites"].items() if site["role"] == "inside")
+    before = {"rounds": run["rounds"], "sites": inside, "task": task, **configuration["hyper"]}
+    before["datalist"] = configuration["settings"].get(_DATALISTS, {})
+    now = {
+        "rounds": setting.rounds,
+        "sites": sorted(set(setting.sites) - set(job.outside)),
+        "task": load_task(replace(setting.task, resplit=job.seed)).to_dict(),
+        **job.candidate.effective,
+        "datalist": _datalists(setting),
+    }
+    then_flat, now_flat = (pd.json_normalize(json_ready(content)).to_dict("records")[0] for content in (before, now))
+    if changed := [name for name, value in then_flat.items() if now_flat.get(name) != value]:
+        then, today = (", ".join(f"{name} = {flat.get(name)!r}" for name in changed) for flat in (then_flat, now_flat))
+        raise StateError(f"{out}: {job.name} is a run with {then}, this study has {today}; use another --out")
 
 
-def _images(setting: Setting) -> dict[str, str]:
-    """Site -> the checksum of its datalist, which stays the same where data move; "" where its images are embedded in the task."""
+def _datalists(setting: Setting) -> dict[str, str]:
+    """Site -> checksum of its datalist, "" for images embedded in the task."""
     folders = {site: site_folder(site, data_root=setting.data_root) for site in setting.sites}
     return {site: "" if folder is None else file_digest(folder / FILE)[:16] for site, folder in folders.items()}
 
 
-def _by_site(images: Mapping[str, str]) -> dict[str, str]:
-    return {f"datalist of {site}": digest for site, digest in images.items()}
-
-
-def _named(inside: Sequence[str], rounds: int, task: Mapping[str, Any], hyper: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    algorithms = {f"{algorithm}.{name}": value for algorithm, values in hyper.items() for name, value in values.items()}
-    learnt = {f"task.{name}": value for name, value in task.items()}
-    return dict(json_ready({"rounds": rounds, "sites": sorted(inside), **learnt, **algorithms}))
-
-
-# -- runs of this one ------------------------------------------------------------------------------------------------------
-
-
-def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[tuple[_Job, dict[str, Any]]]:
-    """Every job with its results, as they end."""
+def _finished(jobs: Sequence[_Job], processes: int) -> Iterator[tuple[_Job, dict[str, Any]]]:
+    """Every job with its results, in the order in which they end."""
     if processes <= 1:
         yield from ((job, job()) for job in jobs)
         return
@@ -187,5 +256,5 @@ def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[tuple[_Job, dict
         running = {pool.submit(job): job for job in jobs}
         for future in as_completed(running):
             yield running[future], future.result()
-    finally:  # also on Ctrl-C: what has not begun must not hold up the reason
+    finally:  # after an error or Ctrl-C, jobs that have not started are not started
         pool.shutdown(cancel_futures=True)

@@ -1,392 +1,150 @@
-"""What repeated runs and their patients say: estimates, confidence intervals and paired comparisons.
+"""Means, confidence intervals and paired comparisons over seeds and over patients.
 
-Over seeds one asks whether training again would give the same difference, over patients whether other patients would. All works on
-results dicts (`results.build_results`) of runs that differ in their seed, and in who is outside where every site is left out in turn.
+Over seeds: would another training give the same difference? Over patients: would other patients?
 """
 
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
+from scipy.stats import bootstrap, ttest_1samp, wilcoxon
 
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import unknown
+from medflare.evaluation.results import results_frame
 
 Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
+Groups: TypeAlias = Mapping[str, Sequence[Run]]  # row of a study -> runs that differ in their seed and in the sites left out
 Interval: TypeAlias = tuple[float, float]
-CaseDict: TypeAlias = Mapping[str, Any]  # `tasks.classes.Cases.to_dict`
 
-# -- over seeds ---------------------------------------------------------------------------------------------------------
+ALL_SITES: Final = ""  # in place of a site: the mean over the sites of a role
+RESAMPLES: Final = 1999
+_BATCH: Final = 200  # resamples in memory at once
+_UNDEFINED: Final = 0.1  # largest fraction of undefined resamples; with three patients of a class, 5 % of the resamples have none of them
+
+# -- over seeds --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Mean of repeated runs.
+def study_values(groups: Groups) -> pd.DataFrame:
+    """The test metrics of a study, one value per seed.
 
-    Attributes:
-        mean: None where no run has a value.
-        sd: sample standard deviation (n - 1 in the denominator); None below two runs.
-        n: runs with a value.
-        interval: bootstrap confidence interval of the mean; None below two runs.
+    Runs of one seed that leave out different sites are averaged site by site. Models that differ only in a site's name ("personal/A",
+    "personal/B") are averaged and named "personal/*".
+
+    Returns:
+        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role); columns: seeds; NaN: undefined.
     """
-
-    mean: float | None
-    sd: float | None
-    n: int
-    interval: tuple[float, float] | None
+    frames = [
+        results_frame(run).assign(label=label, seed=run["seed"], run=place)
+        for label, runs in groups.items()
+        for place, run in enumerate(runs)
+    ]
+    table = pd.concat(frames, ignore_index=True)
+    table["model"] = table["model"].str.replace("/.*", "/*", regex=True)
+    keys = ["label", "model", "role", "metric", "site", "seed"]
+    sites = table.groupby([*keys, "run"])["value"].mean().groupby(keys).mean()
+    means = sites.groupby([key for key in keys if key != "site"]).mean()
+    means = pd.concat({ALL_SITES: means}, names=["site"]).reorder_levels(keys)
+    return pd.concat([sites, means]).unstack("seed")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of two methods over the same seeds.
+    """Paired comparison of two models over the same seeds.
 
     Attributes:
-        difference: mean of second - first; None where no seed has both values.
-        interval: 95 %, of Student's t; None where it is undefined: below two pairs, or where all differences are equal.
-        p: two-sided, of the paired t-test; None where that is undefined. Seeds draw overlapping splits, so both are too confident.
+        difference: mean of second - first; None without a pair.
+        interval: 95 %, Student's t; None below two pairs and for equal differences. Splits of different seeds overlap: it is too narrow.
+        p: two-sided, of the paired t-test; None like the interval.
         n: seeds with both values.
     """
 
     difference: float | None
-    interval: tuple[float, float] | None
+    interval: Interval | None
     p: float | None
     n: int
 
 
-def estimate(values: Iterable[float | None]) -> Estimate:
-    """Mean, standard deviation and bootstrap interval of the defined values.
-
-    The interval is the percentile bootstrap of the mean (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
-    Sec. 13.3) with 9999 resamples; with n equal values it has no width. For a handful of seeds it is too narrow: read it with n.
+def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
+    """Compare two models seed by seed.
 
     Args:
-        values: one a run; None and NaN are left out.
+        first, second: one value per seed, in the same order; NaN where undefined.
 
     Examples:
-        >>> estimate([0.5, None]), estimate([])
-        (Estimate(mean=0.5, sd=None, n=1, interval=None), Estimate(mean=None, sd=None, n=0, interval=None))
-    """
-    defined = _defined(values)
-    if len(defined) < 2:
-        return Estimate(defined[0] if defined else None, None, len(defined), None)
-    from scipy.stats import bootstrap
-
-    generator = numpy_generator(0, "bootstrap")
-    resampled = bootstrap((defined,), np.mean, method="percentile", rng=generator)
-    low, high = resampled.confidence_interval
-    return Estimate(float(np.mean(defined)), float(np.std(defined, ddof=1)), len(defined), (float(low), float(high)))
-
-
-def compare(first: Sequence[float | None], second: Sequence[float | None]) -> Comparison:
-    """Compare two methods run by run; place i of both sequences belongs to the same seed (and split).
-
-    Args:
-        first: one value a seed; None where it is undefined.
-
-    Raises:
-        ValueError: the sequences differ in length.
-
-    Examples:
-        >>> compare([0.5, None], [0.75, 0.5])
+        >>> compare([0.5, float("nan")], [0.75, 0.5])
         Comparison(difference=0.25, interval=None, p=None, n=1)
     """
-    if len(first) != len(second):
-        raise ValueError(f"a paired comparison needs pairs, got {len(first)} and {len(second)} values")
-    differences = np.array([b - a for a, b in zip(first, second, strict=True) if _is_defined(a) and _is_defined(b)])
-    if len(differences) < 2:
-        return Comparison(float(differences[0]) if len(differences) else None, None, None, len(differences))
-    if np.ptp(differences) <= 1e-12 * np.abs(differences).max():  # no spread to test against
-        return Comparison(float(differences.mean()), None, None, len(differences))
-    from scipy.stats import ttest_1samp
-
+    differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
+    differences = differences[np.isfinite(differences)]
+    n = len(differences)
+    if n < 2 or np.ptp(differences) <= 1e-12 * np.abs(differences).max():  # no spread to test against
+        return Comparison(float(differences.mean()) if n else None, None, None, n)
     test = ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(0.95)
-    return Comparison(float(differences.mean()), (float(low), float(high)), float(test.pvalue), len(differences))
+    return Comparison(float(differences.mean()), (float(low), float(high)), float(test.pvalue), n)
 
 
-def values_of(results: Sequence[Run], model: str, metric: str, *, role: str = "inside", site: str | None = None) -> list[float | None]:
-    """One value a seed, in the order of the seeds: the mean over the sites of `role`, or `site`'s own; None where it is undefined.
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, Sec. 13.3).
 
-    A seed has several runs where each site was left out in turn: a site's values in that role are averaged over them first.
+    With a handful of seeds it is too narrow.
 
     Args:
-        results: of runs that differ in their seed and in who is outside.
-        model: "NAME/*" stands for the mean over all models "NAME/...", for example IOP-FL's "personal/HRF" and "personal/LESAV".
-        role: "inside" or "outside".
-        site: one site alone; None: the mean over the sites of the role.
+        values: one per seed, all defined.
+
+    Returns:
+        None below two values.
     """
-    seeds = sorted({run["seed"] for run in results})
-    return [_value([run for run in results if run["seed"] == seed], model, metric, role, site) for seed in seeds]
-
-
-def _value(runs: Sequence[Run], model: str, metric: str, role: str, site: str | None) -> float | None:
-    names = sorted({name for run in runs for name in run["sites"]}) if site is None else [site]
-    return _mean(_mean(_measured(run, name, model, metric, role) for run in runs) for name in names)
-
-
-def _measured(run: Run, site: str, model: str, metric: str, role: str) -> float | None:
-    place = run["sites"].get(site)
-    if place is None or place["role"] != role:
+    if len(values) < 2:
         return None
-    names = [name for name in place["metrics"] if name.startswith(model[:-1])] if model.endswith("/*") else [model]
-    return _mean((place["metrics"].get(name) or {}).get(metric) for name in names)
+    interval = bootstrap((values,), np.mean, method="percentile", rng=numpy_generator(0, "bootstrap")).confidence_interval
+    return float(interval.low), float(interval.high)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    defined = _defined(values)
-    return float(np.mean(defined)) if defined else None
-
-
-def _defined(values: Iterable[float | None]) -> list[float]:
-    return [float(value) for value in values if _is_defined(value)]
-
-
-def _is_defined(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
-
-
-# -- over patients ------------------------------------------------------------------------------------------------------
-
-
-RESAMPLES: Final = 1999
-_AT_ONCE: Final = 200  # resamples in memory together
-_UNDEFINED: Final = 0.1  # the most resamples without a value that an interval can do without; of three patients of a class 5 % have none
+# -- metrics of weighted cases, as a bootstrap over patients needs them ------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PatientComparison:
-    """Paired comparison of two models over the same patients.
+class CaseTable:
+    """The cases of one model that a metric is computed from.
 
     Attributes:
-        difference: second - first, the mean over sites of the mean over a site's runs; None where no patient was measured by both.
-        interval: 95 % over patients; None below two patients at a site, or where more than a tenth of the resamples leave the metric
-            undefined at every site, as with a class of one or two patients: an interval of the others would be too narrow.
-        p: two-sided, of Wilcoxon's test; None where it is undefined, as of classes.
-        patients: how many both models measured, all sites together.
+        patients: of each case.
+        columns: segmentation: "values" (cases,), NaN where undefined; classification: "probabilities" (cases, outputs) and "targets"
+            (cases,) or, multilabel, (cases, labels).
     """
 
-    difference: float | None = None
-    interval: Interval | None = None
-    p: float | None = None
-    patients: int = 0
+    patients: NDArray[Any]
+    columns: dict[str, NDArray[Any]]
+
+    def take(self, rows: Any) -> "CaseTable":
+        return CaseTable(self.patients[rows], {name: column[rows] for name, column in self.columns.items()})
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The cases of both models in one run at one site, and the places of their patients among all patients of the site."""
-
-    first: CaseDict
-    second: CaseDict
-    rows: NDArray[np.int64]
-
-    def difference(self, metric: str, weights: Floats) -> Floats:
-        return weighted_metric(self.second, metric, weights) - weighted_metric(self.first, metric, weights)
-
-
-@dataclass(frozen=True)
-class _SitePairs:
-    """All runs of one site."""
-
-    patients: int
-    runs: tuple[_Pair, ...]
-
-    def difference(self, metric: str, counts: Floats) -> Floats:
-        """Mean over runs, for every resample; `counts` (..., patients) says how often each patient was drawn."""
-        return _nanmean(np.stack([pair.difference(metric, counts[..., pair.rows]) for pair in self.runs]), axis=0)
-
-
-def compare_patients(
-    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, *, role: str = "inside", resamples: int = RESAMPLES
-) -> PatientComparison:
-    """Compare two models patient by patient.
-
-    The interval is BCa's (Efron, JASA 82, 1987) over patients drawn within their sites; the percentile's where BCa is undefined, then of
-    the resamples that have a value. Runs pair their patients by name; of a patient with several cases these have to come in the same order
-    in both, or the pair is left out.
-
-    Args:
-        first: results dicts with the scores of single patients, and the model's name in them.
-        second: the same, runs with the same seed and the same sites inside are pairs.
-        role: of the sites, "inside" or "outside".
-    """
-    sites = _paired(first, second, metric, role)
-    if not sites:
-        return PatientComparison()
-    everybody = [site.difference(metric, np.ones(site.patients)) for site in sites]
-    point = float(_nanmean(np.array(everybody), axis=0))
-    count = sum(site.patients for site in sites)
-    if np.isnan(point):
-        return PatientComparison(patients=count)
-    return PatientComparison(point, _interval(sites, metric, resamples), _tested(sites, metric), count)
-
-
-def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Interval | None:
-    if any(site.patients < 2 for site in sites):
+def case_table(cases: Mapping[str, Any], metric: str) -> CaseTable | None:
+    """The cases of `tasks.classes.Cases.to_dict`; None without cases of the metric."""
+    patients = np.array(cases.get("patients", []), dtype=str)
+    if "values" in cases:
+        values = cases["values"].get(metric)
+        return None if values is None else CaseTable(patients, {"values": np.array(values, dtype=float)})
+    if not len(patients):
         return None
-    from scipy.stats import DegenerateDataWarning, bootstrap
-
-    def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
-        """Drawn places of patients (..., patients), one array a site."""
-        counts = [_counts(np.moveaxis(places, axis, -1), site.patients) for site, places in zip(sites, drawn, strict=True)]
-        found = [site.difference(metric, count.astype(float)) for site, count in zip(sites, counts, strict=True)]
-        return _nanmean(np.stack(np.broadcast_arrays(*found)), axis=0)
-
-    places = tuple(np.arange(site.patients) for site in sites)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateDataWarning)  # where nothing varies: the percentile's interval has no width then
-        found = bootstrap(
-            places,
-            statistic,
-            n_resamples=resamples,
-            batch=_AT_ONCE,
-            vectorized=True,
-            method="BCa",
-            rng=numpy_generator(0, "bootstrap over patients"),
-        )
-    if np.isfinite(found.confidence_interval).all():
-        return float(found.confidence_interval.low), float(found.confidence_interval.high)
-    return _percentiles(found.bootstrap_distribution)
+    return CaseTable(patients, {"probabilities": np.array(cases["probabilities"], dtype=float), "targets": np.array(cases["targets"])})
 
 
-def _percentiles(resampled: Floats) -> Interval | None:
-    """The percentile interval of the resamples that have a value; None where too few have one."""
-    defined = resampled[np.isfinite(resampled)]
-    if len(defined) < (1 - _UNDEFINED) * len(resampled):
-        return None
-    low, high = np.percentile(defined, (2.5, 97.5))
-    return float(low), float(high)
+def joined_cases(tables: Sequence[CaseTable]) -> CaseTable:
+    """The cases of several sites as of one."""
+    columns = {name: np.concatenate([table.columns[name] for table in tables]) for name in tables[0].columns}
+    return CaseTable(np.concatenate([table.patients for table in tables]), columns)
 
 
-def _counts(drawn: NDArray[np.int64], patients: int) -> NDArray[np.int64]:
-    """How often each of `patients` is among the drawn places (..., draws), as (..., patients)."""
-    rows = drawn.reshape(-1, drawn.shape[-1])
-    numbered = rows + patients * np.arange(len(rows))[:, None]  # a patient of each resample has a number of its own
-    return np.bincount(numbered.ravel(), minlength=patients * len(rows)).reshape(*drawn.shape[:-1], patients)
-
-
-def _tested(sites: Sequence[_SitePairs], metric: str) -> float | None:
-    """The p-value of Wilcoxon's test where a patient has a value."""
-    from scipy.stats import wilcoxon
-
-    if not all("values" in pair.first for site in sites for pair in site.runs):
-        return None
-    differences = np.concatenate([_per_patient(site, metric) for site in sites])
-    differences = differences[~np.isnan(differences)]
-    if len(differences) < 2:
-        return None
-    return float(wilcoxon(differences).pvalue) if differences.any() else 1.0
-
-
-def _per_patient(site: _SitePairs, metric: str) -> Floats:
-    """Every patient's difference, averaged over the runs that tested it."""
-    each = np.full((len(site.runs), site.patients), np.nan)
-    for row, pair in zip(each, site.runs, strict=True):
-        values = [np.array(cases["values"][metric], dtype=float) for cases in (pair.first, pair.second)]
-        row[pair.rows] = values[1] - values[0]
-    return _nanmean(each, axis=0)
-
-
-def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str) -> list[_SitePairs]:
-    """The sites that both models were measured at patient by patient."""
-    (runs, model), (other_runs, other_model) = first, second
-    partners = {_split(run): run for run in other_runs}
-    found: dict[str, list[tuple[CaseDict, CaseDict]]] = {}
-    for run in runs:
-        for site, about in sorted(run["sites"].items()):
-            partner = partners.get(_split(run), {"sites": {}})
-            if about["role"] != role or partner["sites"].get(site, {}).get("role") != role:
-                continue
-            one, other = _cases(run, site, model), _cases(partner, site, other_model)
-            if all(cases and has_metric(cases, metric) for cases in (one, other)) and (pair := _aligned(one, other, metric)):
-                found.setdefault(site, []).append(pair)
-    return [_site_pairs(pairs) for _, pairs in sorted(found.items())]
-
-
-def _aligned(one: CaseDict, other: CaseDict, metric: str) -> tuple[CaseDict, CaseDict] | None:
-    """The cases that both measured, patient by patient in the order of the first; None where nobody can say which belong together."""
-    names, others = patients_of(one), patients_of(other)
-    if names != others:
-        if sorted(names) != sorted(others) or len(set(names)) < len(names):
-            return None
-        places = {name: place for place, name in enumerate(others)}
-        other = chosen_cases(other, [places[name] for name in names])
-    if "values" not in one:
-        return one, other
-    values = zip(one["values"][metric], other["values"][metric], strict=True)
-    both = [place for place, pair in enumerate(values) if None not in pair]
-    return (chosen_cases(one, both), chosen_cases(other, both)) if both else None
-
-
-def _split(run: Run) -> tuple[int, tuple[str, ...]]:
-    """What makes two runs a pair: the seed, which draws the split, and the sites that trained (every site alone has no others)."""
-    return run["seed"], tuple(sorted(name for name, site in run["sites"].items() if site["role"] == "inside"))
-
-
-def _cases(run: Run, site: str, model: str) -> CaseDict:
-    return run.get("scores", {}).get(site, {}).get(model) or {}
-
-
-def _site_pairs(pairs: Sequence[tuple[CaseDict, CaseDict]]) -> _SitePairs:
-    places = {patient: place for place, patient in enumerate(sorted({name for pair in pairs for name in patients_of(pair[0])}))}
-    rows = [np.array([places[patient] for patient in patients_of(pair[0])]) for pair in pairs]
-    return _SitePairs(len(places), tuple(_Pair(*pair, of) for pair, of in zip(pairs, rows, strict=True)))
-
-
-def _nanmean(values: Floats, axis: int) -> Floats:
-    """The mean of what is defined; NaN where nothing is."""
-    defined = ~np.isnan(values)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(np.where(defined, values, 0.0).sum(axis=axis) / defined.sum(axis=axis))
-
-
-# -- metrics of single cases under weights, as a bootstrap over patients needs them -------------------------------------
-
-
-def patients_of(cases: CaseDict) -> list[str]:
-    """The patient of every case, in order."""
-    return list(cases["patients"])
-
-
-def has_metric(cases: CaseDict, metric: str) -> bool:
-    """Whether a metric can be computed from these cases."""
-    return metric in cases["values"] if "values" in cases else bool(cases["patients"])
-
-
-def chosen_cases(cases: CaseDict, places: Sequence[int]) -> CaseDict:
-    """Some of the cases, in the order of `places`.
-
-    Examples:
-        >>> chosen_cases({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, [1])
-        {'patients': ['b'], 'values': {'dice': [None]}}
-    """
-
-    def chosen(column: Sequence[Any]) -> list[Any]:
-        return [column[place] for place in places]
-
-    parts = {name: column for name, column in cases.items() if name != "values"}
-    found: dict[str, Any] = {name: chosen(column) for name, column in parts.items()}
-    return found | ({"values": {metric: chosen(column) for metric, column in cases["values"].items()}} if "values" in cases else {})
-
-
-def joined_cases(parts: Sequence[CaseDict], metric: str) -> CaseDict:
-    """The cases of several sites as those of one.
-
-    Args:
-        metric: the one that is kept, where there are values.
-    """
-    patients = [patient for part in parts for patient in part["patients"]]
-    if "values" in parts[0]:
-        return {"patients": patients, "values": {metric: [value for part in parts for value in part["values"][metric]]}}
-    names = ("probabilities", "targets")
-    return {"patients": patients, **{name: [row for part in parts for row in part[name]] for name in names}}
-
-
-def weighted_metric(cases: CaseDict, metric: str, weights: Floats) -> Floats:
+def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
     """A metric of one model at one site.
 
     Args:
@@ -396,18 +154,18 @@ def weighted_metric(cases: CaseDict, metric: str, weights: Floats) -> Floats:
         (...); NaN where the weighted cases leave the metric undefined.
 
     Examples:
-        >>> weighted_metric({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, "dice", np.array([[1.0, 1.0], [0.0, 2.0]]))
-        array([0.5, nan])
+        >>> weighted_metric(case_table({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, "dice"), "dice", np.array([1.0, 1.0]))
+        array(0.5)
     """
-    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing, which is NaN here as well
-        if "values" in cases:
-            values = np.array(cases["values"][metric], dtype=float)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no values is NaN
+        if "values" in cases.columns:
+            values = cases.columns["values"]
             return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))
-        probabilities, targets = np.array(cases["probabilities"], dtype=float), np.array(cases["targets"])
+        probabilities, targets = cases.columns["probabilities"], cases.columns["targets"]
         if targets.ndim == 2:
-            pairs = [(_two_classes(probabilities[:, [c]]), targets[:, c]) for c in range(targets.shape[1])]
-            labels = [_of_classes(*pair, metric, weights, label=True) for pair in pairs]
+            pairs = zip(probabilities.T, targets.T, strict=True)
+            labels = [_of_classes(_two_classes(of_label[:, None]), target, metric, weights, label=True) for of_label, target in pairs]
             return np.asarray(np.nanmean(labels, axis=0))
         return _of_classes(_two_classes(probabilities) if probabilities.shape[1] == 1 else probabilities, targets, metric, weights)
 
@@ -417,30 +175,185 @@ def _two_classes(positive: Floats) -> Floats:
 
 
 def _of_classes(probabilities: Floats, targets: NDArray[Any], metric: str, weights: Floats, label: bool = False) -> Floats:
-    """As `tasks.metrics` has it: classes that cannot be judged are left out of the mean over classes, and a `label`'s F1 is that of yes."""
-    chosen, classes = probabilities.argmax(axis=1), range(probabilities.shape[1])
+    """As in `tasks.metrics`: undefined classes are left out of the mean over classes; the F1 of a `label` is that of its presence."""
+    predicted, classes = probabilities.argmax(axis=1), range(probabilities.shape[1])
     if metric == "accuracy":
-        return np.asarray(weights @ (chosen == targets) / weights.sum(axis=-1))
+        return np.asarray(weights @ (predicted == targets) / weights.sum(axis=-1))
     if metric == "auc_macro":
         return np.asarray(np.nanmean([_area(probabilities[:, c], targets == c, weights) for c in classes], axis=0))
     if metric not in ("balanced_accuracy", "f1_macro"):
         raise unknown("metric", metric, ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro"))
-    found = []
+    values = []
     for c in classes[1:] if label and metric == "f1_macro" else classes:
-        hits, true, said = (weights @ mask for mask in ((targets == c) & (chosen == c), targets == c, chosen == c))
-        found.append(hits / true if metric == "balanced_accuracy" else 2 * hits / (true + said))
-    return np.asarray(np.nanmean(found, axis=0))
+        hits, true, positive = (weights @ mask for mask in ((targets == c) & (predicted == c), targets == c, predicted == c))
+        values.append(hits / true if metric == "balanced_accuracy" else 2 * hits / (true + positive))
+    return np.asarray(np.nanmean(values, axis=0))
 
 
 def _area(scores: Floats, truth: NDArray[np.bool_], weights: Floats) -> Floats:
-    """The area under the ROC curve: the weighted share of (positive, negative) pairs in the right order, ties by half.
+    """Area under the ROC curve: weighted share of (positive, negative) pairs in the right order, ties count half.
 
-    All resamples share the order of the scores, so that each costs as much as there are cases, and not pairs of them.
+    All resamples share the order of the scores, so that each takes time linear in the number of cases.
     """
     negatives = np.flatnonzero(~truth)[np.argsort(scores[~truth])]
     below, tied = (np.searchsorted(scores[negatives], scores[truth], side) for side in ("left", "right"))
-    counted = np.zeros((*weights.shape[:-1], len(negatives) + 1))  # of so many negatives, from the lowest score
+    counted = np.zeros((*weights.shape[:-1], len(negatives) + 1))  # weight of the negatives, from the lowest score
     np.cumsum(weights[..., negatives], axis=-1, out=counted[..., 1:])
     positive = weights[..., truth]
     ordered = (counted[..., below] + counted[..., tied]) / 2
     return np.asarray((positive * ordered).sum(axis=-1) / (positive.sum(axis=-1) * counted[..., -1]))
+
+
+# -- over patients -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PatientComparison:
+    """Paired comparison of two models over the same patients.
+
+    Attributes:
+        difference: second - first, mean over sites of the mean over a site's runs; None without a patient that both measured.
+        interval: 95 %; None if a site has fewer than two patients, or more than a tenth of the resamples are undefined.
+        p: two-sided, of Wilcoxon's test; None for metrics of classes, which have no value per patient.
+        patients: number of patients that both models measured.
+    """
+
+    difference: float | None = None
+    interval: Interval | None = None
+    p: float | None = None
+    patients: int = 0
+
+
+@dataclass(frozen=True)
+class _SitePairs:
+    """The cases of both models at one site, run by run, and the rows of their patients among all patients of the site."""
+
+    patients: int
+    pairs: list[tuple[CaseTable, CaseTable]]
+    rows: list[NDArray[np.intp]]
+
+    def difference(self, metric: str, counts: Floats) -> Floats:
+        """Mean over runs for every resample; counts (..., patients): how often each patient was drawn."""
+        values = [
+            weighted_metric(second, metric, counts[..., rows]) - weighted_metric(first, metric, counts[..., rows])
+            for (first, second), rows in zip(self.pairs, self.rows, strict=True)
+        ]
+        return np.asarray(np.nanmean(values, axis=0))
+
+
+def compare_patients(
+    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, *, role: str = "inside", resamples: int = RESAMPLES
+) -> PatientComparison:
+    """Compare two models patient by patient.
+
+    The interval is BCa (Efron, JASA 82, 1987) over patients drawn within their sites; where BCa is undefined, the percentile interval
+    of the defined resamples. Runs with the same seed and inside sites are pairs; their patients are paired by name. A patient with
+    several cases must have them in the same order in both runs, else the pair is left out.
+
+    Args:
+        first, second: results dicts with scores of single patients, and the model's name in them.
+        role: of the sites, "inside" or "outside".
+    """
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # means of undefined values, and resamples that are all equal
+        sites = _paired(first, second, metric, role)
+        if not sites:
+            return PatientComparison()
+        point = float(np.nanmean([site.difference(metric, np.ones(site.patients)) for site in sites]))
+        count = sum(site.patients for site in sites)
+        if np.isnan(point):
+            return PatientComparison(patients=count)
+        return PatientComparison(point, _interval(sites, metric, resamples), _wilcoxon(sites), count)
+
+
+def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str) -> list[_SitePairs]:
+    """The sites that both models were measured at, patient by patient."""
+
+    def split(run: Run) -> tuple[int, list[str]]:
+        return run["seed"], sorted(name for name, site in run["sites"].items() if site["role"] == "inside")
+
+    def cases(run: Run, site: str, model: str) -> CaseTable | None:
+        return case_table(run.get("scores", {}).get(site, {}).get(model) or {}, metric)
+
+    (runs, model), (other_runs, other_model) = first, second
+    by_site: dict[str, list[tuple[CaseTable, CaseTable]]] = {}
+    for run in runs:
+        other: Run = next((other for other in other_runs if split(other) == split(run)), {"sites": {}})
+        for site in run["sites"]:
+            if run["sites"][site]["role"] == other["sites"].get(site, {}).get("role") == role:
+                pair = _aligned(cases(run, site, model), cases(other, site, other_model))
+                if pair is not None:
+                    by_site.setdefault(site, []).append(pair)
+    sites = []
+    for _, pairs in sorted(by_site.items()):
+        patients, rows = np.unique(np.concatenate([one.patients for one, _ in pairs]), return_inverse=True)
+        sites.append(_SitePairs(len(patients), pairs, np.split(rows, np.cumsum([len(one.patients) for one, _ in pairs])[:-1])))
+    return sites
+
+
+def _aligned(first: CaseTable | None, second: CaseTable | None) -> tuple[CaseTable, CaseTable] | None:
+    """The cases that both models measured, in the same order; None if there are none, or if they cannot be paired."""
+    if first is None or second is None:
+        return None
+    names, others = first.patients.tolist(), second.patients.tolist()
+    if names != others:
+        if len(set(names)) < len(names) or sorted(names) != sorted(others):
+            return None
+        places = {name: place for place, name in enumerate(others)}
+        second = second.take([places[name] for name in names])
+    if "values" in first.columns:
+        both = np.flatnonzero(~np.isnan(first.columns["values"]) & ~np.isnan(second.columns["values"]))
+        first, second = first.take(both), second.take(both)
+    return (first, second) if len(first.patients) else None
+
+
+def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Interval | None:
+    if any(site.patients < 2 for site in sites):
+        return None
+
+    def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
+        """Drawn patients (..., draws), one array per site."""
+        counts = [_counts(np.moveaxis(places, axis, -1), site.patients) for site, places in zip(sites, drawn, strict=True)]
+        values = [site.difference(metric, count.astype(float)) for site, count in zip(sites, counts, strict=True)]
+        return np.asarray(np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0))
+
+    result = bootstrap(
+        tuple(np.arange(site.patients) for site in sites),
+        statistic,
+        n_resamples=resamples,
+        batch=_BATCH,
+        vectorized=True,
+        method="BCa",
+        rng=numpy_generator(0, "bootstrap over patients"),
+    )
+    low, high = result.confidence_interval
+    if not np.isfinite([low, high]).all():
+        defined = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
+        if len(defined) < (1 - _UNDEFINED) * resamples:
+            return None
+        low, high = np.percentile(defined, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _counts(drawn: NDArray[np.int64], patients: int) -> NDArray[np.int64]:
+    """How often each patient is among the drawn ones (..., draws), as (..., patients)."""
+    rows = drawn.reshape(-1, drawn.shape[-1])
+    numbered = rows + patients * np.arange(len(rows))[:, None]  # every resample has its own numbers
+    return np.bincount(numbered.ravel(), minlength=patients * len(rows)).reshape(*drawn.shape[:-1], patients)
+
+
+def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
+    """The p-value over patients, each with its mean difference over runs; None without values of patients."""
+    if not all("values" in first.columns for site in sites for first, _ in site.pairs):
+        return None
+    differences = pd.concat(
+        [
+            pd.concat([pd.Series(second.columns["values"] - first.columns["values"], first.patients) for first, second in site.pairs])
+            .groupby(level=0)
+            .mean()
+            for site in sites
+        ]
+    )
+    if len(differences) < 2:
+        return None
+    return float(wilcoxon(differences).pvalue) if differences.any() else 1.0

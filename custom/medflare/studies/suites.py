@@ -1,17 +1,24 @@
-"""Suites: a table of a paper as a study, with the paper's numbers to lay beside what comes out."""
+"""Suites: a table of a paper as a study, and the paper's numbers beside ours."""
 
 import json
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+import pandas as pd
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, unknown
+from medflare.evaluation.presentation import UNDEFINED
+from medflare.studies.statistics import ALL_SITES, Groups, mean_interval, study_values
+from medflare.studies.tables import markdown
+from medflare.tasks.config import load_task
 
 MEAN: Final = "mean"  # the column of the mean over the sites
+BESIDE_FILE: Final = "beside_the_paper.md"
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
@@ -22,13 +29,11 @@ class Protocol:
     """How the paper's table is made.
 
     Attributes:
-        rounds: federation rounds.
-        metric: that the table shows.
         leave_one_out: each site in turn is outside.
-        leave_out: these sites alone are, each in its turn.
-        role: of the sites that a column is about: "inside" where they train, "outside" where they were left out.
-        model: of ours that is compared.
-        percent: whether the paper's numbers are hundredths.
+        leave_out: only these sites are, each in its turn.
+        role: of the sites in the columns: "inside" (they train) or "outside".
+        model: our model that is compared.
+        percent: whether the paper's numbers are in percent.
     """
 
     rounds: Annotated[int, Field(ge=1)]
@@ -45,17 +50,12 @@ class Suite:
     """A table of a paper.
 
     Attributes:
-        paper: whose it is.
-        table: which one.
-        task: preset of what is learnt.
         data: the preparation that makes the sites, see `medflare data prepare --list`.
         sites: in the order of the paper's columns.
-        methods: row of the table -> method with its hyper-parameters, as `medflare study` takes it.
-        settings: see `Protocol`.
-        seeds: every method runs with each.
-        numbers: row -> site or "mean" -> the paper's number, as far as it is legible; rows that no method of ours has are shown without.
-        source: where the numbers stand.
-        differences: of settings, which remain also where everything is run as it stands, one line each.
+        methods: row of the table -> method with its hyper-parameters, as for `medflare study`.
+        numbers: row -> site or "mean" -> the paper's number, as far as legible; rows that no method of ours has are shown without ours.
+        source: of the numbers.
+        differences: settings that differ from the paper's, one line each.
     """
 
     paper: Text
@@ -73,19 +73,18 @@ class Suite:
     @model_validator(mode="after")
     def _consistent(self) -> "Suite":
         if self.settings.leave_one_out and self.settings.leave_out:
-            raise ValueError("settings: leave_one_out leaves out every site, leave_out some; give one of them")
-        columns = (*self.sites, MEAN)
-        strange = [row for row in self.methods if row not in self.numbers] + [
-            site for site in self.settings.leave_out if site not in self.sites
-        ]
-        strange += [column for numbers in self.numbers.values() for column in numbers if column not in columns]
-        if strange:
-            raise ValueError(f"{strange[0]!r} is no row of the numbers, or no site")
+            raise ValueError("settings: leave_one_out and leave_out exclude each other")
+        columns = {column for numbers in self.numbers.values() for column in numbers}
+        unmatched = sorted(
+            columns - {*self.sites, MEAN} | self.methods.keys() - self.numbers | set(self.settings.leave_out) - {*self.sites}
+        )
+        if unmatched:
+            raise ValueError(f"{unmatched[0]!r} is no row of the numbers, or no site")
         return self
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The sites that the paper has numbers for, then the mean where it has one; all of them where no number of it is known."""
+        """The sites, then the mean, as far as the paper has numbers for them; all if no number is legible."""
         listed = {name for row in self.numbers.values() for name in row}
         return tuple(name for name in (*self.sites, MEAN) if name in listed or not listed)
 
@@ -96,7 +95,6 @@ def suites() -> tuple[str, ...]:
 
 
 def _files() -> dict[str, Any]:
-    """Their files by their names."""
     folder = resources.files("medflare.tasks") / "presets" / "suites"
     return {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
 
@@ -105,7 +103,7 @@ def load_suite(source: str) -> Suite:
     """The suite of a name, or of a JSON file.
 
     Raises:
-        ConfigError: there is none, it is unreadable, a setting is unknown, missing or wrong, or a row or column has no counterpart.
+        ConfigError: there is none, it is unreadable, a setting is wrong, or a row or column has no counterpart.
     """
     file = _files().get(source, Path(source))
     if not file.is_file():
@@ -116,3 +114,55 @@ def load_suite(source: str) -> Suite:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{place}: not one JSON object ({error}); {remedy}") from error
     return checked(Suite, content, place, remedy=remedy)
+
+
+def beside_the_paper(suite: Suite, groups: Groups) -> str:
+    """Markdown: for every row of the paper's table its numbers and ours, as mean [95 % bootstrap interval over seeds] in its unit.
+
+    Args:
+        groups: label of a method -> results dicts that differ in their seed and in the sites left out.
+    """
+    values = study_values(groups)
+    settings = suite.settings
+    scale, digits = (100, 2) if settings.percent else (1, 4)
+
+    def ours(label: str, column: str) -> str:
+        key = (label, settings.model, settings.role, settings.metric, ALL_SITES if column == MEAN else column)
+        by_seed = values.loc[key].dropna() if key in values.index else pd.Series(dtype=float)
+        if by_seed.empty:
+            return UNDEFINED
+        interval = mean_interval(by_seed)
+        bounds = "" if interval is None else f" [{', '.join(f'{scale * bound:.{digits}f}' for bound in interval)}]"
+        return f"{scale * by_seed.mean():.{digits}f}{bounds}"
+
+    lines = [["row", "of", *suite.columns]]
+    for row, numbers in suite.numbers.items():
+        lines.append([row, "paper", *(f"{numbers[column]:.{digits}f}" if column in numbers else UNDEFINED for column in suite.columns)])
+        label = suite.methods.get(row)
+        if label is not None and label in groups:
+            lines.append(["", label, *(ours(label, column) for column in suite.columns)])
+    unit = "in hundredths" if settings.percent else "as a share"
+    about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}. "
+    about += f"Ours: mean over seeds {', '.join(map(str, values.columns))} [95 % bootstrap interval]. The paper's: {suite.source}.\n"
+    differences = "".join(f"- {line}\n" for line in (*suite.differences, *deviations(suite, groups)))
+    parts = [f"# {suite.paper}, {suite.table}, beside ours\n", about, markdown(lines, 2)]
+    return "\n".join([*parts, *([f"What differs:\n\n{differences}"] if differences else [])])
+
+
+def deviations(suite: Suite, groups: Groups) -> list[str]:
+    """Settings of the runs that differ from the suite, one line each."""
+    runs = [run for of_label in groups.values() for run in of_label]
+    here: dict[str, Sequence[Any]] = {name: sorted({run[key] for run in runs}) for name, key in (("rounds", "rounds"), ("seeds", "seed"))}
+    here["sites"] = sorted({site for run in runs for site in run["sites"]})
+    there: dict[str, Sequence[Any]] = {"rounds": [suite.settings.rounds], "seeds": sorted(suite.seeds), "sites": sorted(suite.sites)}
+    lines = [
+        f"{name}: {', '.join(map(str, here[name]))}, the suite has {', '.join(map(str, there[name]))}"
+        for name in here
+        if here[name] != there[name]
+    ]
+    for task in (run["configuration"]["task"] for run in runs if run["configuration"]["task"]):
+        for name, value in load_task(suite.task).to_dict().items():
+            if name != "resplit" and task.get(name) != value:
+                lines.append(f"{name} of the task: {json.dumps(task.get(name))}, the suite has {json.dumps(value)}")
+    failed = [label for label, of_label in groups.items() if any(run["reason"] for run in of_label)]
+    return [*dict.fromkeys(lines), *(f"{label}: a run failed, see table.md" for label in failed)]

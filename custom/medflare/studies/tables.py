@@ -1,0 +1,479 @@
+"""The tables of a study in Markdown, and table.md with what makes its rows hard to compare."""
+
+import json
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from scipy.stats import linregress
+
+from medflare.core.errors import StateError
+from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
+from medflare.evaluation.results import MODELS, confusion
+from medflare.studies.candidates import UNIFORM, weighs_by_samples
+from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
+from medflare.studies.statistics import (
+    ALL_SITES,
+    Groups,
+    Interval,
+    Run,
+    case_table,
+    compare,
+    compare_patients,
+    joined_cases,
+    study_values,
+    weighted_metric,
+)
+from medflare.training.constant import NEAR
+
+TABLE_FILE: Final = "table.md"
+ORACLE: Final = "oracle"
+CONTROLS: Final = ("global", "batch_statistics", "mixture", "tent")  # models that a run's adapted model has to beat
+HARM: Final = 0.02  # routing that ends this far below its start has done harm
+RISING: Final = 0.01  # gain of the metric over the last third of the rounds
+_WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
+_STATISTICS: Final = ("95 % over seeds", "t-test over seeds, p", "seeds", "95 % over patients", "test over patients, p", "patients")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Models of one label that have the same values of a metric everywhere.
+
+    Attributes:
+        values: index (role, site), columns seeds.
+    """
+
+    label: str
+    models: tuple[str, ...]
+    values: pd.DataFrame
+    runs: Sequence[Run]
+
+    @property
+    def cells(self) -> list[str]:
+        """The first three columns of its line: label, models, and how the deployed round was selected."""
+        selections = dict.fromkeys(filter(None, map(selection, self.runs)))
+        return [self.label, model_list(self.models), ", ".join(selections) or UNDEFINED]
+
+
+class StudyTables:
+    """The tables of a study.
+
+    Args:
+        groups: label -> results dicts that differ in their seed and in the sites left out.
+
+    Raises:
+        StateError: no run has a task.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.metric: str = task_of(groups)["metric"]
+        self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in groups.items()}
+        self.values = study_values(self.groups)
+        models = (of for runs in groups.values() for run in runs for site in run["sites"].values() for of in site["metrics"].values())
+        self.metrics = list(dict.fromkeys(metric for of in models for metric in of))
+        sites = sorted({(site["role"], name) for runs in groups.values() for run in runs for name, site in run["sites"].items()})
+        self.roles = list(dict.fromkeys(role for role, _ in sites))
+        self.places = [place for role in self.roles for place in (*(place for place in sites if place[0] == role), (role, ALL_SITES))]
+
+    def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
+        """Title -> table: for every metric, the task's own first, what each site reached and what the mean hides; then paired differences
+        to the first row and to training alone, the selector and routing.
+
+        Args:
+            wanted: titles of the tables to make (intervals over patients take time); None: all.
+        """
+        makers: dict[str, Callable[[], str]] = {}
+        for metric in sorted(self.metrics, key=lambda metric: metric != self.metric):
+            makers[metric] = partial(self.sites, metric)
+            makers[f"{metric}, what the mean hides"] = partial(self.summary, metric)
+        makers[f"{self.metric}, differences"] = self.differences
+        for label, runs in list(self.groups.items())[1:]:
+            if runs[0]["method"] == SINGLE_SITE:
+                makers[f"{self.metric}, differences to {label}"] = partial(self.differences, label)
+        makers[f"{self.metric}, differences within a row"] = self.differences_within
+        makers["selector"] = self.selector
+        makers[f"{self.metric}, routing"] = self.routing
+        tables = {title: make() for title, make in makers.items() if wanted is None or title in wanted}
+        return {title: table for title, table in tables.items() if table}
+
+    def series(self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES) -> "pd.Series[float]":
+        """One value per seed; NaN where undefined."""
+        key = (label, model, role, metric, site)
+        return self.values.loc[key] if key in self.values.index else pd.Series(np.nan, index=self.values.columns)
+
+    def models(self, label: str) -> list[str]:
+        """The models of a row; those that differ only in a site's name as one."""
+        names = (model for run in self.groups[label] for site in run["sites"].values() for model in site["metrics"])
+        return list(dict.fromkeys([*MODELS, *(f"{name.partition('/')[0]}/*" if "/" in name else name for name in names)]))
+
+    def rows(self, metric: str) -> list[Row]:
+        """The rows that have a value of the metric at any site."""
+        rows: list[Row] = []
+        for label, runs in self.groups.items():
+            for model in self.models(label):
+                values = self.values.reindex([(label, model, role, metric, site) for role, site in self.places])
+                values.index = pd.MultiIndex.from_tuples(self.places)
+                if values.isna().all(axis=None):
+                    continue
+                equal = next((row for row in rows if row.label == label and row.values.equals(values)), None)
+                if equal is not None:
+                    rows.remove(equal)
+                rows.append(Row(label, (*(equal.models if equal else ()), model), values, runs))
+        return rows
+
+    # -- what every site reached, and what the mean over sites hides ---------------------------------------------------------
+
+    def sites(self, metric: str) -> str:
+        """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
+
+        The best mean of a column is bold, except the oracle's.
+        """
+        rows = self.rows(metric)
+        means = [row.values.mean(axis=1).tolist() for row in rows]
+        attainable = [mean for row, mean in zip(rows, means, strict=True) if row.models != (ORACLE,)]
+        best = [best_value(metric, (value for value in column if value == value)) for column in zip(*attainable, strict=True)]
+        headings = [f"mean {role}" if not site else site if role == "inside" else f"{site} ({role})" for role, site in self.places]
+        lines = [["method", "model", "selection", *headings, "runs"]]
+        for row, mean in zip(rows, means, strict=True):
+            cells = [spread(metric, values) for _, values in row.values.iterrows()]
+            if row.models != (ORACLE,):
+                cells = [f"**{cell}**" if value == top else cell for cell, value, top in zip(cells, mean, best, strict=True)]
+            lines.append([*row.cells, *cells, str(len(row.runs))])
+        return markdown(lines, left=3)
+
+    def summary(self, metric: str) -> str:
+        """A row per label, model and role: mean over sites, worst site, all images as of one site, sites below training alone, warnings.
+
+        "Still rising": `is_rising`. "Constant answer at ...": at least half of the seeds are within 0.01 of the constant answer.
+        """
+        lines = [["method", "model", "selection", "sites", "mean", "worst site", "all images", "below training alone", "warnings"]]
+        for row in self.rows(metric):
+            for role in self.roles:
+                sites = row.values.loc[role].mean(axis=1).drop(ALL_SITES).dropna()
+                if sites.empty:
+                    continue
+                worst = sites.idxmax() if lower_is_better(metric) else sites.idxmin()
+                below = self._below_alone(row, metric, list(sites.index)) if role == "inside" else None
+                numbers = [
+                    spread(metric, row.values.loc[(role, ALL_SITES)]),
+                    f"{format_metric(metric, sites[worst])} ({worst})",
+                    spread(metric, pooled_values(row.runs, row.models[0], metric, role)),
+                    UNDEFINED if below is None else f"{len(below)} of {len(sites)}" + (f" ({', '.join(below)})" if below else ""),
+                ]
+                warnings = ["still rising"] if is_rising(curve_of(row.runs, row.models[0])) else []
+                if constant := [site for site in sites.index if self._is_constant(row, metric, role, site)]:
+                    warnings.append(f"constant answer at {', '.join(constant)}")
+                lines.append([*row.cells, role, *numbers, "; ".join(warnings) or UNDEFINED])
+        return markdown(lines, left=4)
+
+    def _label_of(self, method: str) -> str | None:
+        """The first row with this method."""
+        return next((label for label, runs in self.groups.items() if runs[0]["method"] == method), None)
+
+    def _below_alone(self, row: Row, metric: str, sites: Sequence[str]) -> list[str] | None:
+        """The inside sites where the row is worse than training alone, in the mean over the seeds of both; None if nothing to compare."""
+        alone = self._label_of(SINGLE_SITE)
+        if alone in (None, row.label):
+            return None
+        sign = -1 if lower_is_better(metric) else 1
+        gains = {site: row.values.loc[("inside", site)] - self.series(alone, "deployed", "inside", metric, site) for site in sites}
+        return [site for site, gain in gains.items() if sign * gain.mean() < 0]
+
+    def _is_constant(self, row: Row, metric: str, role: str, site: str) -> bool:
+        """Whether half of the seeds are near the constant answer of all sites, or of the site's own training images."""
+        label = self._label_of(CONSTANT)
+        if label in (None, row.label) or lower_is_better(metric):
+            return False
+        values = row.values.loc[(role, site)]
+        distances = [(values - self.series(label, model, role, metric, site)).abs().dropna() for model in ("global", "personal")]
+        return any(len(distance) and 2 * (distance <= NEAR).sum() >= len(distance) for distance in distances)
+
+    # -- paired differences, over seeds and over patients --------------------------------------------------------------------
+
+    def differences(self, against: str | None = None) -> str:
+        """Paired differences of the task's metric to what one row deploys, with 95 % intervals.
+
+        Args:
+            against: label of that row; None: the first.
+        """
+        against = next(iter(self.groups)) if against is None else against
+        lines: dict[tuple[str, ...], list[str]] = {}  # cells -> models with these cells
+        for label in self.groups:
+            compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
+            for model in self.models(label):
+                for role in self.roles:
+                    results = self._results(label, model, role)
+                    cells = next((cells for others, cells in compared if others.equals(results)), None)
+                    if cells is None:
+                        cells = self._difference((against, "deployed"), (label, model), role)
+                        compared.append((results, cells))
+                    if cells:
+                        lines.setdefault((label, *cells), []).append(model)
+        rows = [[label, model_list(models), *cells] for (label, *cells), models in lines.items()]
+        return markdown([["method", "model", "sites", f"difference to {against}", *_STATISTICS], *rows], left=3)
+
+    def _results(self, label: str, model: str, role: str) -> pd.DataFrame:
+        """What a model reached at every site of the role, by all metrics; a "NAME/*" of several models equals no other."""
+        places = [(metric, site) for metric in self.metrics for of, site in self.places if of == role]
+        values = self.values.reindex([(label, model, role, *place) for place in places])
+        return values.set_axis([(role, *place, model if "*" in model else "") for place in places])
+
+    def differences_within(self) -> str:
+        """What a row deploys against other models of the same runs; "" if no run has two models."""
+        lines: dict[tuple[str, ...], list[str]] = {}
+        for label, runs in self.groups.items():
+            if runs[0]["method"] == CONSTANT:
+                continue
+            for control in (model for model in self.models(label) if model in CONTROLS):
+                for role in self.roles:
+                    if cells := self._difference((label, control), (label, "deployed"), role):
+                        lines.setdefault((label, *cells), []).append(control)
+        rows = [[label, ", ".join(models), *cells] for (label, *cells), models in lines.items()]
+        return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
+
+    def _difference(self, first: tuple[str, str], second: tuple[str, str], role: str) -> list[str]:
+        """The cells of second - first, each (label, model); none if there is nothing to compare, or both are the same of one label."""
+        before, after = (self.series(label, model, role, self.metric) for label, model in (first, second))
+        over_seeds = compare(before, after)
+        if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
+            return []
+        (label, model), (other, other_model) = first, second
+        over_patients = compare_patients((self.groups[label], model), (self.groups[other], other_model), self.metric, role=role)
+        return [
+            role,
+            f"{over_seeds.difference:+.3f}",
+            *(interval(over_seeds.interval), p_value(over_seeds.p), str(over_seeds.n)),
+            *(interval(over_patients.interval), p_value(over_patients.p) + (" (Wilcoxon)" if over_patients.p is not None else "")),
+            str(over_patients.patients or UNDEFINED),
+        ]
+
+    # -- what methods choose by themselves at a site -------------------------------------------------------------------------
+
+    def selector(self) -> str:
+        """Balanced accuracy of each row's selector on test images, and how many images a personal model predicted; "" without one."""
+        tables = {label: [table for run in runs if (table := confusion(run["sites"]))] for label, runs in self.groups.items()}
+        sites = sorted({site for of_runs in tables.values() for table in of_runs for site in table})
+        lines = [["method", "balanced accuracy", *(f"{site} recognised" for site in sites), "answered by a personal model", "runs"]]
+        for label, of_runs in tables.items():
+            if of_runs:
+                recognised = pd.DataFrame([recalls(table) for table in of_runs], columns=sites)
+                personal = pd.Series([personal_share(run) for run in self.groups[label] if confusion(run["sites"])], dtype=float)
+                columns = [recognised.mean(axis=1), *(recognised[site] for site in sites), personal]
+                lines.append([label, *(spread("share", column) for column in columns), str(len(of_runs))])
+        return markdown(lines, left=1) if len(lines) > 1 else ""
+
+    def routing(self) -> str:
+        """Routing against its start at every left-out site: means, worst run, runs with harm, and how many of these have an event."""
+        lines = [["method", "outside", "start", "end", "worst run", f"more than {HARM} below", "of these with an event", "runs"]]
+        for label, runs in self.groups.items():
+            events = {(event["site"], run["seed"]) for run in runs for event in run["events"] if event["kind"] == "reverted"}
+            if "mixture" not in self.models(label) or "outside" not in self.roles:
+                continue
+            sides = {"start": "mixture", "end": "deployed"}
+            values = {side: self.values.loc[(label, model, "outside", self.metric)].drop(ALL_SITES) for side, model in sides.items()}
+            moves = pd.DataFrame({side: of_sites.stack() for side, of_sites in values.items()}).dropna()
+            sites = moves.index.unique("site")
+            for site in (*sites, None) if len(sites) else ():
+                here = moves if site is None else moves.xs(site, level="site", drop_level=False)
+                gain = here["end"] - here["start"]
+                harmed = gain.index[gain < -HARM]
+                reverted = sum(place in events for place in harmed)
+                cells = [f"{here['start'].mean():.3f}", f"{here['end'].mean():.3f}", f"{gain.min():+.3f}"]
+                lines.append([label, site or "all", *cells, str(len(harmed)), str(reverted), str(len(here))])
+        return markdown(lines, left=2) if len(lines) > 1 else ""
+
+
+# -- parts of runs -----------------------------------------------------------------------------------------------------------
+
+
+def task_of(groups: Groups) -> Mapping[str, Any]:
+    """The task's configuration, from the first run that has one.
+
+    Raises:
+        StateError: no run has one.
+    """
+    task = next((run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"]), None)
+    if task is None:
+        raise StateError("no run of this study has a task; see the reason in each results.json")
+    return dict(task)
+
+
+def selection(run: Run) -> str:
+    """How the deployed round was selected: "last", or "best dice" (on validation images) and how the sites' values were joined."""
+    rule = run["configuration"]["hyper"]["server"].get("selection", "")
+    joined = {"best": "", "median": ", median of sites", "paired": ", paired over sites", "mean": ", mean of sites"}
+    return f"best {run['configuration']['task'].get('metric', '')}".strip() + joined[rule] if rule in joined else str(rule)
+
+
+def with_oracle(run: Run, metric: str) -> Run:
+    """The run with one more model: at every site the one of global and personal model with the better test metric.
+
+    References and runs with one model for all purposes stay as they are.
+    """
+    different = any(
+        site["metrics"]["personal"] not in (site["metrics"]["global"], dict.fromkeys(site["metrics"]["personal"]))
+        for site in run["sites"].values()
+    )
+    if run["method"] in REFERENCES or not different:
+        return run
+    sites, scores = dict(run["sites"]), dict(run.get(SCORES, {}))
+    for name, site in run["sites"].items():
+        values = {model: site["metrics"][model].get(metric) for model in ("global", "personal")}
+        if None in values.values():
+            continue
+        best = max(values, key=lambda model: values[model])
+        sites[name] = {**site, "metrics": {**site["metrics"], ORACLE: site["metrics"][best]}}
+        if best in scores.get(name, {}):
+            scores[name] = {**scores[name], ORACLE: scores[name][best]}
+    return {**run, "sites": sites, SCORES: scores}
+
+
+def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
+    """The metric of all test images of the role's sites as of one site, one value per run; NaN without scores of patients."""
+    values = []
+    for run in runs:
+        names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
+        tables = [case_table(run.get(SCORES, {}).get(name, {}).get(model) or {}, metric) for name in names]
+        complete = [table for table in tables if table is not None]
+        if complete and len(complete) == len(tables):
+            cases = joined_cases(complete)
+            values.append(float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
+        else:
+            values.append(np.nan)
+    return pd.Series(values, dtype=float)
+
+
+def recalls(counts: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Site -> share of its images that the selector assigned to it.
+
+    Args:
+        counts: site -> assigned site -> images.
+
+    Examples:
+        >>> recalls({"A": {"A": 3, "B": 1}, "B": {"A": 2, "B": 2}, "C": {}})
+        {'A': 0.75, 'B': 0.5}
+    """
+    return {site: row.get(site, 0) / sum(row.values()) for site, row in counts.items() if sum(row.values())}
+
+
+def personal_share(run: Run) -> float:
+    """Share of the inside sites' test images that a personal model predicted; NaN without images."""
+    reports = [run["sites"][name]["reports"]["deployed"] for name in confusion(run["sites"])]
+    counts = pd.DataFrame(reports).drop(columns="selector").sum()
+    return float(1 - counts.get("global", 0) / counts.sum()) if counts.sum() else np.nan
+
+
+def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
+    """Rounds of training -> validation metric, mean over sites and runs, where all sites and runs have a value.
+
+    The deployed model has the personal model's curve if there is one, else the global one's.
+    """
+    names = ("global",) if model == "global" else ("personal", "global")
+    points = []
+    for run in runs:
+        curves = run.get(CURVES, {})
+        for of_site in curves.get(next((name for name in names if name in curves), ""), {}).values():
+            points += of_site
+    if not points:
+        return {}
+    by_round = pd.DataFrame(points, columns=["round", "value"]).groupby("round")["value"].agg(["mean", "size"])
+    return {int(round): float(mean) for round, mean in by_round["mean"][by_round["size"] == by_round["size"].max()].items()}
+
+
+def is_rising(curve: Mapping[int, float]) -> bool:
+    """Whether the metric still gained more than 0.01, and more than twice its standard error, over the last third of the rounds.
+
+    The gain is that of a least-squares line through at least four points.
+
+    Examples:
+        >>> is_rising({at: 0.02 * at for at in range(13)}), is_rising({at: 0.8 for at in range(13)}), is_rising({0: 0.1, 1: 0.9})
+        (True, False, False)
+    """
+    late = [at for at in curve if at >= max(curve) * 2 / 3]
+    if len(late) < 4:
+        return False
+    line = linregress(late, [curve[at] for at in late])
+    return bool(line.slope * (late[-1] - late[0]) > RISING and line.slope > 2 * line.stderr)
+
+
+# -- table.md ----------------------------------------------------------------------------------------------------------------
+
+
+def study_report(groups: Groups) -> str:
+    """Markdown: what the runs have in common, what makes them hard to compare, and all tables."""
+    rounds = sorted({run["rounds"] for runs in groups.values() for run in runs})
+    title = f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
+    lines = "".join(f"- {line}\n" for line in _cautions(groups))
+    tables = [f"## {title}\n\n{table}" for title, table in StudyTables(groups).tables().items()]
+    return "\n".join([title, *([lines] if lines else []), *tables])
+
+
+def _cautions(groups: Groups) -> list[str]:
+    """What makes rows hard to compare, one line each."""
+    lines = []
+    runs = [(label, run) for label, of_label in groups.items() for run in of_label]
+    trained = [(label, run, run["configuration"]["hyper"]) for label, run in runs if run["method"] != CONSTANT]
+    # PRR has no `reset_optimizer`: it always starts with a new optimizer.
+    kept, fresh = _parted((label, bool(hyper["site"].get("reset_optimizer", True))) for label, _, hyper in trained)
+    if kept and fresh:
+        lines.append(
+            f"Unequal: the optimizer keeps its moments from round to round in {kept}, and starts every round afresh in {fresh} "
+            "(reset_optimizer; prr has no choice)."
+        )
+    uniform = any(run["method"] == TRAINED_AS and hyper["server"].get("weighting") == "uniform" for _, run, hyper in trained)
+    averaged = [(label, hyper["server"]) for label, run, hyper in trained if run["method"] not in _WITHOUT_MEAN]
+    other, samples = _parted((label, weighs_by_samples(server)) for label, server in averaged)
+    if other and samples and not uniform:
+        lines.append(
+            f"Unequal: the mean weighs sites by their training images in {samples}, and otherwise in {other}: "
+            f"add `--reference {UNIFORM}`, FedAvg with every site counting once."
+        )
+    if len({run["rounds"] for _, run in runs}) > 1:
+        lines.append("Unequal: rows have different numbers of rounds.")
+    tasks = [run["configuration"]["task"] for _, run in runs]
+    names = dict.fromkeys(name for task in tasks for name in task if name != "resplit")  # every seed has its own split
+    unequal = [name for name in names if len({json.dumps(task[name], sort_keys=True) for task in tasks if name in task}) > 1]
+    if unequal:
+        lines.append(f"Unequal: runs have different tasks ({', '.join(unequal)}).")
+    missing = [method for method in (CONSTANT, SINGLE_SITE) if all(run["method"] != method for _, run in runs)]
+    if missing:
+        lines.append(f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`.")
+    return [*lines, *(f"FAILED: {label}, seed {run['seed']}: {run['reason']}" for label, run in runs if run["reason"])]
+
+
+def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
+    """The labels for which the condition is false in a run, and those for which it is true in one."""
+    pairs = dict.fromkeys(labels)
+    return ", ".join(label for label, true in pairs if not true), ", ".join(label for label, true in pairs if true)
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------------
+
+
+def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Lines of cells, the first with the headings, as a Markdown table; all columns but the first `left` ones are right-aligned."""
+    rule = ["---" if column < left else "---:" for column in range(len(lines[0]))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]]) + "\n"
+
+
+def model_list(models: Iterable[str]) -> str:
+    return ", ".join(f"{ORACLE} (chosen on test)" if model == ORACLE else model for model in models)
+
+
+def p_value(p: float | None) -> str:
+    return UNDEFINED if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def interval(bounds: Interval | None) -> str:
+    return UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}"
+
+
+def spread(metric: str, values: "pd.Series[float]") -> str:
+    """ "mean ± standard deviation" of the defined values; the mean alone of one value."""
+    defined = values.dropna()
+    if defined.empty:
+        return UNDEFINED
+    return format_metric(metric, defined.mean()) + (f" ± {format_metric(metric, defined.std())}" if len(defined) > 1 else "")
