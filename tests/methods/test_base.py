@@ -1,4 +1,4 @@
-"""What every algorithm has: states that outlive the process, phases that are kept to, a plan that both algorithms share."""
+"""The bases of all algorithms: persistent states, declared phases, the plan and the context that both algorithms share."""
 
 from typing import Any, ClassVar
 
@@ -22,21 +22,21 @@ W = {"w": torch.ones(2)}
 
 @dataclass(frozen=True, config=STRICT)
 class EchoHyper(SiteHyper):
-    more: bool = param(False, "send more than is declared")
-    less: bool = param(False, "send less")
-    talk: bool = param(False, "tell more")
-    twice: bool = param(False, "send the copy too, which is declared")
+    more: bool = param(False, "send an undeclared state")
+    less: bool = param(False, "send no state")
+    more_meta: bool = param(False, "send undeclared metadata")
+    twice: bool = param(False, "send the copy too, which is then declared")
 
 
 MODEL, COPY = (
-    TensorSpec("model", "to be looked at", lambda plan: W),
+    TensorSpec("model", "the incoming model", lambda plan: W),
     TensorSpec("copy", "", lambda plan: W, lambda plan: plan.site_hyper.twice),
 )
 LOSS = MetaSpec("loss")
 
 
 class Echo(SiteAlgorithm[EchoHyper]):
-    """Sends back what it is sent, or not quite."""
+    """Sends back what it is sent, or something else."""
 
     Hyper: ClassVar[type] = EchoHyper
     phases: ClassVar[tuple[Phase, ...]] = (Phase("train", request=(MODEL,), reply=(MODEL, COPY), reply_meta=(LOSS,)), Phase("look"))
@@ -48,7 +48,7 @@ class Echo(SiteAlgorithm[EchoHyper]):
         states = {} if self.hyper.less else {"model": self.last}
         if self.hyper.more or self.hyper.twice:
             states["copy"] = self.last
-        return Message(states, {"loss": 1.0, **({"name": "somebody"} if self.hyper.talk else {})})
+        return Message(states, {"loss": 1.0, **({"name": "somebody"} if self.hyper.more_meta else {})})
 
     def look(self, round: int, incoming: Message) -> Message:
         return Message()
@@ -57,131 +57,100 @@ class Echo(SiteAlgorithm[EchoHyper]):
         return {}
 
 
-def half(**hyper: Any) -> Echo:
+def echo(**hyper: Any) -> Echo:
     return squares.algorithm(Echo, **hyper)
 
 
-class TestKept:
-    def test_what_is_assigned_lies_in_the_memory_of_this_half_alone(self) -> None:
-        one, other = half(), half()
-        assert one.last is None
-        one.last = W
-        assert one.memory.states == {"last": W} and one.last is W
-        assert other.last is None and one.first is None
-
-    def test_none_takes_it_away(self) -> None:
-        one = half()
-        one.last = W
-        one.last = None
-        one.first = None
-        assert one.last is None and one.memory == Message()
-
-    def test_it_outlives_the_process(self) -> None:
-        one, again, store = half(), half(), MemoryStore()
-        one.perform("train", 0, Message({"model": W}))
-        store.save("algorithm", one.memory)
-        kept = store.load("algorithm")
-        assert kept is not None
-        again.restore(kept)
-        assert again.last is not None and squares.equal(again.last, W)
-        again.first = W
-        assert again.memory.states.keys() == {"last", "first"}, "and memory goes on being the algorithm's"
+def test_persistent_states_are_in_the_memory_of_one_algorithm_and_outlive_the_process() -> None:
+    algorithm, other, restored, store = echo(), echo(), echo(), MemoryStore()
+    assert algorithm.last is None
+    algorithm.perform("train", 0, Message({"model": W}))
+    assert algorithm.memory.states == {"last": W} and other.last is None
+    store.save("algorithm", algorithm.memory)
+    stored = store.load("algorithm")
+    assert stored is not None
+    restored.restore(stored)
+    assert restored.last is not None and squares.equal(restored.last, W)
+    restored.first = W
+    assert restored.memory.states.keys() == {"last", "first"}
+    restored.first = None
+    assert restored.memory.states.keys() == {"last"} and restored.first is None
 
 
 class TestPhases:
-    def test_a_reply_as_declared_passes(self) -> None:
-        reply = half().perform("train", 0, Message({"model": W}))
-        assert reply.states == {"model": W} and reply.meta == {"loss": 1.0}
-        assert half(twice=True).perform("train", 0, Message({"model": W})).states.keys() == {"model", "copy"}
+    def test_a_declared_reply_passes_and_its_manifest_follows_the_plan(self) -> None:
+        for twice, entries in ((False, {"model"}), (True, {"model", "copy"})):
+            algorithm = echo(twice=twice)
+            reply, manifest = algorithm.perform("train", 0, Message({"model": W})), Echo.manifest("train", algorithm.plan)
+            assert reply.states.keys() == manifest.keys() == entries and reply.meta == {"loss": 1.0}
+            assert manifest["model"].tensors == {"w": ((2,), torch.float32)} and manifest["model"].purpose == MODEL.purpose
+        assert Echo.manifest("look", algorithm.plan) == {}
 
-    @pytest.mark.parametrize(
-        ("hyper", "words"),
-        [
-            ({"more": True}, "unexpected entry 'copy'"),
-            ({"less": True}, "missing entry 'model'"),
-            ({"talk": True}, "unexpected item 'name'"),
-        ],
-    )
-    def test_a_reply_that_holds_other_things_is_an_error_of_the_method(self, hyper: dict[str, bool], words: str) -> None:
-        with pytest.raises(ConfigError, match=f"Echo.*'train'.*{words}$"):
-            half(**hyper).perform("train", 0, Message({"model": W}))
+    @pytest.mark.parametrize(("option", "offender"), [("more", "copy"), ("less", "model"), ("more_meta", "name")])
+    def test_an_undeclared_reply_is_an_error_of_the_method(self, option: str, offender: str) -> None:
+        with pytest.raises(ConfigError, match=f"Echo.*'train'.*'{offender}'"):
+            echo(**{option: True}).perform("train", 0, Message({"model": W}))
 
-    def test_an_unknown_phase_is_named_with_the_known_ones(self) -> None:
-        for ask in (lambda: half().perform("score", 0, Message()), lambda: Echo.manifest("score", half().plan)):
+    def test_an_unknown_phase_is_named(self) -> None:
+        for ask in (lambda: echo().perform("score", 0, Message()), lambda: Echo.manifest("score", echo().plan)):
             with pytest.raises(ConfigError, match="score"):
                 ask()
 
-    def test_a_manifest_goes_by_the_plan(self) -> None:
-        assert Echo.manifest("train", half().plan).keys() == {"model"}
-        manifest = Echo.manifest("train", half(twice=True).plan)
-        assert manifest.keys() == {"model", "copy"} and manifest["copy"].tensors == {"w": ((2,), torch.float32)}
-        assert manifest["model"].purpose == "to be looked at" and Echo.manifest("look", half().plan) == {}
+
+class Counting(SiteAlgorithm[Any]):
+    """An extension of any site algorithm."""
+
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("train", reply_meta=(MetaSpec("count"),)),
+        Phase("count", reply_meta=(MetaSpec("count"),)),
+    )
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply: Message = super().train(round, incoming)  # type: ignore[misc]
+        reply.meta["count"] = 3
+        return reply
+
+    def count(self, round: int, incoming: Message) -> Message:
+        return Message({}, {"count": 3})
 
 
-class TestExtended:
-    class Counting(SiteAlgorithm[Any]):
-        """What some server asks of any site."""
-
-        phases: ClassVar[tuple[Phase, ...]] = (
-            Phase("train", reply_meta=(MetaSpec("count"),)),
-            Phase("count", reply_meta=(MetaSpec("count"),)),
-        )
-
-        def train(self, round: int, incoming: Message) -> Message:
-            reply: Message = super().train(round, incoming)  # type: ignore[misc]
-            reply.meta["count"] = 3
-            return reply
-
-        def count(self, round: int, incoming: Message) -> Message:
-            return Message({}, {"count": 3})
-
-    def test_a_site_half_does_and_declares_what_both_say(self) -> None:
-        both: Any = extended(Echo, self.Counting)
-        assert [phase.name for phase in both.phases] == ["train", "look", "count"]
-        assert both.__name__ == "CountingEcho" and issubclass(both, Echo)
-        member = squares.algorithm(both)
-        assert member.perform("train", 0, Message({"model": W})).meta == {"loss": 1.0, "count": 3}
-        assert member.perform("count", 0, Message()).meta == {"count": 3}
-
-    def test_hyper_parameters_stay_the_sites(self) -> None:
-        assert extended(Echo, self.Counting).Hyper is EchoHyper
-
-    def test_without_an_extension_or_with_it_already_nothing_changes(self) -> None:
-        both = extended(Echo, self.Counting)
-        assert extended(Echo, None) is Echo and extended(both, self.Counting) is both
-        assert [phase.name for phase in Echo.phases] == ["train", "look"]
+def test_an_extended_site_algorithm_has_the_phases_of_both() -> None:
+    both: Any = extended(Echo, Counting)
+    assert [phase.name for phase in both.phases] == ["train", "look", "count"]
+    assert issubclass(both, Echo) and both.Hyper is EchoHyper
+    algorithm = squares.algorithm(both)
+    assert algorithm.perform("train", 0, Message({"model": W})).meta == {"loss": 1.0, "count": 3}
+    assert algorithm.perform("count", 0, Message()).meta == {"count": 3}
+    assert extended(Echo, None) is Echo and extended(both, Counting) is both
+    assert [phase.name for phase in Echo.phases] == ["train", "look"]
 
 
 class TestContext:
-    def test_what_the_sites_answer(self) -> None:
+    def test_shapes_of_the_sites_replies(self) -> None:
         plan = squares.plan_of(FedAvgSite, FedAvgServer)
         context = ServerContext(plan, squares.SEED, 3, phases=FedAvgSite.phases)
         spec = context.answer("train", "model")
         assert spec is not None and spec.tensors.keys() == squares.start().keys()
         assert context.answer("train", "other") is None and context.answer("validate", "model") is None
-        assert ServerContext(plan, squares.SEED, 3).answer("train", "model") is None, "nobody has said"
-        assert (context.task, context.sites) == (plan.task, squares.SITES)
-
-    def test_an_entry_that_is_not_sent_under_these_settings_is_no_answer(self) -> None:
         for twice in (False, True):
             context = ServerContext(squares.plan_of(Echo, FedAvgServer, twice=twice), 0, 1, phases=Echo.phases)
             assert (context.answer("train", "copy") is not None) == twice
 
-    def test_notes_are_gathered_by_site_and_can_be_written_down(self) -> None:
+    def test_notes_are_collected_by_site(self) -> None:
         context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3)
         context.note(weight={"A": 0.4, "B": float("nan")})
         context.note(score={"A": 1.0})
         assert context.notes == {"A": {"weight": 0.4, "score": 1.0}, "B": {"weight": None}}
 
-    def test_initial_weights_are_those_of_every_site_and_the_callers_own(self) -> None:
+    def test_initial_weights_are_those_of_the_sites(self) -> None:
         context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3)
         first = context.initial_state()
         assert squares.equal(first, squares.start())
         next(iter(first.values())).add_(1)
-        assert squares.equal(context.initial_state(), squares.start())
+        assert squares.equal(context.initial_state(), squares.start()), "every call gives a copy"
 
 
-def test_a_plans_network_has_no_memory() -> None:
+def test_a_plans_template_is_on_the_meta_device() -> None:
     plan: Plan[SiteHyper, ServerHyper] = Plan(squares.SEGMENTATION, squares.SITES, SiteHyper(), ServerHyper())
     assert all(tensor.is_meta for tensor in plan.template().values())
     assert {name: tensor.shape for name, tensor in plan.template().items()} == {n: t.shape for n, t in squares.start().items()}
@@ -189,12 +158,11 @@ def test_a_plans_network_has_no_memory() -> None:
     assert list(selector.values())[-1].shape[0] == 3
 
 
-def test_networks_stay_where_they_are_from_round_to_round() -> None:
-    """Built and brought to the device once; a round loads its weights into the memory that is there."""
+def test_networks_are_built_once_and_loaded_in_place() -> None:
     algorithm, weights = squares.algorithm(FedAvgSite), squares.start()
     network = algorithm.network("model", weights)
-    places = [tensor.data_ptr() for tensor in network.state_dict().values()]
+    pointers = [tensor.data_ptr() for tensor in network.state_dict().values()]
     again = algorithm.network("model", {name: tensor + 1 for name, tensor in weights.items()})
     assert again is network and algorithm.network("other", weights) is not network
-    assert [tensor.data_ptr() for tensor in network.state_dict().values()] == places
+    assert [tensor.data_ptr() for tensor in network.state_dict().values()] == pointers
     assert squares.equal(network.state_dict(), {name: tensor + 1 for name, tensor in weights.items()})

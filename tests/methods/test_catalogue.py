@@ -44,7 +44,7 @@ TASK = load_task(
 )
 SITES, OUTSIDE = ("a", "b"), "z"
 SHORTER = {"fedsm_extra": {"selector_rounds": 2}}  # where the paper's number of steps would take a test too long
-SHELF = sorted(path for path in (Path(medflare.__file__).parent / "methods" / "baselines").glob("*.py") if path.stem != "__init__")
+BASELINES = sorted(path for path in (Path(medflare.__file__).parent / "methods" / "baselines").glob("*.py") if path.stem != "__init__")
 
 
 def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def weights(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 class TestEveryMethod:
-    def test_runs_and_keeps_the_contract_of_the_results(self, finished: Finished) -> None:
+    def test_runs_and_writes_valid_results(self, finished: Finished) -> None:
         results = finished.results
         validate_results(results)
         assert results["status"] == "COMPLETED", results["reason"]
@@ -120,7 +120,7 @@ class TestEveryMethod:
         for card in cards:
             load_model(card.parent).build(build_deployed)
 
-    def test_sends_what_it_declares(self, finished: Finished) -> None:
+    def test_sends_only_what_it_declares(self, finished: Finished) -> None:
         method = get_method(finished.name)
         plan = method.plan(TASK, SITES, SHORTER.get(finished.name, {}))
         gate = RequestSchema(plan)
@@ -134,14 +134,14 @@ class TestEveryMethod:
             for site, reply in replies.items():
                 assert phase.undeclared(reply, plan) is None, (step, site)
 
-    def test_an_entry_that_leaves_a_site_says_what_for(self, finished: Finished) -> None:
+    def test_every_entry_that_leaves_a_site_has_a_purpose(self, finished: Finished) -> None:
         method = get_method(finished.name)
         plan = method.plan(TASK, SITES, {})
         for phase in method.site_class.phases:
             assert all(spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()), phase.name
 
-    def test_is_taken_up_after_every_step(self, finished: Finished, tmp_path: Path) -> None:
-        """Killed within every step but the first, before which there is nothing to take up: the same weights to the last bit."""
+    def test_is_resumed_after_every_step_with_the_same_weights(self, finished: Finished, tmp_path: Path) -> None:
+        """Killed within every step but the first."""
         results, killed = in_pieces(lambda say: run(finished.name, tmp_path, say=say), lambda say: resume_local(tmp_path, say=say))
         steps = sum(turn.step.phase not in PHASES_OF_ALL for turn in finished.turns)
         assert results["status"] == "COMPLETED" and killed == steps - 1
@@ -151,7 +151,7 @@ class TestEveryMethod:
             assert tensors.keys() == pieced[path].keys() and all(tensors[name].equal(pieced[path][name]) for name in tensors), path
 
 
-def test_rows_with_defaults_have_one_rule_for_the_optimizers_moments() -> None:
+def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:
     """They stay at the site, as in training alone; PRR alone has no choice, and starts every round afresh."""
     rules = {name: get_method(name).effective({})["site"].get("reset_optimizer") for name in method_names() if name != FOREIGN}
     assert {name: rule for name, rule in rules.items() if rule is not False} == {"prr": None}
@@ -167,18 +167,18 @@ def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> N
     get_method(name).check({})
 
 
-@pytest.mark.parametrize("path", SHELF, ids=lambda path: path.stem)
-def test_a_module_on_the_shelf_holds_the_method_of_its_name(path: Path) -> None:
+@pytest.mark.parametrize("path", BASELINES, ids=lambda path: path.stem)
+def test_a_module_of_a_baseline_holds_the_method_of_its_name(path: Path) -> None:
     assert importlib.import_module(f"medflare.methods.baselines.{path.stem}").METHOD.name == path.stem
 
 
-def test_every_room_is_light_to_import() -> None:
-    """Names and descriptions of all that has a room come without torch; a shelf's module holds its algorithms as well."""
+def test_methods_in_packages_are_listed_without_importing_torch() -> None:
+    """Baselines are single modules and import their algorithms."""
     code = (
         "import importlib, sys\n"
         "from medflare.methods.catalogue import method_names, module_of\n"
-        "rooms = [module_of(name) for name in method_names() if '.baselines.' not in module_of(name)]\n"
-        "methods = [importlib.import_module(room).METHOD for room in rooms]\n"
+        "modules = [module_of(name) for name in method_names() if '.baselines.' not in module_of(name)]\n"
+        "methods = [importlib.import_module(module).METHOD for module in modules]\n"
         "assert len(methods) > 6 and all(method.title and method.paper for method in methods)\n"
         "assert not {'torch', 'monai', 'nvflare'} & set(sys.modules)\n"
     )
@@ -191,7 +191,7 @@ def importing(*folders: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("wrong", ["fedrpox", "FedProx"])
-def test_an_unknown_name_is_answered_with_the_nearest(wrong: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest(wrong: str) -> None:
     with pytest.raises(ConfigError, match="fedprox"):
         get_method(wrong)
     with pytest.raises(ConfigError, match=wrong):
@@ -201,7 +201,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong: str) -> None:
 # ---- pairs of algorithms -----------------------------------------------------------------------------------------------------
 
 
-def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
+def test_every_pair_of_algorithms_works_or_is_refused_in_one_line() -> None:
     """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter, or changes a setting."""
     refused: dict[tuple[str, str], str] = {}
     sites = {method.site: method.name for method in map(get_method, reversed(method_names()))}
@@ -227,15 +227,8 @@ def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
     assert not {("moon", "sha"), ("iop_fl", "sha"), ("grace", "sha"), ("fedrep", "grace"), ("ditto", "robust")} & refused.keys()
 
 
-def test_a_pair_that_cannot_work_ends_before_a_site_is_asked() -> None:
-    with pytest.raises(ConfigError, match="prr"):
-        run("prr", server_algorithm="sha")
-    with pytest.raises(ConfigError, match="at home"):
-        run("fedbn", server_algorithm="sha")
-
-
 @pytest.mark.parametrize("name", ["moon", "iop_fl"])
-def test_a_server_half_leaves_the_sites_training_alone(squares: ModuleType, name: str) -> None:
+def test_a_server_algorithm_does_not_change_the_sites_training(squares: ModuleType, name: str) -> None:
     """SHA's defaults once overwrote MOON's temperature and IOP-FL's beta."""
     trained = []
     for method in (get_method(name), get_method(name, server="sha")):
@@ -246,21 +239,10 @@ def test_a_server_half_leaves_the_sites_training_alone(squares: ModuleType, name
     assert squares.equal(*trained)
 
 
-def test_a_name_that_both_halves_have_needs_its_half() -> None:
-    pair = get_method("iop_fl", server="sha")
-    with pytest.raises(ConfigError, match="beta"):
-        pair.check({"beta": 0.5})
-    given = pair.effective({"site.beta": 0.5, "server": {"beta": 2.0}})
-    assert (given["site"]["beta"], given["server"]["beta"]) == (0.5, 2.0)
-    assert pair.effective({"server.beta": 2.0})["site"] == get_method("iop_fl").effective({})["site"]
-    with pytest.raises(ConfigError, match="rho"):
-        pair.check({"site.rho": 0.1})
+# ---- regressions ---------------------------------------------------------------------------------
 
 
-# ---- what once went wrong without a word ---------------------------------------------------------------------------------
-
-
-def test_a_setting_of_the_run_is_no_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     """`--set outside=personal` once made eight sites of the letters of a word."""
     with pytest.raises(ConfigError, match="outside_model"):
         get_method("prr").check({"outside": "personal"})
@@ -302,7 +284,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 class TestOtherDistributions:
-    def test_an_installed_method_is_one_like_ours(self, tmp_path: Path, found: Callable[[], None]) -> None:
+    def test_an_installed_method_runs_like_a_builtin_one(self, tmp_path: Path, found: Callable[[], None]) -> None:
         install(tmp_path)
         found()
         assert FOREIGN in method_names() and module_of(FOREIGN) == "damped_fedavg"
@@ -321,32 +303,25 @@ class TestOtherDistributions:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=importing(install(tmp_path)))
         assert done.stdout == "DampedServer\n", done.stderr
 
-    def test_a_name_of_ours_is_taken(self, tmp_path: Path, found: Callable[[], None]) -> None:
-        describe(tmp_path, "bold", {"fedavg": "bold:METHOD"})
+    @pytest.mark.parametrize(
+        ("name", "distributions"),
+        [("fedavg", ["bold"]), ("watch", ["bold"]), ("same", ["one", "two"])],
+        ids=["of medflare", "of the command line", "of two distributions"],
+    )
+    def test_a_name_in_use_is_refused(self, tmp_path: Path, found: Callable[[], None], name: str, distributions: list[str]) -> None:
+        for distribution in distributions:
+            describe(tmp_path, distribution, {name: f"{distribution}:METHOD"})
         found()
-        with pytest.raises(ConfigError, match="fedavg"):
+        with pytest.raises(ConfigError, match=name):
             method_names()
-        assert get_method("fedavg").server == "medflare.methods.fedavg.server:FedAvgServer", "ours still runs"
-
-    def test_a_word_of_the_command_line_is_no_name(self, tmp_path: Path, found: Callable[[], None]) -> None:
-        describe(tmp_path, "bold", {"watch": "bold:METHOD"})
-        found()
-        with pytest.raises(ConfigError, match="watch"):
-            method_names()
-
-    def test_two_of_one_name_are_told_apart_by_nobody(self, tmp_path: Path, found: Callable[[], None]) -> None:
-        describe(tmp_path, "one", {"same": "one:METHOD"})
-        describe(tmp_path, "two", {"same": "two:METHOD"})
-        found()
-        with pytest.raises(ConfigError, match="same"):
-            get_method("same")
+        assert get_method("fedavg").server == "medflare.methods.fedavg.server:FedAvgServer"
 
     @pytest.mark.parametrize(
         "target",
         ["nowhere:METHOD", "json:METHOD", "'json:dumps'", "json:dumps", "medflare.methods.fedavg:METHOD"],
         ids=["no module", "no such name in it", "malformed", "no method", "another name"],
     )
-    def test_one_that_cannot_be_loaded_is_named(self, tmp_path: Path, found: Callable[[], None], target: str) -> None:
+    def test_a_method_that_cannot_be_loaded_is_named(self, tmp_path: Path, found: Callable[[], None], target: str) -> None:
         describe(tmp_path, "hasty", {"hasty": target})
         found()
         assert "hasty" in method_names(), "a name needs no import"

@@ -53,17 +53,6 @@ def test_per_fedavg(train: Callable[[torch.nn.Module, Site], None]) -> None:
     assert 0 < split.most <= FEW
 
 
-def test_adaptation_begins_again_where_the_batches_end() -> None:
-    """Three steps on two batches are those two and the first once more."""
-    site = squares.site("A", TASK, (8, 4, 4))
-    long, short, rest = (site.network() for _ in range(3))
-    adapt(long, site, 0, sgd(long), steps=3)
-    adapt(short, site, 0, sgd(short), steps=2)
-    rest.load_state_dict(short.state_dict())
-    adapt(rest, site, 0, sgd(rest), steps=1)
-    assert squares.equal(long.state_dict(), rest.state_dict())
-
-
 def test_routing_at_an_outside_site() -> None:
     server = squares.server(IOPServer, TASK, rounds=1)
     squares.play(server, squares.algorithms(IOPSite, TASK))

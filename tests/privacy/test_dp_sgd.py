@@ -91,7 +91,7 @@ class TestStep:
         )
         assert kstest(move.flatten().numpy() / (2.0 * 3.0 / 4), "norm").pvalue > 1e-3
 
-    def test_nobody_drawn_is_a_step_of_noise(self) -> None:
+    def test_an_empty_batch_is_a_step_of_noise(self) -> None:
         site = linear_site([1.0])
         quiet = [
             trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3),
@@ -102,17 +102,7 @@ class TestStep:
         (move, _) = trained(noisy, site, clip=1.0, rate=0.01, noise=1.0, steps=1)
         assert move.abs().min() > 0
 
-    def test_noise_repeats_with_its_generator_alone(self) -> None:
-        site = linear_site([1.0, 2.0])
-
-        def move(seed: int) -> list[torch.Tensor]:
-            return trained(nn.Linear(1, 3), site, clip=1.0, noise=1.0, steps=2, seed=seed)
-
-        first, again, other = move(1), move(1), move(2)
-        assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(first, again, strict=True))
-        assert not torch.allclose(first[0], other[0], atol=1e-2)
-
-    def test_what_opacus_hangs_on_a_model_is_taken_off(self) -> None:
+    def test_opacus_hooks_are_removed(self) -> None:
         model = nn.Linear(1, 1)
         trained(model, linear_site([1.0]), clip=1.0)
         parameter = next(model.parameters())
@@ -130,7 +120,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_task_networks_have_the_gradients_that_autograd_finds(name: str) -> None:
+def test_gradients_of_task_networks_equal_autograds(name: str) -> None:
     """Without noise and with every patient drawn, a step is the mean over images of each one's clipped gradient."""
     kind, network = NETWORKS[name]
     task = squares.task(kind, network=network, batch_size=3)
@@ -151,13 +141,13 @@ def test_task_networks_have_the_gradients_that_autograd_finds(name: str) -> None
 
 class TestEpsilon:
     @pytest.mark.parametrize(("noise", "rate", "steps"), [(1.0, 0.01, 1000), (2.0, 0.25, 40), (0.7, 1.0, 5)])
-    def test_is_that_of_opacus_counting_step_by_step(self, noise: float, rate: float, steps: int) -> None:
+    def test_equals_opacus_step_by_step(self, noise: float, rate: float, steps: int) -> None:
         accountant = RDPAccountant()
         for _ in range(steps):
             accountant.step(noise_multiplier=noise, sample_rate=rate)
         assert epsilon_of([Release(noise, rate, steps)], 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
 
-    def test_without_sampling_it_bounds_the_gaussian_mechanism_from_above(self) -> None:
+    def test_bounds_the_gaussian_mechanism_without_sampling(self) -> None:
         """T steps of deviation σ are one of σ / sqrt(T), whose exact δ(ε) is Balle and Wang's (ICML 2018, Theorem 8)."""
         from scipy.stats import norm
 
@@ -167,7 +157,7 @@ class TestEpsilon:
         exact_delta = norm.cdf(ratio / 2 - epsilon / ratio) - math.exp(epsilon) * norm.cdf(-ratio / 2 - epsilon / ratio)
         assert 1e-8 < exact_delta < 1e-5
 
-    def test_grows_with_every_release_and_is_nothing_without(self) -> None:
+    def test_grows_with_every_release(self) -> None:
         one, two = Release(1.0, 0.1, 10), Release(3.0, 0.2, 10)
         assert epsilon_of([], 1e-5) == 0
         assert 0 < epsilon_of([two], 1e-5) < epsilon_of([one], 1e-5) < epsilon_of([one, two], 1e-5)
@@ -199,13 +189,7 @@ class TestDrawnPatients:
         shares = torch.bincount(torch.cat(drawn), minlength=8) / 2000
         assert shares.sub(0.3).abs().max() < 0.05, "patients with fewer images are drawn as often"
 
-    def test_every_image_of_a_patient_has_its_turn(self) -> None:
-        site = self.site(picture_task(), images=3, patients=2)
-        rows = torch.cat([batch.index for batch in drawn_patients(site, 1.0, 600, np.random.default_rng(2))])
-        shares = torch.bincount(rows) / 600
-        assert shares[:5].tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3, 1 / 2, 1 / 3], abs=0.07)
-
-    def test_images_go_with_their_masks_and_their_augmentation(self) -> None:
+    def test_images_and_masks_are_augmented_together(self) -> None:
         site = self.site(picture_task(augment=[FLIP]))
         (batch,) = drawn_patients(site, 1.0, 1, np.random.default_rng(3))
         assert batch.images[:, 0, 0, 0].tolist() == batch.index.tolist()
@@ -214,17 +198,9 @@ class TestDrawnPatients:
         assert 0 < sum(flipped) < 8
         assert all(flip or torch.equal(mask, plain) for flip, mask, plain in zip(flipped, batch.targets, upright, strict=True))
 
-    def test_nobody_and_an_abort(self) -> None:
+    def test_empty_batches_and_abort(self) -> None:
         site = self.site(picture_task(augment=[FLIP]))
         assert [batch.images.shape for batch in drawn_patients(site, 0.0, 2, np.random.default_rng())] == [(0, 1, 16, 16)] * 2
         site.abort = lambda: True
         with pytest.raises(Aborted):
             next(drawn_patients(site, 0.5, 1, np.random.default_rng()))
-
-    def test_what_is_drawn_is_a_function_of_the_generator(self) -> None:
-        site = self.site(picture_task(augment=[FLIP]))
-
-        def drawn(seed: int) -> torch.Tensor:
-            return torch.cat([batch.index for batch in drawn_patients(site, 0.5, 5, np.random.default_rng(seed))])
-
-        assert drawn(1).tolist() == drawn(1).tolist() != drawn(2).tolist()

@@ -49,8 +49,10 @@ def task() -> TaskConfig:
     return squares.task(network=INSTANCE_UNET, batch_size=6)
 
 
-class TestWhoMay:
-    def test_every_method_either_can_or_says_why_not(self, task: TaskConfig) -> None:
+class TestSupport:
+    def test_every_method_supports_it_or_gives_a_reason(self, task: TaskConfig) -> None:
+        with pytest.raises(ConfigError, match="^dp_noise: .*perturbed model"):
+            get_method("sha").check({"rho": 0.3, **PRIVATE}, task)
         for name in method_names():
             method = get_method(name)
             if name in ALLOWED:
@@ -62,29 +64,6 @@ class TestWhoMay:
                     method.check(PRIVATE)
 
     @pytest.mark.parametrize(
-        ("method", "reason"),
-        [
-            ("fedsm", "selector"),
-            ("fedsm_extra", "selector"),
-            ("prr", "prototypes"),
-            ("grace", "features of a whole batch"),
-            ("feddag", "generator"),
-        ],
-    )
-    def test_reasons(self, method: str, reason: str) -> None:
-        with pytest.raises(ConfigError, match=reason):
-            medflare.run_local(method, TINY, 2, rounds=1, seed=0, **PRIVATE)
-
-    @pytest.mark.parametrize(
-        ("method", "settings", "reason"),
-        [("sha", {"rho": 0.3}, "perturbed model")],
-    )
-    def test_settings_that_give_more_away(self, method: str, settings: dict[str, Any], reason: str, task: TaskConfig) -> None:
-        get_method(method).check(settings, task)
-        with pytest.raises(ConfigError, match=f"^dp_noise: .*{reason}"):
-            get_method(method).check({**settings, **PRIVATE}, task)
-
-    @pytest.mark.parametrize(
         ("changes", "reason"),
         [
             ({"network": {**INSTANCE_UNET, "norm": "batch"}}, "BatchNorm2d.*unet"),
@@ -92,7 +71,9 @@ class TestWhoMay:
             ({"loss": {"name": "dice", "batch": True}}, "loss dice"),
         ],
     )
-    def test_what_mixes_the_images_of_a_batch_is_named(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    def test_layers_and_losses_that_mix_the_images_of_a_batch_are_refused(
+        self, changes: dict[str, Any], reason: str, tmp_path: Path
+    ) -> None:
         from medflare.flare.jobs.building import build_job
 
         mixed = squares.task(**{"network": INSTANCE_UNET, **changes})
@@ -115,7 +96,7 @@ class TestWhoMay:
         with pytest.raises(ConfigError, match="Opacus"):
             squares.algorithm(cls, task=task, **PRIVATE)
 
-    def test_delta_must_not_allow_to_give_a_patient_away(self, task: TaskConfig) -> None:
+    def test_delta_must_be_below_one_by_patients(self, task: TaskConfig) -> None:
         with pytest.raises(ConfigError, match="dp_delta"):
             squares.algorithm(get_method("fedavg").site_class, task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)
         squares.algorithm(
@@ -139,13 +120,13 @@ class TestTraining:
             assert reply.meta["loss"] is None
             assert reply.meta["privacy"]["steps"] == 2 * (round + 1)
 
-    def test_noise_is_none_of_the_servers(self, task: TaskConfig) -> None:
+    def test_the_server_cannot_reproduce_the_noise(self, task: TaskConfig) -> None:
         """Everything that the server knows is the same, and still it cannot tell what the noise was."""
         first, second = (squares.trained(get_method("fedavg").site_class, task=task, **PRIVATE)[0] for _ in range(2))
         assert not squares.equal(first, second)
         assert len({privacy.system_generator().integers(2**63) for _ in range(50)}) == 50
 
-    def test_epsilon_is_told_every_round_and_at_the_end(self, tmp_path: Path) -> None:
+    def test_epsilon_is_in_every_round_and_in_the_results(self, tmp_path: Path) -> None:
         said: list[str] = []
         results = medflare.run_local("fedavg", TINY, 2, rounds=2, seed=3, outside=["site-9"], out=tmp_path, say=said.append, **PRIVATE)
         assert results["status"] == "COMPLETED"
@@ -161,14 +142,6 @@ class TestTraining:
             assert f"ε {costs[1]['epsilon']:.3f}" in said[1] and "loss" not in said[1]
             assert f"ε = {costs[1]['epsilon']:.3f} at δ = 1e-05" in (tmp_path / "report.html").read_text()
         assert "privacy" not in results["sites"]["site-9"]
-
-    def test_a_new_run_has_an_account_of_its_own(self, tmp_path: Path) -> None:
-        first, second = (medflare.run_local("fedavg", TINY, 1, rounds=1, seed=3, out=tmp_path, **PRIVATE) for _ in range(2))
-        assert first["sites"]["site-1"]["privacy"] == second["sites"]["site-1"]["privacy"]
-
-    def test_off_by_default_and_silent(self, tmp_path: Path) -> None:
-        results = medflare.run_local("fedavg", TINY, 1, rounds=1, seed=3, out=tmp_path)
-        assert "privacy" not in (tmp_path / "metrics.jsonl").read_text() + json.dumps(results["sites"])
 
 
 def medflare_site(name: str) -> Site:
@@ -193,18 +166,18 @@ class TestAccount:
 
         return ask
 
-    def test_every_process_goes_on_with_it(self, ask: Any) -> None:
+    def test_processes_continue_the_account(self, ask: Any) -> None:
         ask("enrol")
         assert [ask("train", step).meta["privacy"]["steps"] for step in range(3)] == [2, 4, 6]
         last = ask("finalize", 3).meta["privacy"]
         assert last["steps"] == 6 and last["epsilon"] == pytest.approx(epsilon(1.0, 0.5, 6))
 
-    def test_a_step_that_is_asked_again_counts_again(self, ask: Any) -> None:
+    def test_a_repeated_step_counts_again(self, ask: Any) -> None:
         """The algorithm goes back to what it was before the step; the first answer has left the site all the same."""
         ask("enrol")
         assert [ask("train", step).meta["privacy"]["steps"] for step in (0, 1, 1, 1)] == [2, 4, 6, 8]
 
-    def test_a_resumed_run_goes_on_with_it_and_a_new_one_does_not(self, ask: Any) -> None:
+    def test_a_resumed_run_continues_the_account_and_a_new_one_does_not(self, ask: Any) -> None:
         ask("enrol")
         ask("train", 0)
         ask("enrol", finished=1)
@@ -212,7 +185,7 @@ class TestAccount:
         ask("enrol")
         assert ask("train", 0).meta["privacy"]["steps"] == 2
 
-    def test_a_crash_in_training_does_not_make_it_cheaper(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_crashed_round_is_counted(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ask("enrol")
         with monkeypatch.context() as patched:
             patched.setattr("medflare.privacy.dp_sgd.train_dp_sgd", lambda *arguments: 1 / 0)
@@ -231,19 +204,16 @@ class TestAccount:
         assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
         assert ask("validate", 1, budget=budget).meta["validation"]["global"] is not None, "measuring costs no training patient anything"
 
-    def test_a_site_with_a_budget_refuses_jobs_without(self, ask: Any, tmp_path: Path) -> None:
-        budget = Budget(8.0, 1e-5, tmp_path, "A")
+    def test_a_site_with_a_budget_refuses_jobs_and_methods_without_dp_sgd(self, ask: Any, task: TaskConfig, tmp_path: Path) -> None:
+        budget, site = Budget(8.0, 1e-5, tmp_path, "A"), squares.site("A", task, COUNTS)
         with pytest.raises(ConfigError, match="dp_noise"):
             ask("enrol", budget=budget, hyper={})
-
-    def test_a_site_with_a_budget_refuses_methods_without(self, task: TaskConfig, tmp_path: Path) -> None:
-        site, budget = squares.site("A", task, COUNTS), Budget(8.0, 1e-5, tmp_path, "A")
         participant = Participant("A", lambda role: site, get_method("fedsm"), {}, budget=budget)
         with pytest.raises(ConfigError, match="fedsm"):
             participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
 
 
-def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
+def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
     method, sites = get_method("fedavg"), ("site-1", "site-2", "site-3")
 
     def opened(name: str) -> Participant:
@@ -258,20 +228,20 @@ def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> N
     assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
 
 
-def test_patients_are_drawn_by_dp_sgd_alone() -> None:
+def test_other_sampling_is_refused() -> None:
     with pytest.raises(ConfigError, match="sampling"):
         privacy.check_private(small_task(network=INSTANCE_UNET, sampling="balanced"))
 
 
 @pytest.mark.parametrize(("changes", "what"), [({"precision": "bf16"}, "precision 'bf16'"), ({"accumulate": 2}, "accumulate")])
-def test_gradients_are_clipped_in_fp32_a_step_a_draw(changes: dict[str, Any], what: str) -> None:
+def test_other_precision_and_accumulation_are_refused(changes: dict[str, Any], what: str) -> None:
     """A norm that was rounded might exceed the clipping norm, for which the noise is measured."""
     with pytest.raises(ConfigError, match=what):
         get_method("fedavg").check(PRIVATE, small_task(network=INSTANCE_UNET, **changes))
 
 
 @pytest.mark.parametrize(("computing", "what"), [({"further": (torch.device("cpu"),)}, "several devices"), ({"compiled": True}, "compile")])
-def test_hooks_need_a_plain_network(computing: dict[str, Any], what: str) -> None:
+def test_several_devices_and_compiled_networks_are_refused(computing: dict[str, Any], what: str) -> None:
     site = squares.site("A", small_task(network=INSTANCE_UNET))
     site.computing = Computing(site.device, **computing)
     with pytest.raises(ConfigError, match=what):
@@ -279,7 +249,7 @@ def test_hooks_need_a_plain_network(computing: dict[str, Any], what: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "works"), [("UNet", True), ("SegResNet", False)])
-def test_a_network_of_monais_is_tried_before_training(name: str, works: bool) -> None:
+def test_gradients_of_a_monai_network_are_checked_before_training(name: str, works: bool) -> None:
     own = {"UNet": {"channels": [4, 8], "strides": [2]}, "SegResNet": {"blocks_down": [1, 1], "blocks_up": [1]}}[name]
     results = medflare.run_local("fedavg", tiny_phantom(network={"name": name, **own}), 2, rounds=1, seed=0, dp_noise=1.0)
     assert results["status"] == ("COMPLETED" if works else "FAILED")

@@ -19,12 +19,11 @@ from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.fedsm.extra import FedSMExtraServer, FedSMExtraSite
 from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tuned_gamma
 from medflare.methods.fedsm.personalization import adapt
-from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
 from medflare.training.epochs import trainable
 from methods import squares
-from methods.squares import COUNTS, SITES, equal
+from methods.squares import SITES, equal
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
 ONE_UPDATE: dict[str, Any] = {**COMPACT, "selector_updates": 1}
@@ -64,7 +63,7 @@ def test_fedsm_extra_trains_its_selector_after_the_rounds(combine: str, tmp_path
     assert first.meta["combine"] == combine
 
 
-def test_the_global_model_is_fedavgs() -> None:
+def test_the_global_model_equals_fedavgs() -> None:
     assert equal(federation().model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 
@@ -91,12 +90,6 @@ def test_every_option_changes_what_is_delivered() -> None:
     assert not any(equal(found[i], found[j]) for i in range(len(found)) for j in range(i))
 
 
-def test_an_outside_site_gets_no_personal_model() -> None:
-    played = federation(outside=("O",))
-    models = squares.algorithm(FedSMSite, "O", **COMPACT).finalize(played.server.configure_final("O"))
-    assert models.keys() == {"global", "deployed"} and models["deployed"].meta["kind"] == "super"
-
-
 @pytest.mark.parametrize(
     ("method", "options", "offender"),
     [
@@ -115,7 +108,7 @@ def test_invalid_settings_are_refused(method: str, options: dict[str, Any], offe
 # ---- γ and temperature -----------------------------------------------------------------------------------------------------------
 
 
-def test_gamma_is_tuned_at_the_end_or_given() -> None:
+def test_gamma_is_tuned_at_the_end_or_set() -> None:
     tuned = federation()
     assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "selector_confidence", "evaluate_gamma"]
     assert tuned.log[-2].outgoing["A"].states.keys() == {"selector"}, "the whole super model is sent once"
@@ -152,14 +145,6 @@ def test_the_delivered_selector_is_calibrated() -> None:
     torch.testing.assert_close(logits[1], logits[0] / temperature)
 
 
-def test_below_gamma_the_global_model_answers() -> None:
-    _, server, algorithms = federation(gamma=1.0)
-    delivered = algorithms["A"].finalize(server.configure_final("A"))
-    images = stacked(squares.site().data.test).images
-    deployed, plain = (build_deployed(squares.SEGMENTATION, delivered[role]) for role in ("deployed", "global"))
-    torch.testing.assert_close(deployed(images), plain(images))
-
-
 # ---- the selector --------------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +174,7 @@ def uneven(**options: Any) -> squares.Played:
     return squares.play(squares.server(FedSMServer, rounds=1, outside=(), algorithms=algorithms), algorithms)
 
 
-def test_sites_count_alike_in_the_selectors_gradient() -> None:
+def test_sites_have_equal_weights_in_the_selectors_gradient() -> None:
     """Weighted by images, the largest site's name answers for everybody's images."""
     played = uneven()
     gradients = {name: reply.states["selector_gradient"] for name, reply in played.log[0].replies.items()}
@@ -198,7 +183,7 @@ def test_sites_count_alike_in_the_selectors_gradient() -> None:
     squares.assert_close({name: 10 * tensor for name, tensor in found.items()}, mean)
 
 
-def test_sites_count_alike_in_the_choice_of_the_selectors_round() -> None:
+def test_sites_have_equal_weights_in_the_selection_of_the_selectors_round() -> None:
     """Site C has most images and would choose the second round by them."""
     played = uneven(selection="mean")
     played.server.memory.meta.pop("selector/best")  # of the federation's own round
@@ -211,7 +196,7 @@ def test_sites_count_alike_in_the_choice_of_the_selectors_round() -> None:
     assert played.server.best_selector.round == 1
 
 
-def test_ridge_tells_sites_apart_after_one_exchange() -> None:
+def test_the_ridge_selector_separates_sites_after_one_exchange() -> None:
     """The sites of the tests differ in brightness; nothing is trained, and nothing of the selector travels in a round."""
     log, server, algorithms = federation(selector="ridge", rounds=1, sites=("A", "C"))
     assert [turn.step.phase for turn in log] == ["train", "validate", "selector_features", "selector_confidence", "evaluate_gamma"]
@@ -228,34 +213,6 @@ def test_a_site_without_statistics_is_never_chosen() -> None:
     )
     scores = algorithms["B"].selector.logits(server.delivered_selector, "test").softmax(dim=1)
     assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
-
-
-def test_a_site_with_one_image_answers_as_others_do() -> None:
-    """The image fills its batch twice, and counts once."""
-    task, counts = squares.task("classification"), {"A": 1, "B": 6, "C": 6}
-    algorithms = {name: squares.algorithm(FedSMSite, name, task, (count, 4, 5), **ONE_UPDATE) for name, count in counts.items()}
-    log = squares.play(squares.server(FedSMServer, task, rounds=1, algorithms=algorithms), algorithms).log
-    assert 0.9 < log[0].replies["A"].meta["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"
-
-
-def test_volumes_have_the_compact_selector() -> None:
-    large = squares.task(size=[16, 16, 16], spatial_dims=3, network={"name": "unet", "channels": [4, 8]})
-    assert selector_spec(squares.plan_of(FedSMExtraSite, FedSMExtraServer, large)) == {"name": "compact_selector"}
-
-
-def test_labels_of_the_best_model_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    original = FedSMExtraSite._labels
-
-    def counted(algorithm: Any, networks: Any) -> list[int]:
-        asked.append(len(networks))
-        return original(algorithm, networks)
-
-    monkeypatch.setattr(FedSMExtraSite, "_labels", counted)
-    played = squares.federation(FedSMExtraSite, FedSMExtraServer, rounds=1, selector_rounds=4, **COMPACT)
-    assert asked == [4] * 3, "K + 1 networks, once a site"
-    memory = played.algorithms["A"].memory
-    assert len(memory.meta["labels"]) == COUNTS[0] and not any(entry.startswith("frozen/") for entry in memory.states)
 
 
 def test_per_fedavg_adapts_the_aggregated_model() -> None:

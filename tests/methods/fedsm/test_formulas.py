@@ -1,6 +1,7 @@
-"""FedSM's formulas against the reference numbers and by hand, and its federation on small data."""
+"""FedSM's formulas against reference numbers and by hand."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from medflare.methods.fedsm.formulas import (
     ensemble_output,
     extra_labels,
     fitted_temperature,
-    limited_total,
     paired_gain,
     patient_scores,
     ridge_solution,
@@ -65,17 +65,7 @@ class TestSoftPull:
         assert pulled["a"]["w"].item() == pytest.approx(0.5 * 0 + 0.25 * (3 + 9))
         assert pulled["c"]["w"].item() == pytest.approx(0.5 * 9 + 0.25 * 3)
 
-    def test_one_over_k_is_the_uniform_mean(self) -> None:
-        states = {"a": state(0.0, 1.0), "b": state(3.0, -5.0), "c": state(9.0, 7.0)}
-        mean = weighted_mean(states, dict.fromkeys(states, 1.0))
-        for pulled in soft_pull(states, 1 / 3).values():
-            torch.testing.assert_close(pulled["w"], mean["w"])
-
-    def test_one_leaves_models_alone(self) -> None:
-        states = {"a": state(0.1), "b": state(3.3)}
-        assert all(torch.equal(pulled["w"], states[site]["w"]) for site, pulled in soft_pull(states, 1.0).items())
-
-    def test_one_site_is_left_alone(self) -> None:
+    def test_a_single_site_keeps_its_model(self) -> None:
         assert soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0
 
     def test_the_mean_stays_and_deviations_shrink_by_the_stated_factor(self) -> None:
@@ -108,11 +98,6 @@ class TestChooseModel:
         assert choice.dtype == torch.long
         np.testing.assert_array_equal(choice.numpy(), numbers[f"selector/choice_gamma{gamma}"])
 
-    def test_the_threshold_is_strict(self) -> None:
-        probabilities = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
-        assert choose_model(probabilities, 0.5).tolist() == [0, 2]
-        assert choose_model(torch.tensor([[1.0, 0.0]]), 1.0).tolist() == [0]
-
 
 class TestEnsemble:
     def test_reference_numbers(self, golden: Golden) -> None:
@@ -120,100 +105,69 @@ class TestEnsemble:
         outputs, scores = torch.from_numpy(numbers["ensemble/h"]), torch.from_numpy(numbers["ensemble/score"])
         np.testing.assert_allclose(ensemble_output(outputs, scores).numpy(), numbers["ensemble/out"], rtol=1e-5, atol=1e-6)
 
-    def test_one_hot_scores_pick_one_model(self) -> None:
-        outputs = torch.rand(2, 3, 1, 4, 4)
-        scores = torch.eye(3)[[2, 0]]
-        torch.testing.assert_close(ensemble_output(outputs, scores), torch.stack([outputs[0, 2], outputs[1, 0]]))
-
-    def test_a_model_without_a_loss_is_no_label(self) -> None:
+    def test_nan_losses_are_ignored(self) -> None:
         assert extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
 
 
-def gains(**personal: float | dict[float, float] | None) -> dict[str, dict[str, float | None]]:
-    """Site -> γ -> gain: one number for every γ below 1, or some of their own and 0 elsewhere."""
-    told: dict[str, dict[str, float | None]] = {}
+def gains(**personal: Any) -> dict[str, dict[str, float | None]]:
+    """Site -> γ -> gain: one number for every γ below 1, or a number for some γ and 0 for the others."""
+    sites: dict[str, dict[str, float | None]] = {}
     for site, gain in personal.items():
         by_gamma = gain if isinstance(gain, dict) else dict.fromkeys(GAMMAS[:-1], gain)
-        told[site] = {f"{gamma:g}": by_gamma.get(gamma, None if gain is None else 0.0) for gamma in GAMMAS}
-    return told
+        sites[site] = {f"{gamma:g}": by_gamma.get(gamma, None if gain is None else 0.0) for gamma in GAMMAS}
+    return sites
 
 
 class TestTunedGamma:
-    def test_the_demos_votes_give_the_personal_models(self) -> None:
-        """Dice of γ = 0 and 0.7755 on validation, seed 0: the median over sites took the second one, 0.024 below the first on test."""
-        levels = {"a": (0.890, 0.784), "b": (0.938, 0.943), "c": (0.946, 0.934), "d": (0.930, 0.930)}
-        votes = {site: {gamma: low - high if gamma < 0.7 else 0.0 for gamma in GAMMAS} for site, (low, high) in levels.items()}
-        assert tuned_gamma(gains(**votes)) == 0.0
+    @pytest.mark.parametrize(
+        ("sites", "expected"),
+        [
+            ({"a": {0.0: 0.02, 0.5: 0.04}, "b": {0.0: 0.02, 0.5: 0.05}, "c": {0.0: 0.02, 0.5: 0.03}}, 0.5),  # the best mean
+            ({"a": {0.0: -0.1, 0.7: 0.05}, "b": {0.0: -0.1, 0.7: 0.04}}, 0.7),
+            ({"a": {0.3: 0.1, 0.4: 0.1, 0.5: 0.1}}, 0.3),  # ties: the smallest
+            ({"a": 0.0, "b": 0.0, "c": 0.0}, 0.0),
+            ({"a": {gamma: -0.1 for gamma in GAMMAS if gamma < 0.7}}, 1.0),  # personal models lose; no score is above 0.7
+            ({"a": 0.1}, 0.0),
+            ({"a": -0.1}, 1.0),
+            ({"a": 0.05, "b": -0.3}, 1.0),  # of two sites the mean decides
+            ({"a": 0.3, "b": -0.05}, 0.0),
+            ({"a": None, "b": None}, 1.0),  # undefined gains do not count
+            ({"a": None, "b": 0.1}, 0.0),
+        ],
+    )
+    def test_by_hand(self, sites: dict[str, Any], expected: float) -> None:
+        assert tuned_gamma(gains(**sites)) == expected
 
-    @pytest.mark.parametrize("noise", [0.0, 0.001, -0.001, -0.002, 0.005, -0.005])
-    def test_the_site_that_gains_alone_gets_its_model(self, noise: float) -> None:
+    @pytest.mark.parametrize("noise", [0.0, 0.001, -0.002, 0.005, -0.005])
+    def test_a_single_site_decides_if_the_others_hardly_differ(self, noise: float) -> None:
         assert tuned_gamma(gains(a=0.3, b=noise, c=noise, d=noise)) == 0.0
-        doubtful: dict[float, float] = {0.0: -0.005, 0.5: 0.005}
-        assert tuned_gamma(gains(a={0.0: 0.3, 0.5: 0.15}, b=noise, c=doubtful, d=doubtful)) == 0.0
-
-    @pytest.mark.parametrize("noise", [0.0, 0.001, 0.005])
-    def test_the_site_that_loses_alone_is_heard(self, noise: float) -> None:
-        assert tuned_gamma(gains(a=-0.05, b=noise, c=noise, d=noise)) == 1.0
+        if noise >= 0:
+            assert tuned_gamma(gains(a=-0.05, b=noise, c=noise, d=noise)) == 1.0
 
     @pytest.mark.parametrize("others", [3, 4, 9])
     @pytest.mark.parametrize("honest", [0.02, 0.1, -0.02, -0.1])
-    @pytest.mark.parametrize("lie", [-1.0, 1.0])
-    def test_a_liar_turns_no_majority(self, lie: float, honest: float, others: int) -> None:
-        """Also not by praising one candidate and damning all others, and not where one honest site gains much more than the rest."""
-        expected = 0.0 if honest > 0 else 1.0
+    @pytest.mark.parametrize("false", [-1.0, 1.0])
+    def test_false_gains_of_one_site_do_not_outvote_a_majority(self, false: float, honest: float, others: int) -> None:
+        """Neither with one candidate praised and all others damned, nor if one honest site gains much more than the rest."""
         for largest in (honest, 5 * honest):
-            sites = {"s0": largest, **{f"s{place}": honest for place in range(1, others)}}
-            lies = [dict.fromkeys(GAMMAS[:-1], lie), *({**dict.fromkeys(GAMMAS[:-1], -lie), gamma: lie} for gamma in GAMMAS[:-1])]
-            for told in lies:
-                chosen = tuned_gamma(gains(liar=told, **sites))
-                assert chosen == 1.0 if expected else chosen < 1.0
+            sites = {"s0": largest, **{f"s{number}": honest for number in range(1, others)}}
+            reports = [dict.fromkeys(GAMMAS[:-1], false), *({**dict.fromkeys(GAMMAS[:-1], -false), gamma: false} for gamma in GAMMAS[:-1])]
+            for report in reports:
+                chosen = tuned_gamma(gains(liar=report, **sites))
+                assert chosen < 1.0 if honest > 0 else chosen == 1.0
 
-    def test_a_liar_does_bounded_harm(self) -> None:
-        """What the others lose together is at most the stake of one of them and 0.01 a site."""
+    def test_the_harm_of_false_gains_is_bounded(self) -> None:
+        """The others lose together at most the largest difference of one of them and 0.01 a site."""
         generator = np.random.default_rng(0)
         for _ in range(300):
-            honest = {f"s{place}": {0.0: float(gain)} for place, gain in enumerate(generator.normal(0.0, 0.05, size=4))}
-            values = [of[0.0] for of in honest.values()]
-            for lie in (-1.0, 1.0):
-                votes = {site: {**dict.fromkeys(GAMMAS[:-1], of[0.0])} for site, of in honest.items()}
-                chosen = tuned_gamma(gains(liar=dict.fromkeys(GAMMAS[:-1], lie), **votes))
+            values = generator.normal(0.0, 0.05, size=4).tolist()
+            for false in (-1.0, 1.0):
+                chosen = tuned_gamma(gains(liar=false, **{f"s{number}": gain for number, gain in enumerate(values)}))
                 lost = sum(values) if chosen == 1.0 else -sum(values)
                 assert lost <= max(map(abs, values)) + 4 * 0.01 + 1e-9
 
-    def test_the_best_mean_where_no_site_stands_out(self) -> None:
-        votes = {site: {0.0: 0.02, 0.5: 0.04 + shift, 0.9: 0.01} for site, shift in (("a", 0.0), ("b", 0.01), ("c", -0.01))}
-        assert tuned_gamma(gains(**votes)) == 0.5
 
-    def test_a_threshold_that_serves_some_images_of_each(self) -> None:
-        assert tuned_gamma(gains(a={0.0: -0.1, 0.7: 0.05}, b={0.0: -0.1, 0.7: 0.04})) == 0.7
-
-    def test_ties_go_to_the_smallest(self) -> None:
-        assert tuned_gamma(gains(a=0.0, b=0.0, c=0.0)) == 0.0
-        assert tuned_gamma(gains(a={0.3: 0.1, 0.4: 0.1, 0.5: 0.1})) == 0.3
-
-    def test_where_personal_models_lose_the_global_one_is_taken_for_all_images(self) -> None:
-        """No validation image has a score above 0.7; one that has is not sent to a model that is worse."""
-        assert tuned_gamma(gains(a={gamma: -0.1 for gamma in GAMMAS if gamma < 0.7})) == 1.0
-
-    @pytest.mark.parametrize(("gain", "expected"), [(0.1, 0.0), (0.0, 0.0), (-0.1, 1.0), (None, 1.0)])
-    def test_one_site_decides_for_itself(self, gain: float | None, expected: float) -> None:
-        assert tuned_gamma(gains(a=gain)) == expected
-
-    def test_of_two_sites_the_mean_decides(self) -> None:
-        assert tuned_gamma(gains(a=0.05, b=-0.3)) == 1.0 and tuned_gamma(gains(a=0.3, b=-0.05)) == 0.0
-
-    def test_undefined_is_no_vote(self) -> None:
-        assert tuned_gamma(gains(a=None, b=None)) == 1.0 and tuned_gamma({"a": {}}) == 1.0
-        assert tuned_gamma(gains(a=None, b=0.1)) == 0.0
-
-
-def test_no_site_counts_for_more_than_the_next_and_a_hundredth_for_each_other() -> None:
-    assert limited_total([0.5, 0.1, 0.0, -0.1]) == pytest.approx(0.1 + 3 * 0.01)
-    assert limited_total([0.5, 0.5, 0.0, -0.1]) == pytest.approx(0.9), "two that agree are believed"
-    assert limited_total([-0.5]) == -0.5
-
-
-def test_gains_are_of_patients_who_have_both() -> None:
+def test_gains_are_of_patients_with_both_values() -> None:
     values, reference = torch.tensor([0.9, 0.5, torch.nan, 0.3]), torch.tensor([0.8, 0.6, 0.1, torch.nan])
     assert paired_gain(values, reference) == pytest.approx(0.0, abs=1e-7)
     assert paired_gain(values[2:], reference[2:]) is None and paired_gain(values[:0], reference[:0]) is None
@@ -238,9 +192,6 @@ class TestTemperature:
     def test_a_patient_is_one_case(self) -> None:
         logits = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         assert calibration_losses(logits[[0, 2]], 0, None) == pytest.approx(calibration_losses(logits, 0, ["a", "a", "b"]))
-
-    def test_nothing_is_fitted_to_nothing(self) -> None:
-        assert fitted_temperature({"A": [], "B": [1.0]}) == 1.0
 
     def test_losses_are_finite_however_sure_the_selector_is(self) -> None:
         losses = calibration_losses(torch.tensor([[1e4, -1e4]]), 1, None)

@@ -127,14 +127,6 @@ def test_apfl_learns_through_the_mixture() -> None:
         torch.testing.assert_close(mixture[name], 0.25 * trained[name] + 0.75 * weight.detach())
 
 
-def test_apfls_statistics_are_those_that_its_mixture_collected() -> None:
-    algorithm, start = squares.algorithm(FedSMSite, "A", personalization="apfl"), squares.start()
-    shifted = {name: tensor + 5.0 if "running" in name else tensor for name, tensor in start.items()}
-    local, mixture = train_apfl(algorithm.network("personal", start), copy_state(start), shifted, algorithm.site, 0, 0.5)
-    statistics = [name for name in start if "running" in name]
-    assert statistics and all(torch.equal(mixture[name], local[name]) for name in statistics)
-
-
 def test_the_servers_adam_is_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(5, generator=generator, dtype=torch.float64))

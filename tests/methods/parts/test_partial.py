@@ -41,12 +41,3 @@ def test_a_path_is_a_module_and_all_below_it() -> None:
 def test_a_path_that_names_no_module_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=path):
         LocalPart.of_paths(Small(), ["head", path])
-
-
-def test_both_parts_are_the_whole_in_its_order() -> None:
-    state = Small().state_dict()
-    for part in (LocalPart.of_batch_norm(Small()), LocalPart.of_paths(Small(), ["head"]), LocalPart(frozenset())):
-        kept, shared = part.kept(state), part.shared(state)
-        assert kept.keys() == part.names and not kept.keys() & shared.keys()
-        assert [name for name in state if name in shared] == list(shared)
-        assert {**shared, **kept}.keys() == state.keys()

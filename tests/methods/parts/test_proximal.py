@@ -1,12 +1,9 @@
 """The pull towards a shared model: by hand, as the gradient of what it stands for, and in a training loop."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medflare.core.states import copy_state
 from medflare.methods.parts.proximal import proximal_gradients, proximal_term
-from medflare.training.epochs import train_epochs, trainable
-from methods import squares
 
 
 def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
@@ -37,19 +34,3 @@ def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
         assert parameter.grad is not None and not parameter.grad.requires_grad
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, -2.0))
     assert all(parameter.grad is None for layer in list(model)[1:] for parameter in layer.parameters())
-
-
-def distance(strength: float) -> float:
-    """How far ten epochs lead away from the start under a pull to it."""
-    site = squares.site("A", squares.task(local_epochs=10, optimizer={"name": "sgd", "lr": 0.1}))
-    model = site.network()
-    start = copy_state(model.state_dict())
-    gradient_hook = proximal_term(model, start, strength)
-    train_epochs(model, site.optimizer(trainable(model)), site, 0, "model", gradient_hook=gradient_hook)
-    squared: list[Tensor] = [(model.state_dict()[name] - start[name]).square().sum() for name, _ in model.named_parameters()]
-    return float(torch.stack(squared).sum().sqrt())
-
-
-def test_a_stronger_pull_keeps_training_nearer() -> None:
-    free, weak, strong = (distance(strength) for strength in (0.0, 0.3, 3.0))
-    assert free > 1.2 * weak > 1.4 * strong > 0

@@ -77,13 +77,6 @@ def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equ
     assert selector.round == chosen
 
 
-def test_a_selectors_largest_site_counts_once() -> None:
-    selector = ModelSelector(Message(), "selector", "mean", rivals=True)
-    for round, (small, large) in {1: (0.9, 0.5), 2: (0.5, 1.0)}.items():
-        selector.update(replies(A=small, B=small, L=large), "global", round, {})
-    assert selector.round == 1
-
-
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
     record = election("median", {1: 1.0}).record
     assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]
@@ -97,12 +90,6 @@ def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
     state, behind = best.chosen("median", last, 3)
     assert state["w"] == 2 and behind == 2
     assert best.chosen("last", last, 3) == (last, 3)
-
-
-def test_the_record_outlives_the_process() -> None:
-    memory = Message()
-    ModelSelector(memory, "global", "median").update(replies(A=0.5, B=None), "global", 1, {})
-    assert ModelSelector(memory, "global", "median").record == [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]
 
 
 def test_the_word_of_older_jobs() -> None:
