@@ -51,7 +51,7 @@ def task() -> TaskConfig:
 
 class TestSupport:
     def test_every_method_supports_it_or_gives_a_reason(self, task: TaskConfig) -> None:
-        with pytest.raises(ConfigError, match="^dp_noise: .*perturbed model"):
+        with pytest.raises(ConfigError, match=r"^dp_noise: .*perturbed model"):
             get_method("sha").check({"rho": 0.3, **PRIVATE}, task)
         for name in method_names():
             method = get_method(name)
@@ -71,9 +71,7 @@ class TestSupport:
             ({"loss": {"name": "dice", "batch": True}}, "loss dice"),
         ],
     )
-    def test_layers_and_losses_that_mix_the_images_of_a_batch_are_refused(
-        self, changes: dict[str, Any], reason: str, tmp_path: Path
-    ) -> None:
+    def test_layers_and_losses_that_mix_images_are_refused(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
         from medflare.flare.jobs.building import build_job
 
         mixed = squares.task(**{"network": INSTANCE_UNET, **changes})
