@@ -116,12 +116,5 @@ class WeightedMean(Aggregation[Any]):
         return model
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
-        """Site -> p_k, up to a common factor.
-
-        Examples:
-            >>> from types import SimpleNamespace
-            >>> models = {"A": SiteModel({}, 30.0), "B": SiteModel({}, 10.0)}
-            >>> [WeightedMean(SimpleNamespace(weighting=kind, rule="mean")).shares(models) for kind in ("samples", "uniform")]
-            [{'A': 30.0, 'B': 10.0}, {'A': 1.0, 'B': 1.0}]
-        """
+        """Site -> p_k, up to a common factor."""
         return dict.fromkeys(models, 1.0) if self.hyper.weighting == "uniform" else samples_of(models)

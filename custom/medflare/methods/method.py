@@ -71,15 +71,7 @@ class Method:
         return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
 
     def check(self, values: Mapping[str, Any], task: "TaskConfig | None" = None) -> None:
-        """Checks hyper-parameters, and with a task whether the method supports it under them.
-
-        Args:
-            values: hyper-parameters, see `core.hyper.split_hyper`.
-            task: None checks the hyper-parameters alone.
-
-        Raises:
-            ConfigError: names the first invalid value or unsupported setting.
-        """
+        """Raises ConfigError for invalid hyper-parameters (see `core.hyper.split_hyper`), or a task that does not go with them."""
         self._check_pair()
         site, server = self._built(values)
         if task is None:
@@ -97,7 +89,12 @@ class Method:
         if task.freeze.parts:
             self._check_freeze(task, network)
         if "accumulate" not in self.site_class.capabilities:
-            refuse_other_steps(task, f"method {self.name!r} takes steps of its own")
+            if task.precision == "fp16":
+                remedy = "set task.precision 'bf16' or 'fp32'"
+                raise ConfigError(f"method {self.name!r} takes its own steps, which do not support the scaled losses of fp16; {remedy}")
+            if task.accumulate > 1:
+                remedy = "leave out task.accumulate, or make task.batch_size larger"
+                raise ConfigError(f"method {self.name!r} takes its own steps, one for every batch; {remedy}")
         self.site_class.check(task, site, server)
 
     def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
@@ -167,14 +164,6 @@ class Method:
         return self.server_class(context)
 
 
-def refuse_other_steps(task: "TaskConfig", reason: str) -> None:
-    """Raises ConfigError if the task accumulates gradients or scales losses (fp16); `reason` begins the message."""
-    if task.precision == "fp16":
-        raise ConfigError(f"{reason}, which the scaled losses of fp16 do not reach; set task.precision 'bf16' or 'fp32'")
-    if task.accumulate > 1:
-        raise ConfigError(f"{reason}, one for every batch; leave out task.accumulate, or make task.batch_size larger")
-
-
 def paired(of_site: Method, of_server: Method) -> Method:
     """The site algorithm of one method with the server algorithm of another.
 
@@ -200,11 +189,7 @@ def paired(of_site: Method, of_server: Method) -> Method:
 
 
 def loaded(target: Any) -> Any:
-    """A class or function; a text "module:name" is imported.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """A class or function; a text "module:name" is imported, or raises ConfigError."""
     if not isinstance(target, str):
         return target
     module, _, name = target.partition(":")

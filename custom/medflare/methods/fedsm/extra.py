@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
@@ -112,11 +112,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         return self.personal.validate(round, incoming, super().validate(round, incoming))
 
     def train_selector(self, round: int, incoming: Message) -> Message:
-        """A round of the selector alone. The frozen models come with its first message; the site keeps them or the labels by them.
-
-        Raises:
-            StateError: the frozen models have not come.
-        """
+        """A round of the selector alone. The frozen models come with its first message; the site keeps them or the labels by them."""
         labelled = self.hyper.combine == "extra"
         if GLOBAL in incoming.states:
             models = {entry: state for entry, state in incoming.states.items() if not entry.startswith("selector_")}
@@ -125,19 +121,16 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
             else:
                 self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
                 self.memory.meta["frozen"] = incoming.meta
-        if ("labels" if labelled else "frozen") not in self.memory.meta:
-            raise StateError(f"site {self.site.name} is asked to train the selector before it was sent the finished models")
-        loss = self._best_model_loss() if labelled else self._ensemble_loss(self._networks_of(self._frozen))
+        if labelled:
+            loss = self._best_model_loss()
+        else:
+            loss = self._ensemble_loss(self._networks_of(Message(_FROZEN.family(self.memory.states), self.memory.meta["frozen"])))
         states, value = self.selector.gradient(round, incoming, loss)
         return Message(states, self.meta(loss=value, validation={}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
         return delivered_models(self.site.name, incoming, "super_extra")
-
-    @property
-    def _frozen(self) -> Message:
-        return Message(_FROZEN.family(self.memory.states), self.memory.meta["frozen"])
 
     def _networks_of(self, models: Message) -> list[nn.Module]:
         networks, _, _ = super_model_parts(self.site.task, models, self.selector.outputs)

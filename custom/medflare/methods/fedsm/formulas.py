@@ -32,13 +32,6 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
 
     Raises:
         ValueError: λ outside [0, 1], or models of other names or shapes.
-
-    Examples:
-        >>> states = {"A": {"w": torch.tensor(0.0)}, "B": {"w": torch.tensor(4.0)}}
-        >>> soft_pull(states, lam=0.5)  # λ = 1/K: the mean
-        {'A': {'w': tensor(2.)}, 'B': {'w': tensor(2.)}}
-        >>> soft_pull(states, lam=1.0) == states, soft_pull(states, lam=0.75)
-        (True, {'A': {'w': tensor(1.)}, 'B': {'w': tensor(3.)}})
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam = {lam} is outside [0, 1]; the mean of the personal models is at 1 / K")
@@ -77,9 +70,6 @@ def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
         probabilities: (N, K) selector scores, rows sum to 1.
         gamma: γ in [0, 1].
 
-    Returns:
-        (N,) long tensor in 0..K.
-
     Examples:
         >>> scores = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.2, 0.8]])
         >>> choose_model(scores, 0.6), choose_model(scores, 1.0)
@@ -90,12 +80,7 @@ def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
 
 
 def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
-    """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K + 1, ...) of all models weighted by scores (N, K + 1), giving (N, ...).
-
-    Examples:
-        >>> ensemble_output(torch.tensor([[[0.0], [1.0]]]), torch.tensor([[0.25, 0.75]]))
-        tensor([[0.7500]])
-    """
+    """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K + 1, ...) of all models weighted by scores (N, K + 1), giving (N, ...)."""
     return (outputs * scores.reshape(*scores.shape, *[1] * (outputs.ndim - 2))).sum(dim=1)
 
 
@@ -104,10 +89,6 @@ def extra_labels(losses: Tensor) -> Tensor:
 
     Eq. 1 prints L(h, h_k), which cannot be meant: the super model's output h does not exist before its selector does. NaN losses are
     ignored; if all are NaN, the label is 0 (global model).
-
-    Examples:
-        >>> extra_labels(torch.tensor([[0.3, 0.1, 0.2], [0.0, 0.5, 0.5]]))
-        tensor([1, 0])
     """
     return torch.where(losses.isnan(), torch.inf, losses).argmin(dim=1)
 
@@ -123,10 +104,6 @@ def apfl_mixture(personal: StateDict, global_: StateDict, share: float, kept: Co
         global_: w, with every floating entry of v.
         share: α in [0, 1]; 1 gives the local model, 0 the global one.
         kept: entries that are v̄'s already, for example its running statistics.
-
-    Examples:
-        >>> apfl_mixture({"w": torch.tensor(4.0)}, {"w": torch.tensor(0.0)}, share=0.25)
-        {'w': tensor(1.)}
     """
     return {
         name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() and name not in kept else tensor.clone()
@@ -142,10 +119,6 @@ def pfedme_outer(weights: Sequence[Tensor], personal: Sequence[Tensor], rate: fl
         personal: θ, in the same order.
         rate: η.
         strength: λ.
-
-    Examples:
-        >>> pfedme_outer([torch.tensor(2.0)], [torch.tensor(0.0)], rate=0.1, strength=10.0)  # ηλ = 1: w becomes θ
-        [tensor(0.)]
     """
     return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
@@ -167,11 +140,6 @@ def adam_step(
         moments: "exp_avg" and "exp_avg_sq" -> name -> tensor.
         step: from 1.
         rate: η.
-
-    Examples:
-        >>> zeros = {"exp_avg": {"w": torch.tensor(0.0)}, "exp_avg_sq": {"w": torch.tensor(0.0)}}
-        >>> adam_step({"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}, zeros, step=1, rate=0.5)[0]  # the first step is η long
-        {'w': tensor(0.5000)}
     """
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # torch's defaults
     first = {name: torch.lerp(moments["exp_avg"][name], g, 1 - beta1) for name, g in gradient.items()}
@@ -198,13 +166,6 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
 
     Returns:
         W (K, F) and b (K,), float32. Predictions sum to one over the classes.
-
-    Examples:
-        >>> at = lambda value: {"mean": torch.tensor([value]).double(), "products": torch.tensor([[value**2]]).double()}
-        >>> weight, bias = ridge_solution({0: at(0.0), 1: at(2.0)}, classes=2, penalty=0.0)
-        >>> weight.round(decimals=3), bias.round(decimals=3)  # 1 - φ / 2 and φ / 2
-        (tensor([[-0.5000],
-                [ 0.5000]]), tensor([1., 0.]))
     """
     present = sorted(statistics)
     means = torch.stack([statistics[k]["mean"] for k in present])
@@ -220,14 +181,7 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
 
 
 def patient_scores(scores: Tensor, patients: Sequence[str]) -> Tensor:
-    """Scores (N, K) of every image, whose patients are given, replaced by their mean over the patient's images.
-
-    Examples:
-        >>> patient_scores(torch.tensor([[1.0, 0.0], [0.2, 0.8], [0.0, 1.0]]), ["a", "b", "a"])
-        tensor([[0.5000, 0.5000],
-                [0.2000, 0.8000],
-                [0.5000, 0.5000]])
-    """
+    """Scores (N, K) of every image, whose patients are given, replaced by their mean over the patient's images."""
     numbers = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([numbers[patient] for patient in patients], dtype=torch.long, device=scores.device)
     totals = scores.new_zeros(len(numbers), scores.shape[1]).index_add_(0, groups, scores)
@@ -248,11 +202,6 @@ def calibration_losses(logits: Tensor, own: int, patients: Sequence[str] | None)
 
     Returns:
         A loss for each temperature; empty without images.
-
-    Examples:
-        >>> losses = calibration_losses(torch.tensor([[2.0, 0.0]] * 8), 0, None)  # always right: 9 to 1
-        >>> round(TEMPERATURES[losses.index(min(losses))], 3)  # the nearest to 2 / log 9
-        1.0
     """
     if not len(logits):
         return []
@@ -282,12 +231,7 @@ def fitted_temperature(losses: Mapping[str, Sequence[float]]) -> float:
 
 
 def tempered(selector: StateDict, temperature: float) -> StateDict:
-    """A selector whose logits are divided by the temperature T > 0, by way of its last, linear layer "head".
-
-    Examples:
-        >>> tempered({"body": torch.tensor(1.0), "head.weight": torch.tensor(1.0)}, 0.5)
-        {'body': tensor(1.), 'head.weight': tensor(2.)}
-    """
+    """A selector whose logits are divided by the temperature T > 0, by way of its last, linear layer "head"."""
     return {name: tensor / temperature if name.startswith("head.") else tensor for name, tensor in selector.items()}
 
 
@@ -295,12 +239,7 @@ def tempered(selector: StateDict, temperature: float) -> StateDict:
 
 
 def paired_gain(values: Tensor, reference: Tensor) -> float | None:
-    """The mean of values - reference, metrics of the same patients (P,), over those that have both (NaN: undefined); None without any.
-
-    Examples:
-        >>> paired_gain(torch.tensor([0.75, torch.nan, 1.0]), torch.tensor([0.5, 0.5, torch.nan]))
-        0.25
-    """
+    """The mean of values - reference, metrics of the same patients (P,), over those that have both (NaN: undefined); None without any."""
     difference = (values - reference).nanmean().item()
     return None if math.isnan(difference) else difference
 
@@ -341,13 +280,6 @@ def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
 
     Returns:
         One of `GAMMAS`; 1, the global model, without any gains.
-
-    Examples:
-        >>> gains = lambda personal: {f"{gamma:g}": 0.0 if gamma == 1 else personal for gamma in GAMMAS}
-        >>> tuned_gamma({"A": gains(0.3), "B": gains(0.0), "C": gains(0.0), "D": gains(0.0)}), tuned_gamma({"A": gains(-0.1)})
-        (0.0, 1.0)
-        >>> tuned_gamma({"A": gains(0.0)}), tuned_gamma({})
-        (0.0, 1.0)
     """
     names = {gamma: f"{gamma:g}" for gamma in GAMMAS}
     sites = [by_gamma for _, by_gamma in sorted(gains.items())]

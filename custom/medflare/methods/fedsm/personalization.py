@@ -124,17 +124,9 @@ class SitePersonal:
 
 
 def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
-    """One round of APFL: v is trained through the mixture; returns (v, mixture v̄).
+    """One round of APFL: v (`local`) is trained through the mixture with w (`global_`) at α = `share`; returns (v, mixture v̄).
 
-    Running statistics are collected by the mixture's forward passes, so they are v̄'s already and are not blended.
-
-    Args:
-        model: a network of the task, used as workspace.
-        local: v.
-        global_: w.
-        site: gives batches, loss and optimizer.
-        round: 0-based, a key of batches and dropout.
-        share: α in [0, 1].
+    Running statistics are collected by the mixture's forward passes, so they are v̄'s already and are not blended. `model` is a workspace.
     """
     model.load_state_dict(local)
     anchor = {name: global_[name].to(site.device) for name, _ in model.named_parameters()}
@@ -183,16 +175,8 @@ def train_pfedme(
 ) -> None:
     """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ.
 
-    w moves as far as θ (η = 1 / λ): the largest step along the gradient λ (w - θ) that does not go beyond it.
-
-    Args:
-        shared: w, moved in place.
-        personal: θ, trained in place.
-        site: gives batches and loss.
-        round: 0-based, a key of batches and dropout.
-        optimizer: of θ's trainable parameters.
-        strength: λ of the proximal term.
-        inner_steps: steps in θ per batch.
+    w (`shared`) moves as far as θ (`personal`), η = 1 / λ: the largest step along the gradient λ (w - θ) that does not go beyond it. The
+    optimizer is θ's and takes `inner_steps` steps per batch; `strength` is λ.
     """
     weights, thetas = trainable(shared), trainable(personal)
     eta = 1 / strength if strength else 0.0
@@ -218,12 +202,9 @@ def _step(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gra
 
 def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
     rest = iter(batches)
-    first, second = next(rest, None), next(rest, None)
-    if first is not None and second is None:
-        yield first, first
-    while first is not None and second is not None:
-        yield first, second
-        first, second = next(rest, None), next(rest, None)
+    for first in islice(rest, 1):
+        yield first, next(rest, first)
+    yield from zip(rest, rest, strict=False)
 
 
 def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
@@ -237,10 +218,7 @@ def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
 class ServerPersonal:
     """Every site's personal model in the server algorithm's memory, and the best one of each by its site's validation metric.
 
-    Args:
-        context: names the sites.
-        memory: of the server algorithm.
-        model: the initial global model, from which all start.
+    All start from the initial global model `model`.
     """
 
     def __init__(self, context: ServerContext, memory: Message, model: StateDict):

@@ -90,12 +90,7 @@ STATISTICS = TensorSpec(
 
 
 class SiteSelector:
-    """The selector at one site.
-
-    Args:
-        algorithm: the site algorithm that it belongs to.
-        outputs: number of scores: one for every site, or for the global model too.
-    """
+    """The selector at one site; `outputs` scores, one for every site, or for the global model too."""
 
     def __init__(self, algorithm: SiteAlgorithm[Any], outputs: int):
         self.algorithm, self.outputs = algorithm, outputs
@@ -157,13 +152,7 @@ def site_statistics(site: Site) -> StateDict:
 
 
 class ServerSelector:
-    """The selector at the server: weights, Adam moments and step count, in the algorithm's memory.
-
-    Args:
-        context: gives plan, seed and initial weights.
-        memory: of the server algorithm.
-        outputs: see `SiteSelector`.
-    """
+    """The selector at the server: weights, Adam moments and step count, in the algorithm's memory."""
 
     def __init__(self, context: ServerContext, memory: Message, outputs: int):
         self.plan: SelectorPlan = context.plan

@@ -135,11 +135,7 @@ def super_model(task: TaskConfig, message: Message) -> SuperModel:
 
 
 def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
-    """(networks, selector with `outputs` scores, names) of a super model's message, in evaluation mode.
-
-    Raises:
-        StateError: an entry is missing or does not fit.
-    """
+    """(networks, selector with `outputs` scores, names) of a super model's message, in evaluation mode; StateError if it is incomplete."""
     sites = list(message.meta.get("sites", ()))
     entries = ["model", *(f"personal/{site}" for site in sites)]
     missing = [item for item in ("sites", "selector") if item not in message.meta]

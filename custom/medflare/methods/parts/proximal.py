@@ -13,24 +13,12 @@ def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], a
 
     Source: pFedMe's inner problem (Dinh et al. 2020, Eq. 3, λ); FedProx is the same step with strength μ (Li et al. 2020, Eq. 2), Ditto
     with λ for the personal model (Li et al. 2021, Alg. 1).
-
-    Examples:
-        >>> proximal_gradients([torch.tensor([1.0])], [torch.tensor([3.0])], [torch.tensor([2.0])], 0.5)
-        [tensor([1.5000])]
     """
     return [g + strength * (t - a) for g, t, a in zip(gradients, weights, anchor, strict=True)]
 
 
 def proximal_term(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], None]:
-    """A `gradient_hook` for `train_epochs` that adds λ (θ - w) to every gradient of `model`, in place; w are the entries of `anchor`.
-
-    Examples:
-        >>> model = nn.PReLU(init=2.0)
-        >>> gradient_hook, model.weight.grad = proximal_term(model, {"weight": torch.zeros(1)}, strength=0.5), torch.zeros(1)
-        >>> gradient_hook()
-        >>> model.weight.grad
-        tensor([1.])
-    """
+    """A `gradient_hook` for `train_epochs` that adds λ (θ - w) to every gradient of `model`, in place; w are the entries of `anchor`."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     origins = {name: anchor[name].detach().to(weight.device, copy=True) for name, weight in weights.items()}
 

@@ -111,11 +111,6 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
 
     Raises:
         ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim outside its range.
-
-    Examples:
-        >>> states = {site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}
-        >>> robust_mean(states, "median"), robust_mean(states, "trimmed", trim=0.4)
-        ({'w': tensor(2.)}, {'w': tensor(2.)})
     """
     if not states:
         raise ValueError("robust_mean needs at least one state")
@@ -140,13 +135,7 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
 
 
 def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
-    """(K, K) squared Euclidean distances between states, in sorted order of the sites; without integer entries.
-
-    Examples:
-        >>> squared_distances({"A": {"w": torch.tensor([0.0, 0.0])}, "B": {"w": torch.tensor([3.0, 4.0])}})
-        tensor([[ 0., 25.],
-                [25.,  0.]], dtype=torch.float64)
-    """
+    """(K, K) squared Euclidean distances between states, in sorted order of the sites; without integer entries."""
     ordered = [states[site] for site in sorted(states)]
     total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
     for name in [name for name, tensor in ordered[0].items() if tensor.is_floating_point()]:
@@ -165,10 +154,6 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     Args:
         distances: (K, K) squared distances; NaN counts as infinite.
         faulty: f, at most what K sites allow; None: this maximum.
-
-    Examples:
-        >>> krum_weights(squared_distances({site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}))
-        [1.0, 0.0, 0.0]
     """
     count = len(distances)
     if count < 3:
@@ -188,11 +173,6 @@ def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]
 
     All iterates are means of the w_k, so (K, K) squared distances d are enough: |v - w_k|² = Σ_i β_i d_ik - 1/2 Σ_ij β_i β_j d_ij for
     weights β that sum to 1. `shares` are the p_k, up to a common factor.
-
-    Examples:
-        >>> far = squared_distances({site: {"w": torch.tensor(value)} for site, value in [("A", 0.0), ("B", 1.0), ("C", 9.0)]})
-        >>> [round(weight, 3) for weight in geometric_weights(far, [1.0, 1.0, 1.0])]
-        [0.0, 1.0, 0.0]
     """
     prior = torch.tensor(shares, dtype=torch.float64)
     weights = prior / prior.sum()
@@ -209,12 +189,7 @@ def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]
 
 
 def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
-    """1 / max(1, |Δ_k| / M) for lengths |Δ_k|, with M = clip times their median (Sun et al. 2019, Sec. 4; there M is a constant).
-
-    Examples:
-        >>> clip_factors([1.0, 2.0, 8.0]), clip_factors([0.0, 0.0])
-        ([1.0, 1.0, 0.25], [1.0, 1.0])
-    """
+    """1 / max(1, |Δ_k| / M) for lengths |Δ_k|, with M = clip times their median (Sun et al. 2019, Sec. 4; there M is a constant)."""
     most = clip * median(lengths)
     return [1.0 if length <= most else most / length for length in lengths]
 

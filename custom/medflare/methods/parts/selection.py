@@ -124,13 +124,7 @@ class ModelSelector(Best):
 
 
 def combined_score(votes: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
-    """The sites' metrics as one: by "mean" weighted by `samples`, by any other rule the median; None without any.
-
-    Examples:
-        >>> votes, samples = {"A": 0.5, "B": 0.75, "C": 0.0}, {"A": 1.0, "B": 2.0, "C": 1.0}
-        >>> combined_score(votes, samples), combined_score(votes, samples, "mean"), combined_score({"A": 0.5, "B": 1.0}, samples)
-        (0.5, 0.5, 0.75)
-    """
+    """The sites' metrics as one: by "mean" weighted by `samples`, by any other rule the median; None without any."""
     if rule != "mean":
         return median(votes.values()) if votes else None
     total = sum(samples[site] for site in votes)
@@ -147,11 +141,6 @@ def paired_score(votes: Mapping[str, float], kept: Mapping[str, float], value: f
         votes: site -> metric of the candidate.
         kept: site -> metric of the kept model.
         value: score of the kept model.
-
-    Examples:
-        >>> kept = {"A": 0.75, "B": 0.25, "C": 0.0}
-        >>> paired_score({"A": 0.5, "B": 0.125, "C": 1.0}, kept, 0.25)  # the median of metrics would rise to 0.5
-        0.125
     """
     gains = [votes[site] - kept[site] for site in sorted(votes.keys() & kept.keys())]
     return value + median(gains) if gains else None
@@ -178,11 +167,6 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     Args:
         history: {"round", "sites": site -> meta with "validation"} of every step of the finished rounds.
         patience: in rounds.
-
-    Examples:
-        >>> steps = [{"round": r, "sites": {"A": {"validation": {"global": v}}}} for r, v in enumerate([0.9, 0.5, 0.6, 0.6, 0.5])]
-        >>> plateau(steps, 2), plateau(steps, 3)
-        (5, None)
     """
     by_round: dict[int, dict[str, dict[str, float]]] = {}
     for step in history:

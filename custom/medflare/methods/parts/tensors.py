@@ -5,12 +5,7 @@ from torch import Tensor
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor of half precision as float32, since squares and sums leave its range; any other as it is.
-
-    Examples:
-        >>> widened(torch.ones(2, dtype=torch.float16)).dtype, widened(torch.ones(2, dtype=torch.float64)).dtype
-        (torch.float32, torch.float64)
-    """
+    """A tensor of half precision as float32, since squares and sums leave its range; any other as it is."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

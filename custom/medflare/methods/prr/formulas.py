@@ -31,12 +31,6 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
 
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
-
-    Examples:
-        >>> next_stage(0, 1.0, 1.0), next_stage(1, 1.0, 1.0), next_stage(2, 1.0, 1.0), next_stage(3, 0.5, 1.0)
-        (1, 2, 3, 1)
-        >>> next_stage(0, 1.0, 1.0, rule="threshold")
-        3
     """
     check_choice("rule", rule, ("official", "threshold"))
     if stage not in (0, RECOVER, EXCHANGE, SUBLIMATE):
@@ -67,12 +61,7 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
 
 
 def better_model(personal: float | None, deputy: float | None) -> str:
-    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics (PRR, Sec. IV-A); None is undefined.
-
-    Examples:
-        >>> better_model(0.5, 0.75), better_model(0.5, 0.5), better_model(0.5, None), better_model(None, 0.5), better_model(None, None)
-        ('global', 'personal', 'personal', 'personal', 'personal')
-    """
+    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics (PRR, Sec. IV-A); None is undefined."""
     return "global" if personal is not None and deputy is not None and deputy > personal else "personal"
 
 
@@ -82,11 +71,6 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
     Args:
         student, teacher: logits (N, C, ...).
         form: "kl", or "mse10": ten times the squared difference of the probabilities, as in the official segmentation code.
-
-    Examples:
-        >>> even, certain = torch.tensor([[0.0, 0.0]]), torch.tensor([[200.0, 0.0]])
-        >>> distillation_loss(even, even), distillation_loss(even, certain), distillation_loss(even, certain, form="mse10")
-        (tensor(0.), tensor(0.6931), tensor(2.5000))
     """
     check_choice("form", form, ("kl", "mse10"))
     if form == "mse10":
@@ -108,12 +92,6 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
 
     Returns:
         (C, C) float64, row = true class. Row and column of a class without samples are 1.
-
-    Examples:
-        >>> conjoint_mask(torch.tensor([5, 5]), beta=0.5), conjoint_mask(torch.tensor([1, 4]), beta=0.5)
-        (tensor([[1., 1.],
-                [1., 1.]], dtype=torch.float64), tensor([[1.0000, 1.0000],
-                [0.5000, 1.0000]], dtype=torch.float64))
     """
     known = counts > 0
     amount = torch.where(known, counts, 1).to(torch.float64)
@@ -133,11 +111,6 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
 
     Raises:
         ValueError: prototypes of two shapes.
-
-    Examples:
-        >>> local = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
-        >>> prototype_gamma(local, torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), tau=1.0)
-        tensor([1., 2., 1.])
     """
     if local.shape != global_.shape:
         raise ValueError(f"local prototypes of shape {tuple(local.shape)} and global ones of {tuple(global_.shape)}; both are (C, D)")
@@ -160,13 +133,6 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
 
     Raises:
         ValueError: counts or gamma of another number of classes than the logits.
-
-    Examples:
-        >>> logits, targets = torch.zeros(1, 2), torch.tensor([0])
-        >>> cpa_loss(logits, targets, None, None, beta=1.0), cpa_loss(logits, targets, None, torch.tensor([2.0, 1.0]), beta=1.0)
-        (tensor(0.6931), tensor(1.3863))
-        >>> cpa_loss(logits, targets, torch.tensor([3, 1]), None, beta=1.0)  # -log 1 / (1 + 1/3)
-        tensor(0.2877)
     """
     for name, numbers in (("counts", counts), ("gamma", gamma)):
         if numbers is not None and numbers.shape != logits.shape[1:2]:
@@ -180,15 +146,7 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
 
 
 class PrototypeMean:
-    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels.
-
-    Examples:
-        >>> prototypes = PrototypeMean(2, 1)
-        >>> prototypes.add(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]))
-        >>> prototypes.means()
-        tensor([[2.],
-                [0.]])
-    """
+    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels."""
 
     def __init__(self, classes: int, width: int, device: torch.device | str = "cpu"):
         self.sums = torch.zeros(classes, width, dtype=torch.float64, device=device)
@@ -219,11 +177,6 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
 
     Returns:
         (C, D); zero for a class that no site has.
-
-    Examples:
-        >>> local, noise = torch.tensor([[[1.0]], [[3.0]]]), torch.ones(1, 1)
-        >>> [global_prototypes(local, torch.tensor([[True], [True]]), noise, spread).item() for spread in ("mean", "gaussian")]
-        [2.0, 3.0]
     """
     check_choice("spread", spread, ("gaussian", "clamped", "mean"))
     member = present.to(local.dtype)[:, :, None]

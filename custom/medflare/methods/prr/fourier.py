@@ -23,10 +23,6 @@ def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0
     """Low-frequency threshold of a round, r_t = r0 + (r1 - r0) t / T (PRR, Sec. III-B), t from 0.
 
     The official schedule is this line with r1 = 0.475 and T = 50.
-
-    Examples:
-        >>> frequency_ratio(0, 50), frequency_ratio(50, 50), frequency_ratio(25, 50, r0=0.25, r1=0.75)
-        (0.35, 0.48, 0.5)
     """
     return r0 + (r1 - r0) * round / num_rounds
 
@@ -86,12 +82,6 @@ def fourier_aggregate(
 
     Raises:
         ValueError: r outside [0, 0.5], an unknown option, an integer dtype, or a shape of no convolution and no linear layer.
-
-    Examples:
-        >>> weights = torch.tensor([[[1.0, 3.0]], [[5.0, 3.0]]])  # two sites, one output, two inputs
-        >>> fourier_aggregate(weights, r=0.0).flatten(1)  # the mean over the inputs is shared, the differences stay
-        tensor([[2., 4.],
-                [4., 2.]])
     """
     if not weights.is_floating_point():
         raise ValueError(f"weights of {weights.dtype} have no spectrum; PFA takes floating-point weights")
@@ -248,11 +238,6 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
     """How each entry of `network`'s state is aggregated, by the type of the layer that it belongs to, never by its name.
 
     The classifier is the last convolution or linear layer in order of registration, the one that gives the logits.
-
-    Examples:
-        >>> kinds = treatments(nn.Sequential(nn.Linear(2, 2, bias=False), nn.InstanceNorm1d(2, affine=True), nn.Linear(2, 1, bias=False)))
-        >>> {name: treatment.kind for name, treatment in kinds.items()}
-        {'0.weight': 'kernel', '1.weight': 'mean', '1.bias': 'mean', '2.weight': 'classifier'}
     """
     local = batch_norm_entries(network)
     layers = {f"{name}.weight".lstrip("."): layer for name, layer in network.named_modules() if isinstance(layer, _WEIGHTED)}
@@ -278,12 +263,7 @@ def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]
 
 
 def without_rule(network: nn.Module) -> str | None:
-    """The first layer that has weights and no rule in Fourier aggregation, for example "features.0 (Embedding)"; None if there is none.
-
-    Examples:
-        >>> without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2))), without_rule(nn.Conv3d(1, 1, 1))
-        ('1 (Embedding)', None)
-    """
+    """The first layer that has weights and no rule in Fourier aggregation, for example "features.0 (Embedding)"; None if there is none."""
     for name, layer in network.named_modules():
         if isinstance(layer, (*_WEIGHTED, nn.LayerNorm)):
             continue
@@ -306,11 +286,6 @@ def aggregate_models(
 
     Raises:
         ValueError: no states, or states that differ in names or shapes.
-
-    Examples:
-        >>> states = {"A": {"w": torch.tensor([[1.0, 3.0]])}, "B": {"w": torch.tensor([[5.0, 3.0]])}}
-        >>> aggregate_models(states, {"w": Treatment("kernel")}, 0.0, fourier=False)["A"]
-        {'w': tensor([[3., 3.]])}
     """
     if not states:
         raise ValueError("aggregate_models needs at least one state")

@@ -43,14 +43,7 @@ def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
 
 
 def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
-    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> class_logits(torch.tensor([[3.0]]), SimpleNamespace(target="binary", outputs=1))
-        tensor([[[[0.],
-                  [3.]]]])
-    """
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z."""
     outputs = logits.reshape(len(logits), task.outputs, -1)
     if task.target == "multiclass":
         return outputs[None]
