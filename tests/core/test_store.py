@@ -4,18 +4,13 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
-from medflare.core import store
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore, read_message, write_json, write_message
@@ -115,25 +110,6 @@ def test_a_file_that_medflare_did_not_write_raises(tmp_path: Path, metadata: dic
     path.write_bytes(to_safetensors({"a//w": torch.zeros(2)}, metadata=metadata))
     with pytest.raises(StateError, match=r"odd\.safetensors: not a readable"):
         read_message(path)
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors reads the header when it opens a file, and opens it again for the tensors."""
-    path, new = tmp_path / "state", Message({"model": {"w": torch.ones(2)}}, {"round": 2})
-    write_message(path, Message({"model": {"w": torch.zeros(2)}}, {"round": 1}))
-    opened = store.safe_open
-
-    @contextmanager
-    def torn(file: Path, framework: str) -> Iterator[Any]:
-        with opened(file, framework=framework) as before:
-            header = before.metadata()
-        monkeypatch.setattr(store, "safe_open", opened)
-        write_message(path, new)
-        with opened(file, framework=framework) as after:
-            yield SimpleNamespace(metadata=lambda: header, keys=after.keys, get_tensor=after.get_tensor)
-
-    monkeypatch.setattr(store, "safe_open", torn)
-    assert_same(read_message(path), new)
 
 
 def test_a_failed_write_leaves_the_old_content_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

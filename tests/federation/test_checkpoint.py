@@ -1,4 +1,4 @@
-"""The server algorithm on disk after a step: taken up by the same run only, and copied to a run that goes on with it."""
+"""The server's checkpoint: restored by the same run only, and copied to the run that resumes it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +51,7 @@ def under_way() -> Any:
     return run
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_algorithm_and_run(tmp_path: Path) -> None:
     checkpoint, before, after = Checkpoint(tmp_path, PLAN), under_way(), federation()
     checkpoint.save(4, before)
     after.events.add("warning", "at the new start")
@@ -64,14 +64,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [event["kind"] for event in after.events] == ["warning", "warning", "resumed"]
 
 
-def test_the_last_one_counts_and_nothing_else_is_left(tmp_path: Path) -> None:
-    for finished in (1, 2):
-        Checkpoint(tmp_path, PLAN).save(finished, under_way())
-    assert Checkpoint(tmp_path, PLAN).restore(federation()) == 2
-    assert [path.name for path in tmp_path.iterdir()] == [f"{CHECKPOINT}.safetensors"]
-
-
-def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
+def test_lists_and_tuples_are_the_same_plan(tmp_path: Path) -> None:
     Checkpoint(tmp_path, PLAN).save(1, federation())
     Checkpoint(tmp_path, {**PLAN, "sites": ["A", "B"]}).restore(federation())
     assert stored_plan(tmp_path) == {**PLAN, "sites": ["A", "B"], "hyper": {"site": {"clamp": [0, 1]}, "server": {}}}
@@ -80,7 +73,7 @@ def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 2), ("sites", ("A",)), ("hyper", {"site": {}, "server": {}}), ("method", "prr"), ("new", 1)]
 )
-def test_another_run_is_refused_by_what_differs_and_left_alone(tmp_path: Path, name: str, value: Any) -> None:
+def test_a_checkpoint_of_another_run_raises(tmp_path: Path, name: str, value: Any) -> None:
     Checkpoint(tmp_path, PLAN).save(1, under_way())
     other = federation()
     with pytest.raises(StateError, match=name):
@@ -88,15 +81,19 @@ def test_another_run_is_refused_by_what_differs_and_left_alone(tmp_path: Path, n
     assert squares.equal(other.server.model, federation().server.model) and not other.outcome.history and not other.events.to_list()
 
 
-def test_nothing_to_take_up(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: stored_plan(tmp_path), lambda: take_up(tmp_path, own)):
+def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    for load in (
+        lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
+        lambda: stored_plan(tmp_path),
+        lambda: take_up(tmp_path, new),
+    ):
         with pytest.raises(StateError, match="no checkpoint"):
             load()
-    assert not own.exists()
+    assert not new.exists()
 
 
-def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
     interrupted, own = Checkpoint(tmp_path / "interrupted", PLAN), Checkpoint(tmp_path / "own", PLAN)
     interrupted.save(1, under_way())
     take_up(interrupted.folder, own.folder)
@@ -106,7 +103,7 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
     assert interrupted.restore(federation()) == 1
 
 
-def test_a_damaged_one_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_raises(tmp_path: Path) -> None:
     Checkpoint(tmp_path, PLAN).save(1, under_way())
     path = tmp_path / f"{CHECKPOINT}.safetensors"
     content = bytearray(path.read_bytes())

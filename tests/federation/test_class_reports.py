@@ -90,13 +90,6 @@ def test_counts_by_class_of_few_training_patients_stay_too(minimum: int, kept: b
     assert bool(small_classes(squares.site("A", squares.CLASSIFICATION), "train", minimum)) is kept
 
 
-def test_patients_of_a_class_are_counted_and_not_images() -> None:
-    site = squares.site("A", squares.BINARY_CLASSIFICATION)
-    assert not small_classes(site, "train", 2)
-    site.data = replace(site.data, train=replace(stacked(site.data.train), patients=("a", "b") * 6))
-    assert small_classes(site, "train", 2), "images of b alone are bright"
-
-
 def test_in_segmentation_those_without_a_class_are_not_told_of() -> None:
     site = squares.site("A", squares.MULTILABEL)
     targets = stacked(site.data.train).targets.clone()

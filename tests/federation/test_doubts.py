@@ -138,14 +138,6 @@ def test_a_site_that_chooses_alone_is_named() -> None:
     assert found["few_validation_images"] == ["A"]
 
 
-def test_classes_of_fewer_than_three_training_images() -> None:
-    task = small_task("classification")
-    split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
-    results = federated(task, split)
-    (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]
-    assert event["site"] == "A" and "'bright' has 2" in event["message"]
-
-
 def test_a_site_that_keeps_its_counts_names_no_rare_class() -> None:
     split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
     results = federated(small_task("classification"), split, minimum=4)

@@ -1,4 +1,4 @@
-"""Partial participation: who is drawn for a round, and who is asked in place of a drawn site that fails."""
+"""Partial participation: the sites drawn for a round, and those asked in place of a site that fails."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ Fault = Callable[[str, Step, Message], Message | None]
 
 
 class Asked(LocalExchange):
-    """Notes who is asked; what sites answer, a test may change."""
+    """Records which sites are asked, and changes replies by `fault`."""
 
     def __init__(self, method: Method, fault: Fault):
         super().__init__(SITES, lambda name: Participant(name, lambda role: squares.site(name), method, {}))
@@ -46,7 +46,7 @@ def run(rounds: int, method: Method | None = None, fault: Fault = lambda site, s
 
 
 def broken(site: str, step: Step, message: Message) -> Message:
-    """What B trains is no model."""
+    """B sends NaN."""
     if (site, step.phase) == ("B", "train"):
         next(iter(message.states["model"].values())).fill_(math.nan)
     return message
@@ -56,7 +56,7 @@ def of_phase(exchange: Asked, phase: str) -> list[tuple[int, str]]:
     return [(round, sites) for name, round, sites in exchange.asked if name == phase]
 
 
-def test_others_are_asked_in_place_of_a_drawn_site_that_fails() -> None:
+def test_another_site_is_asked_in_place_of_a_drawn_site_that_fails() -> None:
     """Once; who has answered is asked again, and other rounds have the draws that they have without the fault."""
     (_, fine), (results, exchange) = run(5), run(5, fault=broken)
     drawn, asked = of_phase(fine, "train"), of_phase(exchange, "train")
@@ -66,14 +66,14 @@ def test_others_are_asked_in_place_of_a_drawn_site_that_fails() -> None:
     assert [event["round"] for event in results["events"] if event["kind"] == "repeated"] == [round for round, _ in with_b]
 
 
-def test_a_round_goes_on_with_the_sites_that_stood_in() -> None:
+def test_later_steps_of_a_round_ask_the_sites_of_its_first_step() -> None:
     """Models that were trained in a round are scored by those who trained them."""
     results, exchange = run(3, get_method("robust", server="sha"), broken)
     assert results["status"] == "COMPLETED" and "undefined" not in {event["kind"] for event in results["events"]}
     assert of_phase(exchange, "score") == [(round, "AC") for round in range(3)]
 
 
-def test_where_all_fail_all_are_named() -> None:
+def test_if_all_fail_the_run_fails() -> None:
     results, exchange = run(1, fault=lambda site, step, message: None if step.phase == "train" else message)
     assert results["status"] == "FAILED" and "0 usable replies" in results["reason"]
     assert [len(sites) for _, sites in of_phase(exchange, "train")] == [2, 2]

@@ -1,4 +1,4 @@
-"""The transport: an answer for every site that was asked, bytes counted, and no item that cannot be written down."""
+"""The transport: a reply for every site that was asked, and counted bytes."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply, Transport, numbered
+from medflare.federation.exchange import Reply, Transport
 from medflare.federation.outcome import Cost, Outcome
 from medflare.methods.base import Step
 
@@ -31,7 +31,7 @@ class Answering:
         return self.answers
 
 
-def test_every_site_that_was_asked_has_an_answer_in_order() -> None:
+def test_every_site_that_was_asked_has_a_reply_in_sorted_order() -> None:
     exchange = Answering(C=Reply(message(1)), A=Reply(message(2)), Z=Reply(message(9)))
     transport = Transport(exchange, Outcome())
     replies = transport.ask(STEP, {name: message(4) for name in "CBA"})
@@ -39,24 +39,13 @@ def test_every_site_that_was_asked_has_an_answer_in_order() -> None:
     assert replies["B"] == Reply(problem="no answer to 'train' of round 2", kind="missing")
 
 
-def test_what_travels_is_counted_both_ways() -> None:
+def test_bytes_and_seconds_are_counted() -> None:
     outcome = Outcome()
     transport = Transport(Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome)
     for calls in (1, 2):
         transport.ask(STEP, {"A": message(10), "B": message(5)})
         assert (outcome.down_bytes, outcome.up_bytes) == (calls * 15 * 4, calls * 2 * 4)
     assert outcome.costs == {"A": Cost(80, 16, 3.0), "B": Cost(40, 0, 1.0)}, "work that came to nothing took its time too"
-
-
-def test_nobody_is_asked_in_vain() -> None:
-    exchange = Answering()
-    assert Transport(exchange, Outcome()).ask(STEP, {}) == {} and exchange.calls == 0
-
-
-def test_a_message_is_numbered_without_being_changed() -> None:
-    plain = message(1, n=3)
-    assert numbered(plain, 7, 9).meta == {"n": 3, "step": 7, "run_rounds": 9} and plain.meta == {"n": 3}
-    assert numbered(plain, 7, 9).states is plain.states
 
 
 @pytest.mark.parametrize(
@@ -68,13 +57,13 @@ def test_a_message_is_numbered_without_being_changed() -> None:
         ("x" * 10**6, "x" * 2000),
     ],
 )
-def test_a_sites_own_words_fit_on_a_line(problem: str, said: str) -> None:
+def test_a_sites_reason_is_one_printable_line(problem: str, said: str) -> None:
     (reply,) = Transport(Answering(A=Reply(problem=problem)), Outcome()).ask(STEP, {"A": Message()}).values()
     assert reply.problem == said and reply.kind == "failed"
 
 
 @pytest.mark.parametrize("phase", ["enrol", "finalize"])
-def test_no_tensor_belongs_to_a_phase_of_all(phase: str) -> None:
+def test_tensors_in_a_phase_without_tensors_are_rejected(phase: str) -> None:
     meta = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
     outcome = Outcome()
     (reply,) = Transport(Answering(A=Reply(message(9, **meta))), outcome).ask(Step(phase, 0), {"A": Message()}).values()

@@ -1,4 +1,4 @@
-"""Which model a site deploys by its own choice, what its card says of that, and what it cannot choose."""
+"""The model that a site deploys by its own choice, and its card."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A server of large models: in files they end in the same bits, and its memory does not grow with the number of sites."""
+"""Large models at the server: memory-mapped files give the same bits, and memory does not grow with the number of sites."""
 
 import json
 import os
@@ -50,15 +50,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("method", ["fedsm", "prr"])
-def test_files_and_memory_end_in_the_same_bits(method: str, tmp_path: Path, seen: list[bool]) -> None:
+def test_mapped_models_end_in_the_same_bits(method: str, tmp_path: Path, seen: list[bool]) -> None:
     run(method, tmp_path / "memory")
     assert not any(seen)
     run(method, tmp_path / "files", models_gb=0.0)
     assert any(seen) and same(tmp_path / "memory", tmp_path / "files")
-    assert not list((tmp_path / "files").glob(".*")), "nothing is left behind"
+    assert not list((tmp_path / "files").glob(".*"))
 
 
-def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, seen: list[bool]) -> None:
+def test_models_are_mapped_above_models_gb_only(tmp_path: Path, seen: list[bool]) -> None:
     size = sum(tensor.nbytes for tensor in initial_network(load_task(TASK), 0).state_dict().values())
     for most, expected in ((2 * size + 1, False), (2 * size - 1, True)):
         seen.clear()
@@ -66,19 +66,18 @@ def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, seen: 
         assert set(seen) == {expected}
 
 
-def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> None:
+def test_only_large_valid_tensors_of_a_reply_are_mapped(tmp_path: Path) -> None:
     large = torch.zeros(200_000)
-    odd: list[Any] = [large.to_sparse(), large.to("meta"), large.clone().requires_grad_(), "x", None]
-    replies = [Reply(Message({"model": {"odd": value, "good": large}})) for value in odd]
-    further = [Reply(Message({"model": "x"})), Reply(Message([])), Reply(problem="no images")]  # type: ignore[dict-item, arg-type]
+    invalid: list[Any] = [large.to_sparse(), large.clone().requires_grad_(), None]
+    replies = [*(Reply(Message({"model": {"odd": value, "good": large}})) for value in invalid), Reply(problem="no images")]
     other = {"expanded": torch.zeros(1).expand(10**12), "counts": torch.zeros(200_000, dtype=torch.int64)}
     with memory_mapped(tmp_path):
-        assert all(mapped_reply(reply) is reply for reply in [*replies, *further])
+        assert all(mapped_reply(reply) is reply for reply in replies)
         message = mapped_reply(Reply(Message({"model": {**other, "good": large}}))).message
     assert message is not None
-    found = message.states["model"]
-    assert all(found[name] is value for name, value in other.items())
-    assert found["good"] is not large and found["good"].is_shared() and torch.equal(found["good"], large)
+    state = message.states["model"]
+    assert all(state[name] is value for name, value in other.items())
+    assert state["good"] is not large and state["good"].is_shared() and torch.equal(state["good"], large)
 
 
 def most_memory(folder: Path, models_gb: float) -> float:

@@ -17,7 +17,6 @@ from medflare.federation.local import loop
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.site import FedAvgSite
-from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 
 TINY = tiny_phantom()
@@ -84,11 +83,6 @@ class TestResults:
         assert again == results["sites"]["site-1"]["metrics"]["deployed"]["dice"]
         assert model.kind == "super" and model.kind in get_method("fedsm").models
 
-    def test_traffic_is_the_sum_of_all_tensors(self) -> None:
-        results = run("fedavg", 2, rounds=1)
-        size = sum(tensor.numel() * 4 for tensor in open_site("site-1", load_task(TINY)).network().state_dict().values())
-        assert results["traffic"] == {"down_bytes": 2 * 3 * size, "up_bytes": 2 * size}  # down: train, validate, deliver
-
 
 class TestReproducible:
     def test_same_seed_same_bits_whatever_ran_before(self, tmp_path: Path) -> None:
@@ -98,12 +92,6 @@ class TestReproducible:
         first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-    def test_another_seed_other_weights(self, tmp_path: Path) -> None:
-        run("fedavg", rounds=1, out=tmp_path / "a")
-        run("fedavg", rounds=1, seed=4, out=tmp_path / "b")
-        first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
-        assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 class TestDefinedBehaviour:
@@ -123,11 +111,6 @@ class TestDefinedBehaviour:
     def test_lambda_below_one_over_k_is_allowed_with_a_warning(self) -> None:
         events = run(sites=2, rounds=1, lam=0.1)["events"]
         assert any(event["kind"] == "warning" and "lam" in event["message"] for event in events)
-
-    @pytest.mark.parametrize("name", ["../evil", "a/b", "", "."])
-    def test_a_name_that_leads_elsewhere_is_refused(self, name: str) -> None:
-        with pytest.raises(ConfigError, match="site"):
-            run(sites=["A", name])
 
     def test_a_missing_data_root_is_a_failure_with_its_reason(self, tmp_path: Path) -> None:
         results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
@@ -174,10 +157,6 @@ class TestDefinedBehaviour:
             run("fedavg", min_sites=1, out=tmp_path, **options)
         results = load_results(tmp_path)
         assert results["status"] == "FAILED" and "division by zero" in results["reason"]
-
-    def test_unknown_method(self) -> None:
-        with pytest.raises(ConfigError, match="fedsmm"):
-            run("fedsmm")
 
 
 def test_importing_medflare_is_cheap() -> None:

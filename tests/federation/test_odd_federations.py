@@ -9,11 +9,9 @@ import torch
 
 import medflare
 from helpers import small_tasks
-from medflare.core.errors import ConfigError
 from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import read_rounds, validate_results
 from medflare.inference.deployed import load_model
-from medflare.methods.grace import server as grace
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
@@ -99,14 +97,6 @@ def test_an_outside_site_with_one_image(method: str, kind: str, tmp_path: Path) 
     federation(method, BATCH_NORM[kind], outside=1, out=tmp_path)
 
 
-@pytest.mark.parametrize("tta", ["dsbn", "tent"])
-@BOTH_KINDS
-def test_one_image_to_adapt_to(kind: str, tta: str, tmp_path: Path) -> None:
-    federation("grace", BATCH_NORM[kind], outside=1, tta=tta, out=tmp_path)
-    with pytest.raises(ConfigError, match="BatchNorm"):
-        federation("grace", NO_BATCH_NORM[kind], tta=tta, out=tmp_path)
-
-
 @BOTH_KINDS
 @EVERY_METHOD
 def test_a_network_without_batch_norm(method: str, kind: str, tmp_path: Path) -> None:
@@ -140,19 +130,6 @@ def test_grace_weighs_updates_that_vanish_alike(tmp_path: Path) -> None:
     still = {**DISC, "optimizer": {"name": "sgd", "lr": 1e-30}}  # too little to change a float32
     federation("grace", still, client="erm", reset_optimizer=True, out=tmp_path)
     assert weights_of(tmp_path) == pytest.approx([0.5, 0.5])
-
-
-def test_grace_weighs_updates_that_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sites' updates are turned round by the way, so that every cosine between them is negative."""
-    aggregate = grace.consistent_aggregate
-
-    def opposed(model: Any, states: Any, p: Any, names: Any, **options: Any) -> Any:
-        turned = {**states, "B": {n: 1.1 * model[n] - 0.1 * states["A"][n] if n in names else t for n, t in states["B"].items()}}
-        return aggregate(model, turned, p, names, **options)
-
-    monkeypatch.setattr(grace, "consistent_aggregate", opposed)
-    federation("grace", DISC, out=tmp_path)
-    assert sum(weights_of(tmp_path)) == pytest.approx(1.0) and min(weights_of(tmp_path)) >= 0
 
 
 def test_feddag_counts_models_alike_that_nobody_can_score(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-import medflare
-from helpers.small_tasks import stacked
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import MetaSpec
 from medflare.core.message import Message
@@ -18,7 +16,7 @@ from medflare.federation.final_models import ArtifactStore
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.update_validation.messages import ENROLS, declaration_problem, message_problem
-from medflare.federation.update_validation.suppression import small_splits, suppress_splits
+from medflare.federation.update_validation.suppression import suppress_splits
 from medflare.methods.catalogue import get_method
 from medflare.training.site import Site
 from methods import squares
@@ -26,11 +24,9 @@ from methods import squares
 INVITATION = {"role": "inside", "sites": ["A", "B"]}
 
 
-def _site(left_out: int = 0, notes: int = 0) -> Site:
-    site = squares.site("A")  # 12 training, 4 validation and 5 test patients
-    site.data = replace(site.data, left_out=tuple(f"{number}.png: damaged {'x' * 1000}" for number in range(left_out)))
-    site.notes = [f"note {number}" for number in range(notes)]
-    return site
+def _site() -> Site:
+    """12 training, 4 validation and 5 test patients."""
+    return squares.site("A")
 
 
 def _asked(minimum: int) -> dict[str, Message]:
@@ -44,50 +40,32 @@ def _asked(minimum: int) -> dict[str, Message]:
     return replies
 
 
-def test_images_that_cannot_be_used_are_counted_and_not_named() -> None:
-    site = _site(left_out=300, notes=100)
+def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() -> None:
+    site = _site()
+    site.data = replace(site.data, left_out=tuple(f"{number}.png: damaged" for number in range(300)))
+    site.notes = ["第一季度眼底照片无法读取，" * 40] * 60  # six bytes of JSON for each character
     reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
-    assert message_problem(reply, "A") is None
-    messages = [event["message"] for event in reply.meta["events"] if event["kind"] == "left_out"]
-    assert len(messages) == 1 and "300" in messages[0] and ".png" not in str(reply.meta)
-
-
-def test_letters_that_are_not_latin_fit_through_the_servers_gate() -> None:
-    """A site cannot help how its folders are called: the gate counts bytes of JSON, six for each of these letters."""
-    site, line = _site(), "第一季度眼底照片无法读取，" * 13
-    site.notes = [line] * 60
-    reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
-    assert message_problem(reply, "A") is None
-    messages = [event["message"] for event in reply.meta["events"] if event["kind"] == "warning"]
-    assert len(messages) > 10 and messages[0] == line and f"{60 - len(messages) + 1} more" in messages[-1]
-
-
-def test_a_site_says_what_it_runs_on() -> None:
-    reply = _asked(0)[ENROL]
-    told = reply.meta["versions"]
-    assert told["medflare"] == medflare.__version__ and {*told} == {"medflare", "torch", "monai"}
-    assert declaration_problem(reply, ENROLS) is None
+    assert message_problem(reply, "A") is None and declaration_problem(reply, ENROLS) is None
+    warnings = [event["message"] for event in reply.meta["events"] if event["kind"] == "warning"]
+    (left_out,) = [event["message"] for event in reply.meta["events"] if event["kind"] == "left_out"]
+    assert len(warnings) == 21 and "40 more" in warnings[-1]
+    assert "300" in left_out and ".png" not in str(reply.meta)
+    assert reply.meta["versions"].keys() == {"medflare", "torch", "monai"}
 
 
 @pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
-def test_metrics_of_few_patients_stay_at_the_site(minimum: int, validation: bool, test: bool) -> None:
+def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, test: bool) -> None:
     replies = _asked(minimum)
     trained, delivered = replies["train"].meta, replies[FINALIZE].meta
     assert (trained["validation"]["global"] is not None) == validation and trained["loss"] is not None
     assert (delivered["metrics"]["global"]["dice"] is not None) == test and delivered["n"]["test"] == 5
-    said = [event["message"] for event in replies[ENROL].meta["events"]]
-    expected = [split for split, tells in (("validation", validation), ("test", test)) if not tells]
-    assert len(said) == len(expected) and all(split in line for split, line in zip(expected, said, strict=True))
+    messages = [event["message"] for event in replies[ENROL].meta["events"]]
+    expected = [split for split, sent in (("validation", validation), ("test", test)) if not sent]
+    assert len(messages) == len(expected) and all(split in line for split, line in zip(expected, messages, strict=True))
     assert all(message_problem(reply, "A") is None for reply in replies.values())
 
 
-def test_patients_are_counted_and_not_images() -> None:
-    site = squares.site("A")
-    site.data = replace(site.data, test=replace(stacked(site.data.test), patients=("one",) * 5))
-    assert small_splits(site, 2) == ("test",) and small_splits(site, 1) == () == small_splits(squares.site("A"), 4)
-
-
-def test_a_report_that_cannot_be_written_costs_no_model() -> None:
+def test_a_report_that_cannot_be_written_is_a_warning() -> None:
     class Full(ArtifactStore):
         def finish(self, *given: Any) -> None:
             raise OSError("no space left beside scans/Meier.png")
@@ -102,7 +80,7 @@ def test_a_report_that_cannot_be_written_costs_no_model() -> None:
     assert len(warnings) == 1 and "OSError" in warnings[0] and "Meier" not in warnings[0]
 
 
-def test_tables_keep_their_names_and_a_failure_is_told() -> None:
+def test_suppressed_tables_keep_their_names_and_nan_stays() -> None:
     meta: dict[str, Any] = {"loss": math.nan, "validation": {"global": 0.5, "personal": None}, "scores": {"A": 0.5}, "n": 3}
     suppress_splits(
         meta, (MetaSpec("loss", measured="train"), MetaSpec("validation", measured="validation"), MetaSpec("n")), ("train", "validation")
@@ -111,33 +89,27 @@ def test_tables_keep_their_names_and_a_failure_is_told() -> None:
     assert meta == {"validation": {"global": None, "personal": None}, "scores": {"A": 0.5}, "n": 3}
 
 
-class Listening(ArtifactStore):
-    """Puts what it is told into a list."""
+class Noting(ArtifactStore):
+    """Collects the notes of steps."""
 
-    def __init__(self, told: list[Any]):
-        self.told = told
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
 
     def note_step(self, *step: Any) -> None:
-        self.told.append(step)
+        self.notes.append(step)
 
 
-def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
-    site, told = _site(), list[Any]()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, artifacts=Listening(told))
+def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
+    site, artifacts = _site(), Noting()
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, artifacts=artifacts)
     participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
     for number, phase in enumerate(("train", FINALIZE)):
         participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))
-    assert told == [("train", 0, 1, True), ("train", 0, 1, False), (FINALIZE, 1, 1, True), (FINALIZE, 1, 1, False)]
-
-
-def test_a_step_that_fails_has_ended_too() -> None:
-    site, told = _site(), list[Any]()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, artifacts=Listening(told))
-    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
     site.abort = lambda: 1 / 0 > 1
     with pytest.raises(ZeroDivisionError):
         participant.answer("train", 0, Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1}))
-    assert told == [("train", 0, 1, True), ("train", 0, 1, False)]
+    train, final = ("train", 0, 1), (FINALIZE, 1, 1)
+    assert artifacts.notes == [(*train, True), (*train, False), (*final, True), (*final, False), (*train, True), (*train, False)]
 
 
 # ---- hours of a job ---------------------------------------------------------------------------------------------------------
@@ -161,16 +133,10 @@ def _worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participan
     def opened(role: str) -> Site:
         site = _site()
 
-        def abort() -> bool:
-            clock.batch()
-            participant.working.check()
-            return False
-
-        site.abort = abort
+        site.abort = clock.batch
         return site
 
-    participant = Participant("A", opened, get_method("fedavg"), {}, store=store, hours=hours)
-    return participant
+    return Participant("A", opened, get_method("fedavg"), {}, store=store, hours=hours)
 
 
 def _round(participant: Participant, number: int, rounds: int, phase: str = "train") -> Message:
@@ -178,7 +144,7 @@ def _round(participant: Participant, number: int, rounds: int, phase: str = "tra
     return participant.answer(phase, number, incoming)
 
 
-def test_a_site_stops_after_its_hours_and_takes_the_final_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = Clock(monkeypatch), MemoryStore()
     _worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
     done = 0
@@ -192,14 +158,12 @@ def test_a_site_stops_after_its_hours_and_takes_the_final_models(monkeypatch: py
     assert _round(_worked(clock, store, 2.0), 20, rounds=20, phase=FINALIZE).meta["metrics"]["global"]["dice"] is not None
 
 
-def test_another_run_has_hours_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_has_hours_of_its_own_and_without_a_limit_none_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = Clock(monkeypatch), MemoryStore()
     for _ in range(3):
         _worked(clock, store, 1.5).answer(ENROL, 0, Message({}, dict(INVITATION)))
-        assert "events" not in _round(_worked(clock, store, 1.5), 0, rounds=1).meta
-
-
-def test_without_a_bound_nothing_is_said_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, store = Clock(monkeypatch), MemoryStore()
+        _round(_worked(clock, store, 1.5), 0, rounds=1)
+    store = MemoryStore()
     _worked(clock, store, None).answer(ENROL, 0, Message({}, dict(INVITATION)))
-    assert "events" not in _round(_worked(clock, store, None), 0, rounds=10**6).meta and "work" not in store.names()
+    _round(_worked(clock, store, None), 0, rounds=10**6)
+    assert "work" not in store.names()

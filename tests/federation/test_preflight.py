@@ -1,4 +1,4 @@
-"""What is refused before a run starts, and what results say of models that a method does not have."""
+"""Checks before a run starts, and models that a method does not have."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,19 +86,14 @@ def test_a_method_runs_as_an_object(tmp_path: Path) -> None:
     assert resumed["sites"] == ours["sites"]
 
 
-def test_an_object_takes_no_name_of_a_declared_method() -> None:
-    with pytest.raises(ConfigError, match="fedavg"):
-        run_local(Method("fedavg", "", "", StyleSite, StyleServer), TASK, 2, rounds=1, seed=0)
-
-
-def test_a_method_without_models_for_outside_sites_is_refused_with_one() -> None:
+def test_outside_sites_need_a_method_with_a_model_for_them() -> None:
     method = style(roles=("personal", "deployed"), outside=False)
     with pytest.raises(ConfigError, match="z"):
         run_local(method, TASK, 2, rounds=1, seed=0, outside=["z"])
     assert run_local(method, TASK, 2, rounds=1, seed=0)["status"] == "COMPLETED"
 
 
-def test_a_role_that_a_method_does_not_have_is_named_at_every_site() -> None:
+def test_a_missing_role_is_named_at_every_site() -> None:
     results = run_local(style(roles=("personal", "deployed"), outside=False), TASK, 2, rounds=1, seed=0)
     for site, entry in results["sites"].items():
         assert set(entry["metrics"]["global"].values()) == {None} and entry["metrics"]["deployed"][TASK.metric] is not None
@@ -106,30 +101,9 @@ def test_a_role_that_a_method_does_not_have_is_named_at_every_site() -> None:
         assert "style" in why and "did not train" not in why
 
 
-def test_a_site_that_gets_nothing_is_named_though_nothing_was_declared() -> None:
-    results = run_local(style(), TASK, 2, rounds=1, seed=0, outside=["z"])
-    assert set(results["sites"]["z"]["metrics"]["deployed"].values()) == {None}
-    assert all(events(results, "z", role) for role in ("global", "personal", "deployed"))
-
-
-def test_halves_whose_messages_do_not_fit_are_refused_before_they_start() -> None:
+def test_algorithms_whose_messages_do_not_match_raise() -> None:
     fedavg = catalogue.get_method("fedavg")
     for pair, entry in ((paired(style(), fedavg), "style"), (paired(fedavg, style()), "model")):
         with pytest.raises(ConfigError, match=entry):
             check_run(pair, TASK, {}, rounds=1)
     check_run(paired(fedavg, catalogue.get_method("sha")), TASK, {}, rounds=1)
-
-
-class Quiet(FedAvgSite[Any]):
-    """Takes FedAvg's message and answers with something else than a model."""
-
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", FedAvgSite.phase("train").request, (STYLE,), reply_meta=MEASURED),
-        FedAvgSite.phase("validate"),
-    )
-
-
-def test_a_reply_without_what_the_server_needs_is_refused_before_it_starts() -> None:
-    quiet = Method("quiet", "", "", Quiet, StyleServer)
-    with pytest.raises(ConfigError, match="model"):
-        check_run(paired(quiet, catalogue.get_method("fedavg")), TASK, {}, rounds=1)

@@ -1,7 +1,6 @@
-"""Interrupted runs and damaged states in the plain loop: what is taken up, what is refused, and with which words."""
+"""Interrupted runs and damaged states in the plain loop."""
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,10 +14,6 @@ from safetensors.torch import load_file
 import medflare
 from helpers.killed_runs import Killed
 from helpers.small_tasks import tiny_phantom
-from medflare.core.errors import StateError
-from medflare.core.message import Message
-from medflare.core.store import StateStore
-from medflare.federation.checkpoint import CHECKPOINT
 from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
@@ -85,19 +80,9 @@ class TestResume:
         assert same_models(tmp_path / "whole", tmp_path / "killed")
         assert [event["kind"] for event in results["events"]].count("resumed") == 1
 
-    def test_another_run_is_refused(self, tmp_path: Path) -> None:
-        run(tmp_path, "fedavg", rounds=1)
-        results = run(tmp_path, "fedavg", rounds=1, seed=2, resume=True)
-        assert results["status"] == "FAILED"
-        assert "seed" in results["reason"]
 
-    def test_nothing_to_resume(self, tmp_path: Path) -> None:
-        with pytest.raises(StateError, match="no checkpoint in"):
-            resume_local(tmp_path)
-
-
-class TestMissedResumption:
-    """Of three sites one is not there when the run is taken up, which is interrupted once more."""
+class TestAbsentAtResume:
+    """One of three sites is absent when the run is resumed, which is interrupted again."""
 
     @staticmethod
     def leg(folder: Path, last: int | None, **options: Any) -> dict[str, Any]:
@@ -118,12 +103,12 @@ class TestMissedResumption:
         self.leg(tmp_path, 2, resume=True, absent={round: ["site-3"] for round in range(4)})
         return tmp_path
 
-    def test_the_site_goes_on_from_what_it_remembers(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(StoredAlgorithm, "begin", lambda algorithm, *_: pytest.fail(f"{algorithm.name} begins afresh"))
+    def test_the_site_continues_from_its_stored_state(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(StoredAlgorithm, "begin", lambda algorithm, *_: pytest.fail(f"{algorithm.name} starts again"))
         results = self.leg(folder, None, resume=True)
         assert results["status"] == "COMPLETED" and not [event for event in results["events"] if event["kind"] == "rejected"]
 
-    def test_a_lost_state_is_no_newcomers(self, folder: Path) -> None:
+    def test_a_lost_state_fails_the_run(self, folder: Path) -> None:
         shutil.rmtree(folder / "sites" / "site-3" / "state")
         results = self.leg(folder, None, resume=True)
         assert results["status"] == "FAILED"
@@ -142,23 +127,15 @@ class TestDamagedStates:
     def folder(self, finished: Path, tmp_path: Path) -> Path:
         return Path(shutil.copytree(finished, tmp_path / "run"))
 
-    def test_a_corrupted_checkpoint_is_named(self, folder: Path) -> None:
-        path = folder / f"{CHECKPOINT}.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        with pytest.raises(StateError, match=f"{path}.*checksum"):
-            resume_local(folder)
-
     @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:40]), lambda path: path.write_bytes(b"")])
-    def test_a_site_with_a_damaged_state_is_named(self, folder: Path, damage: Any) -> None:
+    def test_a_damaged_state_fails_the_run(self, folder: Path, damage: Any) -> None:
         for path in (folder / "sites" / "site-2" / "state").glob("algorithm-*"):
             damage(path)
         results = resume_local(folder)
         assert results["status"] == "FAILED"
         assert "site-2" in results["reason"] and ".safetensors" in results["reason"]
 
-    def test_swapped_states_are_told_apart(self, folder: Path) -> None:
+    def test_swapped_states_fail_the_run(self, folder: Path) -> None:
         first, second = (folder / "sites" / site / "state" for site in ("site-1", "site-2"))
         first.rename(folder / "aside")
         second.rename(first)
@@ -167,24 +144,7 @@ class TestDamagedStates:
         assert results["status"] == "FAILED"
         assert "belongs to site site-2" in results["reason"]
 
-    def test_a_lost_state_is_not_replaced_by_a_fresh_one(self, folder: Path) -> None:
+    def test_a_lost_state_is_not_replaced_by_a_new_one(self, folder: Path) -> None:
         shutil.rmtree(folder / "sites" / "site-2" / "state")
         results = resume_local(folder)
         assert results["status"] == "FAILED" and "its state is lost" in results["reason"]
-
-
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    """Writing beyond a file-size limit fails as on a full disk: the run fails with the reason, the checkpoint before it is whole."""
-    store = StateStore(tmp_path)
-    store.save(CHECKPOINT, Message({}, {"finished": 1}))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-        with pytest.raises(OSError, match="File too large"):
-            store.save(CHECKPOINT, Message({}, {"finished": 2, "history": ["long"] * 100}))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert store.load(CHECKPOINT) == Message({}, {"finished": 1})
-    assert [path.name for path in tmp_path.iterdir()] == [f"{CHECKPOINT}.safetensors"], "no part of the failed file stays behind"

@@ -1,4 +1,4 @@
-"""Updates side by side: one limit of their length, and a name for one that points against the others."""
+"""Updates compared with each other: the limit of their length, and their direction."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ WEIGHTS = {"w": torch.ones(4)}
 ALONG = torch.tensor([0.1, 0.1, 0.0, 0.0])
 
 
-def judged(
+def validated(
     lengths: list[float], images: list[int] | None = None, weights: bool = True, sent: bool = True, strict: bool = False
 ) -> Validated:
     """A round in which the sites' updates have one direction, or for a negative length the opposite one."""
@@ -27,14 +27,14 @@ def judged(
 
 @pytest.mark.parametrize("lengths", [[1, 1, 11], [1, 2, 16], [1, 1, 1, 11], [1, 1, 90, 90], [1, 1, 1, 1e30]])
 def test_longer_than_ten_times_the_others_median_is_rejected(lengths: list[float]) -> None:
-    """Two who lie alike are still held against the median of the others, as long as they are no more than half."""
-    assert judged(lengths).rejected.keys() == {site for site, length in zip("ABCD", lengths, strict=False) if length > 10}
+    """Two sites with the same fault are found if they are at most half."""
+    assert validated(lengths).rejected.keys() == {site for site, length in zip("ABCD", lengths, strict=False) if length > 10}
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 9], [1e-4, 1, 1], [1, 8, 1, 9], [0, 1, 1], [0, 0, 0], [1]])
-def test_a_short_update_takes_nobody_out(lengths: list[float]) -> None:
-    found = judged(lengths)
-    assert not found.rejected and not found.suspicious
+def test_a_short_update_is_accepted(lengths: list[float]) -> None:
+    result = validated(lengths)
+    assert not result.rejected and not result.suspicious
 
 
 @pytest.mark.parametrize(
@@ -43,24 +43,24 @@ def test_a_short_update_takes_nobody_out(lengths: list[float]) -> None:
 )
 def test_a_site_with_more_images_may_move_further_up_to_a_hundredfold(images: list[int], length: float, taken: bool) -> None:
     """Of honest sites of 400, 8 and 8 images the large one's update is 64 times as long (SGD with momentum), of 60, 8 and 8 20 times."""
-    assert ("C" in judged([1, 1, length], images).accepted) == taken
+    assert ("C" in validated([1, 1, length], images).accepted) == taken
 
 
-def test_of_two_sites_and_of_what_is_no_update_a_hundredfold_is_taken() -> None:
-    assert not judged([1, 90]).rejected and judged([1, 110]).rejected.keys() == {"B"}
-    assert not judged([1, 1, 90], sent=False).rejected, "gradients of honest sites differ more than updates do"
-    assert judged([1, 1, 110], sent=False).rejected.keys() == {"C"}
-    assert judged([1, 1, 11], weights=False).rejected.keys() == {"C"}, "a new version of what is no network"
+def test_the_limit_is_a_hundred_for_two_sites_and_for_statistics() -> None:
+    assert not validated([1, 90]).rejected and validated([1, 110]).rejected.keys() == {"B"}
+    assert not validated([1, 1, 90], sent=False).rejected, "gradients of honest sites differ more than updates do"
+    assert validated([1, 1, 110], sent=False).rejected.keys() == {"C"}
+    assert validated([1, 1, 11], weights=False).rejected.keys() == {"C"}, "a new version of what is no network"
 
 
-def test_an_update_against_the_others_is_named_or_rejected_where_the_run_says_so() -> None:
-    found = judged([1, 1, -1])
-    assert list(found.accepted) == ["A", "B", "C"] and found.suspicious.keys() == {"C"}
-    assert judged([1, 1, -1], strict=True).rejected.keys() == {"C"}
-    assert judged([1, -1], strict=True).suspicious.keys() == {"A", "B"}, "of two nobody can say which one is wrong"
-    assert not judged([1, 1, -1], weights=False).suspicious, "only weights of the network have a direction"
+def test_an_update_against_the_others_is_suspicious_or_rejected() -> None:
+    result = validated([1, 1, -1])
+    assert list(result.accepted) == ["A", "B", "C"] and result.suspicious.keys() == {"C"}
+    assert validated([1, 1, -1], strict=True).rejected.keys() == {"C"}
+    assert validated([1, -1], strict=True).suspicious.keys() == {"A", "B"}
+    assert not validated([1, 1, -1], weights=False).suspicious, "only weights of the network have a direction"
 
 
-def test_a_share_that_not_all_can_have_is_the_smallest_count_for_all() -> None:
+def test_a_maximum_weight_that_not_all_sites_can_meet_gives_the_smallest_count() -> None:
     assert capped({"A": 3, "B": 2}, 1.0) == {"A": 3, "B": 2} and capped({}, 0.5) == {}
     assert capped({"A": 100.0, "B": 100.0, "C": 1.0}, 0.25) == {"A": 1.0, "B": 1.0, "C": 1.0}

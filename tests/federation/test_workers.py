@@ -36,14 +36,14 @@ def delivered(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
 
 
-def at_work(name: str, phase_is: Callable[[int], bool], what: Callable[[], None]) -> Callable[[str, str], Site]:
-    """An opener whose site `name` does `what` before the batches that `phase_is` chooses by their number in its process."""
+def at_work(name: str, chosen: Callable[[int], bool], action: Callable[[], object]) -> Callable[[str, str], Site]:
+    """An opener whose site `name` does `action` before the batches that are chosen by their number in its process."""
     batches = iter(range(10_000))
 
     def opener(site: str, role: str) -> Site:
         opened = open_site(site, load_task(TINY), seed=3, role=role)
         if site == name:
-            opened.abort = lambda: what() is not None if phase_is(next(batches)) else False  # type: ignore[func-returns-value]
+            opened.abort = lambda: chosen(next(batches)) and action() is None
         return opened
 
     return opener
@@ -59,9 +59,14 @@ def test_any_number_of_workers_gives_the_same_bits(method: str, settings: dict[s
     assert reports[0].count("<img") == reports[1].count("<img")  # what sites show reaches the report from their processes, too
 
 
-def test_a_killed_process_is_a_failure_of_its_site(tmp_path: Path) -> None:
-    """The others go on; a new process takes up what the killed one had written."""
-    opener = at_work("B", lambda batch: batch == 0 and not (tmp_path / "killed").exists(), lambda: kill_once(tmp_path / "killed"))
+def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None:
+    """The others continue; a new process continues from the stored state of the killed one."""
+
+    def kill_once() -> None:
+        (tmp_path / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    opener = at_work("B", lambda batch: batch == 0 and not (tmp_path / "killed").exists(), kill_once)
     results = run(workers=2, rounds=3, min_sites=2, opener=opener, out=tmp_path / "out")
     assert results["status"] == "COMPLETED"
     (failure,) = [event for event in results["events"] if event["kind"] == "failed"]
@@ -69,29 +74,15 @@ def test_a_killed_process_is_a_failure_of_its_site(tmp_path: Path) -> None:
     assert results["sites"]["B"]["metrics"]["deployed"]["dice"] is not None
 
 
-def kill_once(mark: Path) -> None:
-    mark.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_an_error_of_the_code_ends_the_run_with_its_traceback() -> None:
     before = psutil.Process().children()  # other tests leave ended ones, which Python takes note of when it starts the next one
     with pytest.raises(RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"):
-        run(workers=2, opener=at_work("B", lambda batch: True, lambda: divide(0)))
+        run(workers=2, opener=at_work("B", lambda batch: True, lambda: 1 / 0))
     assert not set(psutil.Process().children()) - set(before)
 
 
-def divide(number: int) -> None:
-    _ = 1 / number
-
-
-def test_what_is_not_possible() -> None:
-    with pytest.raises(ConfigError, match="workers"):
-        run(workers=0)
-
-
 @pytest.mark.slow
-def test_interrupted_from_the_keyboard_nothing_stays_behind(tmp_path: Path) -> None:
+def test_no_process_is_left_after_an_interrupt_from_the_keyboard(tmp_path: Path) -> None:
     code = f"""
 import signal
 from medflare import run_local
@@ -113,7 +104,7 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
         time.sleep(0.05)
 
 
-def test_a_message_goes_from_process_to_process_with_all_its_tensors() -> None:
+def test_a_sent_message_is_received_with_all_its_tensors() -> None:
     numbers = {"count": torch.tensor(7), "none": torch.zeros(0, 3), "algorithm": torch.tensor([1.5], dtype=torch.bfloat16)}
     states = {"model": {"w": torch.arange(12.0).reshape(3, 4).T, **numbers}, "flags": {"on": torch.tensor([True, False])}, "empty": {}}
     here, there = Pipe()
@@ -129,20 +120,12 @@ def test_a_message_goes_from_process_to_process_with_all_its_tensors() -> None:
     message.states["model"]["w"].mul_(2)  # nobody else's any more
 
 
-# ---- threads ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("said", "threads"), [("4,2", 4), (" 3", 3), ("", 1), (None, 1)])
-def test_threads_are_those_of_the_first_level(said: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+@pytest.mark.parametrize(("value", "threads"), [("4,2", 4), (" 3", 3), ("", 1), ("many", 0), ("-2", 0)])
+def test_threads_are_those_of_the_first_level(value: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    if not threads:
+        with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
+            run(workers=2)
+        return
     with threads_of_a_site():
         assert torch.get_num_threads() == threads
-
-
-@pytest.mark.parametrize("said", ["many", "0", "-2", ",4"])
-def test_threads_that_are_no_number(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
-        run(workers=2)

@@ -18,7 +18,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.loading import SiteData, Split
-from medflare.federation.update_validation.messages import RequestSchema, message_problem
+from medflare.federation.update_validation.messages import message_problem, request_problem
 from medflare.federation.update_validation.updates import validate_replies
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step
 from medflare.methods.catalogue import get_method, method_names
@@ -224,7 +224,7 @@ def as_declared(algorithms: Mapping[str, Any], phase: str, outgoing: Mapping[str
     """Every message of a step holds what its phase declares and nothing else, and meta that can be written down."""
     for name, algorithm in algorithms.items():
         if name in outgoing:
-            assert RequestSchema(algorithm.plan).problem(algorithm.phase(phase), outgoing[name]) is None, (phase, name)
+            assert request_problem(algorithm.phase(phase), algorithm.plan, outgoing[name]) is None, (phase, name)
         if name in replies:
             assert algorithm.phase(phase).undeclared(replies[name], algorithm.plan) is None, (phase, name)
             assert message_problem(replies[name], name) is None, (phase, name)

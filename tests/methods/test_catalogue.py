@@ -27,7 +27,7 @@ from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
-from medflare.federation.update_validation.messages import RequestSchema
+from medflare.federation.update_validation.messages import request_problem
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step
@@ -123,14 +123,13 @@ class TestEveryMethod:
     def test_sends_only_what_it_declares(self, finished: Finished) -> None:
         method = get_method(finished.name)
         plan = method.plan(TASK, SITES, SHORTER.get(finished.name, {}))
-        gate = RequestSchema(plan)
         steps = [turn for turn in finished.turns if turn.step.phase not in PHASES_OF_ALL]
         assert steps
         for step, outgoing, replies in steps:
             phase = method.site_class.phase(step.phase)
             for site, message in outgoing.items():
                 assert message.meta.pop("step") >= 0 and message.meta.pop("run_rounds") == 2
-                assert gate.problem(phase, message) is None, (step, site)
+                assert request_problem(phase, plan, message) is None, (step, site)
             for site, reply in replies.items():
                 assert phase.undeclared(reply, plan) is None, (step, site)
 
@@ -218,7 +217,7 @@ def test_every_pair_of_algorithms_works_or_is_refused_in_one_line() -> None:
         for step in server.steps():
             pair.site_class.phase(step.phase)
         first = server.steps()[0]
-        assert RequestSchema(plan).problem(pair.site_class.phase(first.phase), server.configure(first, "a")) is None, (of_site, of_server)
+        assert request_problem(pair.site_class.phase(first.phase), plan, server.configure(first, "a")) is None, (of_site, of_server)
         assert pair.effective({})["site"] == get_method(of_site).effective({})["site"]
         assert pair.effective({})["server"] == get_method(of_server).effective({})["server"]
     assert [message for message in refused.values() if "\n" in message] == []

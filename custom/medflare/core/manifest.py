@@ -75,17 +75,11 @@ class TensorSpec(str):
             tensors) in all rows. Zeros must mean "no such class" to the server.
     """
 
-    purpose: str
-    template: Callable[[Any], Mapping[str, Tensor]]
-    when: Callable[[Any], bool]
-    nonnegative: bool
-    optional: bool
-    exact: bool
-    measured: str
-    per_class: PerClass
+    def __new__(cls, name: str, *args: Any, **more: Any) -> "TensorSpec":
+        return super().__new__(cls, name)
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         name: str,
         purpose: str = "",
         template: Callable[[Any], Mapping[str, Tensor]] = _network,
@@ -96,12 +90,10 @@ class TensorSpec(str):
         exact: bool = False,
         measured: str = "",
         per_class: PerClass = "",
-    ) -> "TensorSpec":
-        spec = super().__new__(cls, name)
-        spec.purpose, spec.template, spec.when = purpose, template, when
-        spec.nonnegative, spec.optional, spec.exact = nonnegative, optional, exact
-        spec.measured, spec.per_class = measured, per_class
-        return spec
+    ):
+        self.purpose, self.template, self.when = purpose, template, when
+        self.nonnegative, self.optional, self.exact = nonnegative, optional, exact
+        self.measured, self.per_class = measured, per_class
 
     def spec(self, plan: Any) -> StateSpec:
         """Names, shapes and dtypes of the state with a plan's settings."""
@@ -141,25 +133,13 @@ class MetaSpec(str):
             the split than `minimum_patients` the participant sends no "values"; it sends no "counts" at all.
     """
 
-    about: str
-    type: Any
-    measured: str
-    optional: bool
-    per_class: PerClass
+    def __new__(cls, name: str, *args: Any, **more: Any) -> "MetaSpec":
+        return super().__new__(cls, name)
 
-    def __new__(
-        cls,
-        name: str,
-        about: str = "",
-        type: Any = Any,
-        measured: str = "",
-        *,
-        optional: bool = False,
-        per_class: PerClass = "",
-    ) -> "MetaSpec":
-        spec = super().__new__(cls, name)
-        spec.about, spec.type, spec.measured, spec.optional, spec.per_class = about, type, measured, optional, per_class
-        return spec
+    def __init__(
+        self, name: str, about: str = "", type: Any = Any, measured: str = "", *, optional: bool = False, per_class: PerClass = ""
+    ):
+        self.about, self.type, self.measured, self.optional, self.per_class = about, type, measured, optional, per_class
 
     def problem(self, value: object) -> str | None:
         """Why pydantic does not accept a value, in words that follow the item's name; None if it does.

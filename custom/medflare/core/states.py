@@ -108,10 +108,6 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
 
     Raises:
         ValueError: no state; a weight that is missing, negative or not finite; weights that sum to 0; names or shapes that differ.
-
-    Examples:
-        >>> weighted_mean({"A": {"w": torch.tensor(1.0)}, "B": {"w": torch.tensor(5.0)}}, {"A": 3.0, "B": 1.0})
-        {'w': tensor(2.)}
     """
     sites = sorted(states)
     if not sites:
@@ -169,22 +165,12 @@ def cosines(gram: Tensor) -> Tensor:
 
 
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
-    """new - old for floating entries; integer entries keep the new value.
-
-    Examples:
-        >>> difference({"w": torch.tensor(3.0), "n": torch.tensor(7)}, {"w": torch.tensor(1.0), "n": torch.tensor(4)})
-        {'w': tensor(2.), 'n': tensor(7)}
-    """
+    """new - old for floating entries; integer entries keep the new value."""
     return {name: tensor - old[name] if tensor.is_floating_point() else tensor.clone() for name, tensor in new.items()}
 
 
 def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float = 1.0) -> StateDict:
-    """state + scale * delta for floating entries; integer entries take delta's value (see `difference`).
-
-    Examples:
-        >>> moved({"w": torch.tensor(1.0), "n": torch.tensor(4)}, {"w": torch.tensor(2.0), "n": torch.tensor(7)}, 0.5)
-        {'w': tensor(2.), 'n': tensor(7)}
-    """
+    """state + scale * delta for floating entries; integer entries take delta's value (see `difference`)."""
     return {
         name: tensor + scale * delta[name].to(tensor.dtype) if tensor.is_floating_point() else delta[name].clone()
         for name, tensor in state.items()
@@ -192,13 +178,7 @@ def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float
 
 
 def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: float) -> StateDict:
-    """(1 - share) * first + share * second in the dtypes of `first`; integer entries are those of `second`.
-
-    Examples:
-        >>> a, b = {"w": torch.tensor(1.0)}, {"w": torch.tensor(3.0)}
-        >>> blend(a, b, 0.0), blend(a, b, 0.5), blend(a, b, 1.0)
-        ({'w': tensor(1.)}, {'w': tensor(2.)}, {'w': tensor(3.)})
-    """
+    """(1 - share) * first + share * second in the dtypes of `first`; integer entries are those of `second`."""
     return {
         name: torch.lerp(tensor, second[name].to(tensor.dtype), share) if tensor.is_floating_point() else second[name].clone()
         for name, tensor in first.items()
@@ -209,10 +189,6 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
     """Names of all state entries that belong to batch-normalisation layers, found by module type, never by name.
 
     Any normalisation that keeps running statistics counts (BatchNorm, SyncBatchNorm, InstanceNorm with tracking).
-
-    Examples:
-        >>> sorted(batch_norm_entries(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
-        ['1.bias', '1.num_batches_tracked', '1.running_mean', '1.running_var', '1.weight']
     """
     names: set[str] = set()
     for prefix, layer in module.named_modules(remove_duplicate=False):  # a layer in two places has two names in the state
@@ -222,22 +198,12 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
 
 
 def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
-    """(entries in `chosen`, all others).
-
-    Examples:
-        >>> split_state({"a": torch.tensor(1), "b": torch.tensor(2)}, frozenset({"b"}))
-        ({'b': tensor(2)}, {'a': tensor(1)})
-    """
+    """(entries in `chosen`, all others)."""
     return {n: t for n, t in state.items() if n in chosen}, {n: t for n, t in state.items() if n not in chosen}
 
 
 def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
-    """Why `state` cannot be loaded in place of `like`, naming up to three tensors; "" if it can.
-
-    Examples:
-        >>> misfit({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
-        'w missing, unexpected or of another shape'
-    """
+    """Why `state` cannot be loaded in place of `like`, naming up to three tensors; "" if it can."""
     names = _different(state, like)
     return f"{', '.join(names[:3])} missing, unexpected or of another shape" if names else ""
 

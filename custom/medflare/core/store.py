@@ -136,24 +136,6 @@ def read_message(path: Path) -> Message:
     Raises:
         StateError: the file is truncated, damaged or was not written by medflare.
     """
-    while True:
-        version = _version(path)
-        try:
-            return _read_once(path)
-        except StateError:  # safetensors opens the file twice; it may have been replaced in between
-            if _version(path) == version:
-                raise
-
-
-def _version(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def _read_once(path: Path) -> Message:
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_HEADER])

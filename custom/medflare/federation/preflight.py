@@ -7,7 +7,7 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.federation.update_validation.messages import RequestSchema
+from medflare.federation.update_validation.messages import request_problem
 from medflare.methods.base import Plan, ServerContext
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
@@ -61,7 +61,7 @@ def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str
     if unknown := [step.phase for step in steps if step.phase not in by_name]:
         return f"the site has no phase {unknown[0]!r}"
     phase = by_name[steps[0].phase]
-    if problem := RequestSchema(plan).problem(phase, server.configure(steps[0], _SITES[0])):
+    if problem := request_problem(phase, plan, server.configure(steps[0], _SITES[0])):
         return f"the server's message for {phase.name!r}: {problem}"
     states = {
         entry: {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in spec.tensors.items()}

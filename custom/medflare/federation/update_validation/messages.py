@@ -18,7 +18,6 @@ from medflare.core.events import OF_SITES
 from medflare.core.manifest import (
     MetaSpec,
     Phase,
-    StateSpec,
     TensorSpec,
     count,
     listing,
@@ -271,7 +270,6 @@ class RequestValidator:
 
     def __init__(self, site: str):
         self.site = site
-        self._schema: RequestSchema | None = None
 
     def check_invitation(self, round: int, message: Message) -> None:
         """Check an invitation, as far as is possible before the site's task is known."""
@@ -282,7 +280,7 @@ class RequestValidator:
     def check_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
         """Check that an invitation holds the initial weights as entry `start` if the task names a weights file, and no other tensors."""
         request = (TensorSpec(start),) if plan.task.network.get("weights") else ()
-        self._check(ENROL, round, RequestSchema(plan).problem(Phase(ENROL, request=request, request_meta=INVITES), message))
+        self._check(ENROL, round, request_problem(Phase(ENROL, request=request, request_meta=INVITES), plan, message))
 
     def pop_numbers(self, phase: str, round: int, message: Message) -> dict[str, Any]:
         """The items of `NUMBERED`, which do not belong to the method; they are taken out of the message."""
@@ -292,17 +290,11 @@ class RequestValidator:
         return numbers
 
     def check_request(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any], rounded: bool = False) -> None:
-        """Check a message, without the items of `NUMBERED`, against the declaration of its phase.
-
-        Args:
-            rounded: whether its weights are, see `Rounding`.
-        """
+        """Check a message, without the items of `NUMBERED`, against the declaration of its phase; `rounded` as for `request_problem`."""
         declared = algorithm.delivery if phase == FINALIZE else algorithm.phase(phase)
-        if declared is None:
-            return
-        if self._schema is None or self._schema.plan is not algorithm.plan:
-            self._schema = RequestSchema(algorithm.plan)
-        self._check(phase, round, self._schema.problem(declared, message, rounded) or algorithm.validate_request(message))
+        if declared is not None:
+            problem = request_problem(declared, algorithm.plan, message, rounded)
+            self._check(phase, round, problem or algorithm.validate_request(message))
 
     def _check(self, phase: str, round: int, problem: str | None) -> None:
         if problem is not None:
@@ -318,41 +310,24 @@ def _request_meta_problem(message: Message, declared: tuple[MetaSpec, ...]) -> s
     return declaration_problem(message, declared, tuple(item for item in declared if not item.optional))
 
 
-class RequestSchema:
-    """What a server's messages may hold with a plan."""
+def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message, rounded: bool = False) -> str | None:
+    """How a server's message, without the items of `NUMBERED`, differs from its phase's declaration, in words, or None.
 
-    def __init__(self, plan: Plan[Any, Any]):
-        self.plan = plan
-        self._specs: dict[tuple[str, int, bool], StateSpec] = {}  # the networks behind them are built once
-
-    def problem(self, phase: Phase, message: Message, rounded: bool = False) -> str | None:
-        """How a message, without the items of `NUMBERED`, differs from its phase's declaration, in words, or None.
-
-        Args:
-            rounded: whether its weights are, see `Rounding`.
-        """
-        sent = {index: spec for index, spec in enumerate(phase.request) if spec.when(self.plan)}
-        required = [spec for spec in sent.values() if not spec.optional and not spec.endswith("/")]
-        if missing := [spec for spec in required if spec not in message.states]:
-            return f"missing entry {shown(missing[0])}"
-        for name in message.states:
-            part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
-            for index in (index for index, spec in sent.items() if self._covers(spec, name)):
-                manifest = {name: self._spec(phase, index, rounded)}
-                problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
-                if not problem:
-                    break
-            if problem:
-                return problem
-        return _request_meta_problem(message, phase.request_meta)
-
-    def _covers(self, spec: TensorSpec, name: str) -> bool:
-        """Whether it is this state, or a member of this family, which has one for every inside site."""
-        return spec.covers(name) and (not spec.endswith("/") or name.removeprefix(spec) in self.plan.sites)
-
-    def _spec(self, phase: Phase, index: int, rounded: bool) -> StateSpec:
-        key = phase.name, index, rounded
-        if key not in self._specs:
-            spec = phase.request[index].spec(self.plan)
-            self._specs[key] = Rounding(self.plan).sent(phase.request[index], spec) if rounded else spec
-        return self._specs[key]
+    Args:
+        rounded: whether its weights are, see `Rounding`.
+    """
+    specs = [spec for spec in phase.request if spec.when(plan)]
+    if missing := [spec for spec in specs if not (spec.optional or spec.endswith("/") or spec in message.states)]:
+        return f"missing entry {shown(missing[0])}"
+    for name in message.states:
+        part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
+        for spec in specs:
+            if not spec.covers(name) or (spec.endswith("/") and name.removeprefix(spec) not in plan.sites):
+                continue
+            manifest = {name: Rounding(plan).sent(spec, spec.spec(plan)) if rounded else spec.spec(plan)}
+            problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
+            if not problem:
+                break
+        if problem:
+            return problem
+    return _request_meta_problem(message, phase.request_meta)
