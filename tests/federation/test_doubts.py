@@ -1,4 +1,4 @@
-"""What a site and the server say of a deployed model that nobody should use: by name, and no more than may leave the site."""
+"""Events that question a deployed model, and their suppression."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ Doubts = dict[str, list[str]]
 
 
 def grades(of: Sequence[int], blank: bool = False) -> Split:
-    """Images of one brightness, which is their class; blank ones say nothing of it, so that a model can only give one answer."""
+    """Images whose brightness is their class; blank ones are all the same."""
     names = tuple(str(number) for number in range(len(of)))
     labels = torch.tensor(of, dtype=torch.long)
     brightness = labels.view(-1, 1, 1, 1).expand(-1, 1, 16, 16).float() - 1
@@ -69,7 +69,7 @@ def data(train: list[int], validation: list[int], test: list[int], blank: bool =
     return SiteData(grades(train, blank), grades(validation, blank), grades(test, blank))
 
 
-def test_one_class_for_every_image() -> None:
+def test_the_same_class_for_every_image_is_noted() -> None:
     results = federated(small_task("classification"), dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)))
     assert doubts(results) == {"constant_output": ["A", "B"], "at_chance": ["A", "B"]}
     (confusion,) = results["sites"]["A"]["classes"]["deployed"]["confusion"]
@@ -78,7 +78,7 @@ def test_one_class_for_every_image() -> None:
     assert len(shown) == 1 and shown[0] in event["message"]
 
 
-def test_no_pixel_in_every_image() -> None:
+def test_an_empty_segmentation_of_every_image_is_noted() -> None:
     site = Site("A", small_task(), SiteData(squares(4), squares(4), squares(3)))
     state = site.network().state_dict()
     (bias,) = [name for name in state if name.startswith("head.") and name.endswith("bias")]
@@ -90,13 +90,13 @@ def test_no_pixel_in_every_image() -> None:
     assert [event["kind"] for event in meta["events"] if event["kind"] in DOUBTS] == ["constant_output", "at_chance"]
 
 
-def test_a_model_that_has_learnt_is_not_doubted() -> None:
+def test_a_trained_model_is_not_questioned() -> None:
     task = small_task("classification", optimizer={"name": "adam", "lr": 0.02}, local_epochs=8)
     results = federated(task, dict.fromkeys(SITES, data(BALANCED * 2, BALANCED, BALANCED)), rounds=3)
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] > 0.9 and doubts(results) == {}
 
 
-def test_few_patients_of_which_the_site_tells_no_metric_are_not_told_of_by_an_event_either(tmp_path: Any) -> None:
+def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
     task, split = small_task("classification"), data(BALANCED, BALANCED, BALANCED[:6], blank=True)
     results = federated(task, dict.fromkeys(SITES, split), minimum=7)
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] is None
@@ -105,15 +105,14 @@ def test_few_patients_of_which_the_site_tells_no_metric_are_not_told_of_by_an_ev
     site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, artifacts=artifacts, minimum_patients=7)
     site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
     site.answer("finalize", 0, Message({"model": Site("A", task, split).network().state_dict()}, {"step": 0, "run_rounds": 1}))
-    assert "status doubtful" in (tmp_path / "report.html").read_text(), "the site itself is told"
+    assert "status doubtful" in (tmp_path / "report.html").read_text()
 
 
-def test_a_class_of_few_test_patients_is_not_named() -> None:
-    """Who knows that all answers are one class, and the accuracy, would know how many images that class has."""
+def test_an_event_does_not_name_a_small_class() -> None:
     results = federated(small_task("classification"), dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)), minimum=5)
-    told = " ".join(event["message"] for event in results["events"] if event["kind"] in ("constant_output", "at_chance"))
+    text = " ".join(event["message"] for event in results["events"] if event["kind"] in ("constant_output", "at_chance"))
     assert doubts(results).keys() >= {"constant_output", "at_chance"}
-    assert not any(name in told for name in ("dark", "medium", "bright")) and "one class" in told
+    assert not any(name in text for name in ("dark", "medium", "bright")) and "one class" in text
 
 
 @pytest.mark.parametrize(
@@ -126,19 +125,19 @@ def test_a_class_of_few_test_patients_is_not_named() -> None:
         ((0, 0), {}, [None]),
     ],
 )
-def test_the_round_is_chosen_on_few_validation_images(sizes: tuple[int, ...], options: dict[str, Any], expected: list[str]) -> None:
+def test_few_validation_images_are_noted(sizes: tuple[int, ...], options: dict[str, Any], expected: list[str]) -> None:
     split = {site: data(BALANCED, BALANCED[:size], BALANCED) for site, size in zip(SITES, sizes, strict=True)}
     found = doubts(federated(small_task("classification"), split, rounds=2, **options))
     assert found.get("few_validation_images", []) == expected
 
 
-def test_a_site_that_chooses_alone_is_named() -> None:
+def test_a_site_that_selects_alone_is_named() -> None:
     split = {"A": data(BALANCED, BALANCED[:4], BALANCED), "B": data(BALANCED, BALANCED, BALANCED), "C": data(BALANCED, BALANCED, BALANCED)}
     found = doubts(federated(small_task("classification"), split, rounds=2, method="ditto"))
     assert found["few_validation_images"] == ["A"]
 
 
-def test_a_site_that_keeps_its_counts_names_no_rare_class() -> None:
+def test_a_rare_class_is_not_named_if_its_count_is_suppressed() -> None:
     split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
     results = federated(small_task("classification"), split, minimum=4)
     (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]

@@ -100,6 +100,11 @@ def test_a_valid_reply_has_no_problem() -> None:
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 2.0, "steps": 1}}),
         (DELIVERS, {"reports": {"$\\frac{$": {}}}),
         (DELIVERS, {"patients": 3}),
+        (DELIVERS, {"classes": {"global": {}}}),
+        (DELIVERS, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),
+        (DELIVERS, {"classes": {"global": {"confusion": [[[1]]] * 17, "roc": []}}}),
+        (DELIVERS, {"classes": {"global": {"confusion": [], "roc": [{"auc": 2, "low": None, "high": None, "sensitivity": []}]}}}),
+        (DELIVERS, {"classes": {"global": {"confusion": [], "roc": [{"auc": 1, "low": None, "high": None, "sensitivity": [0.5]}]}}}),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Federations that are odd but allowed, end to end with every method: they complete, with finite models and what was undefined named."""
+"""Unusual federations with every method: they complete with finite models, and undefined metrics are named."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,6 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
 METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
-# What keeps a run of a second short; nothing that the oddities below depend on.
 QUICK: dict[str, dict[str, Any]] = {
     "feddag": {"generator_width": 4, "pictures": 0},
     "fedsm": {"selector": "compact_selector", "selector_updates": 1},
@@ -100,7 +99,6 @@ def test_an_outside_site_with_one_image(method: str, kind: str, tmp_path: Path) 
 @BOTH_KINDS
 @EVERY_METHOD
 def test_a_network_without_batch_norm(method: str, kind: str, tmp_path: Path) -> None:
-    """IOP-FL's outside site has no statistics to take from its images, PRR's sites nothing to keep to themselves."""
     federation(method, NO_BATCH_NORM[kind], outside=3, out=tmp_path)
 
 
@@ -110,7 +108,7 @@ def test_one_site_alone(method: str, tmp_path: Path) -> None:
 
 
 @EVERY_METHOD
-def test_two_sites_with_the_same_images_are_treated_alike(method: str, tmp_path: Path) -> None:
+def test_two_sites_with_the_same_images_have_equal_weights(method: str, tmp_path: Path) -> None:
     results = federation(method, DISC, rounds=2, twins=True, out=tmp_path)
     assert method == "fedsm" or results["sites"]["A"]["metrics"] == results["sites"]["B"]["metrics"]
     weights = [numbers["weight"] for step in read_rounds(tmp_path) for numbers in step["aggregation"].values()]
@@ -126,13 +124,13 @@ def test_a_class_that_no_site_has(method: str, tmp_path: Path) -> None:
     assert all(any(f"deployed {name}: " in line for line in said) for name, value in metrics.items() if value is None)
 
 
-def test_grace_weighs_updates_that_vanish_alike(tmp_path: Path) -> None:
+def test_grace_weighs_zero_updates_equally(tmp_path: Path) -> None:
     still = {**DISC, "optimizer": {"name": "sgd", "lr": 1e-30}}  # too little to change a float32
     federation("grace", still, client="erm", reset_optimizer=True, out=tmp_path)
     assert weights_of(tmp_path) == pytest.approx([0.5, 0.5])
 
 
-def test_feddag_counts_models_alike_that_nobody_can_score(tmp_path: Path) -> None:
+def test_feddag_weighs_models_equally_that_no_site_can_score(tmp_path: Path) -> None:
     results = federation("feddag", DISC, ("A", "B", "C"), counts=(8, 0, 4), out=tmp_path)
     assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
     assert {event["site"] for event in results["events"] if "could score" in event["message"]} == {"A", "B", "C"}

@@ -1,4 +1,4 @@
-"""Small-cell suppression: no message of any method holds a count that a site withholds, or numbers of a class that few patients show."""
+"""Small-cell suppression: no message of any method holds suppressed counts, or values of a class with few patients."""
 
 import json
 import re
@@ -12,28 +12,35 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.small_tasks import stacked
+from helpers.small_tasks import small_task, stacked
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
+from medflare.data.loading import SiteData, Split
 from medflare.federation.exchange import Reply
+from medflare.federation.final_models import evaluated
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.federation.settings import ENROL
-from medflare.federation.update_validation.suppression import Suppression, small_classes
+from medflare.federation.run import Run
+from medflare.federation.settings import ENROL, run_settings
+from medflare.federation.update_validation.messages import DELIVERS, declaration_problem
+from medflare.federation.update_validation.suppression import Suppression, has_small_class, small_classes
+from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
 from medflare.methods.catalogue import SURVEYS, get_method, method_names
+from medflare.methods.method import Method
+from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 from methods import squares
 
 MINIMUM: Final = 5
-# Training images of each class, and how many patients show it: "a" and "b" suppress_splits all counts, "c" has no rare class.
+# Training images and patients of each class: "a" and "b" suppress all counts, "c" has no rare class.
 CLASSES: Final = ("dark", "medium", "bright")
 IMAGES: Final = {"a": (53, 41, 37), "b": (43, 29, 47), "c": (10, 11, 12), "z": (5, 6, 7)}
 PATIENTS: Final = {"a": (9, 8, 2), "b": (9, 1, 8), "c": (9, 8, 7), "z": (5, 6, 7)}
-WITHHELD: Final = ("a", "b")
+SUPPRESSED: Final = ("a", "b")
 TASK: Final = load_task(
     {
         "name": "rare_shades",
@@ -60,7 +67,7 @@ RUNS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Grey pictures, the brighter the higher the class."""
+    """Grey images; the brightness is the class."""
     root = tmp_path_factory.mktemp("shades")
     random = np.random.default_rng(0)
     for site, counts in IMAGES.items():
@@ -78,7 +85,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
-    """Every number among meta with its place, those in texts too."""
+    """(place, number) for every number of the metadata, also in texts."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from numbers(inner, f"{place}/{name}")
@@ -91,8 +98,8 @@ def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, float(value)
 
 
-def betrayals(message: Message, counts: tuple[int, ...]) -> list[str]:
-    """Where a message holds one of these counts, or its share of them all."""
+def disclosures(message: Message, counts: tuple[int, ...]) -> list[str]:
+    """Where a message holds one of these counts, or its fraction of their sum."""
     secrets = [float(number) for count in counts for number in (count, count / sum(counts))]
     found = [place for place, value in numbers(message.meta, "meta") if any(abs(value - secret) < 1e-9 for secret in secrets)]
     for entry, state in message.states.items():
@@ -104,13 +111,12 @@ def betrayals(message: Message, counts: tuple[int, ...]) -> list[str]:
 
 
 def _as(dtype: torch.dtype, secret: float) -> float:
-    """The number as a tensor of this type holds it; a share is no whole number."""
+    """The number as a tensor of this dtype holds it."""
     return secret if not dtype.is_floating_point else float(torch.tensor(secret, dtype=dtype).double())
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_message_of_any_method_holds_a_withheld_count(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what a site sends nor what the server passes on."""
+def test_no_message_of_any_method_holds_a_suppressedcount(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method, hyper = RUNS[name]
     call, make = LocalExchange.__call__, Participant
     seen: list[tuple[str, str]] = []
@@ -118,14 +124,12 @@ def test_no_message_of_any_method_holds_a_withheld_count(name: str, data: Path, 
     def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
         replies = call(exchange, step, outgoing)
         for site, message in outgoing.items():
-            seen.extend((f"{step.phase} to {site}", place) for of in WITHHELD for place in betrayals(message, IMAGES[of]))
+            seen.extend((f"{step.phase} to {site}", place) for of in SUPPRESSED for place in disclosures(message, IMAGES[of]))
         for site, reply in replies.items():
             assert reply.message is not None, reply.problem
-            told = betrayals(reply.message, IMAGES[site])
-            seen.extend((f"{step.phase} of {site}", place) for place in told if site in WITHHELD)
-            assert step.phase != ENROL or bool(told) != (site in WITHHELD), (
-                "a site without a rare class tells its counts: they would be found"
-            )
+            disclosed = disclosures(reply.message, IMAGES[site])
+            seen.extend((f"{step.phase} of {site}", place) for place in disclosed if site in SUPPRESSED)
+            assert step.phase != ENROL or bool(disclosed) != (site in SUPPRESSED), "other sites do send their counts"
         return replies
 
     monkeypatch.setattr(loop, "Participant", lambda *args, **more: make(*args, **more, minimum_patients=MINIMUM))
@@ -139,7 +143,7 @@ def test_no_message_of_any_method_holds_a_withheld_count(name: str, data: Path, 
 
 
 def rare_square(task: TaskConfig) -> Site:
-    """A site of which two of twelve training patients show the last class."""
+    """A site with two of twelve training patients in the last class."""
     site = squares.site("A", task)
     split = stacked(site.data.train)
     targets = split.targets.clone()
@@ -164,21 +168,21 @@ KINDS: Final = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prototype_of_few_patients_stays_at_the_site(kind: str) -> None:
+def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     task, rare, row = KINDS[kind]
     site, method = rare_square(task), get_method("prr")
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
     participants = [Participant("A", lambda role: site, method, {}, minimum_patients=minimum) for minimum in (0, 3)]
     server = squares.server(method.server_class, task, algorithms={"A": squares.algorithm(method.site_class, "A", task)}, outside=())
-    told = [_trained(participant, server) for participant in participants]
-    whole, guarded = (reply.states["prototypes"] for reply in told)
+    replies = [_trained(participant, server) for participant in participants]
+    whole, suppressed = (reply.states["prototypes"] for reply in replies)
     assert whole["present"].all() and whole["prototypes"][row].any()
-    assert not guarded["present"][row] and not guarded["prototypes"][row].any()
+    assert not suppressed["present"][row] and not suppressed["prototypes"][row].any()
     others = [other for other in range(len(whole["present"])) if other != row]
-    assert guarded["present"][others].all() and guarded["prototypes"][others].equal(whole["prototypes"][others])
-    assert all(told[0].states["model"][name].equal(tensor) for name, tensor in told[1].states["model"].items())
-    own = participants[1]._algorithm.recall(1).memory.states["prototypes"]["prototypes"]
-    assert own.equal(whole["prototypes"]), "the site itself goes on with all of them"
+    assert suppressed["present"][others].all() and suppressed["prototypes"][others].equal(whole["prototypes"][others])
+    assert all(replies[0].states["model"][name].equal(tensor) for name, tensor in replies[1].states["model"].items())
+    stored = participants[1]._algorithm.recall(1).memory.states["prototypes"]["prototypes"]
+    assert stored.equal(whole["prototypes"]), "the site itself uses all of them"
 
 
 def _trained(participant: Participant, server: Any) -> Message:
@@ -187,17 +191,16 @@ def _trained(participant: Participant, server: Any) -> Message:
     return participant.answer("train", 0, Message(outgoing.states, {**outgoing.meta, "step": 0, "run_rounds": 1}))
 
 
-def test_gamma_of_a_rare_class_stays_too() -> None:
+def test_gamma_of_a_rare_class_is_suppressed() -> None:
     algorithm = squares.algorithm(get_method("prr").site_class, "A", squares.CLASSIFICATION)
     meta = {"gamma": {"dark": 1.0, "medium": 1.5, "bright": 2.0}, "gammas": {name: [1.0, 2.0] for name in CLASSES}}
     site = rare_square(squares.CLASSIFICATION)
-    told = Suppression(site, 3).suppressed(Message({}, {**meta, "n_samples": 12}), algorithm.phase("train")).meta
-    assert told == {"gamma": {"dark": 1.0, "medium": 1.5}, "gammas": {"dark": [1.0, 2.0], "medium": [1.0, 2.0]}, "n_samples": 12}
+    sent = Suppression(site, 3).suppressed(Message({}, {**meta, "n_samples": 12}), algorithm.phase("train")).meta
+    assert sent == {"gamma": {"dark": 1.0, "medium": 1.5}, "gammas": {"dark": [1.0, 2.0], "medium": [1.0, 2.0]}, "n_samples": 12}
     assert Suppression(site, 2).suppressed(Message({}, dict(meta)), algorithm.phase("train")).meta == meta
 
 
-def test_a_site_of_few_patients_has_no_part_in_the_ridge_selector() -> None:
-    """Statistics of its images are zeros, which the server takes for none."""
+def test_suppressedstatistics_do_not_change_the_ridge_selector() -> None:
     method = get_method("fedsm")
     log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
     step, _, replies = next(turn for turn in log if turn.step.phase == "selector_features")
@@ -208,50 +211,111 @@ def test_a_site_of_few_patients_has_no_part_in_the_ridge_selector() -> None:
         return dict(server.selector.state)
 
     without = solved({name: replies[name] for name in ("A", "C")})
-    guarded = {**replies, "B": Suppression(algorithms["B"].site, 13).suppressed(replies["B"], phase)}
-    assert not any(tensor.any() for tensor in guarded["B"].states["selector_statistics"].values())
-    assert squares.equal(solved(guarded), without) and not squares.equal(solved(replies), without)
-    nobody = {name: Suppression(algorithms[name].site, 13).suppressed(reply, phase) for name, reply in replies.items()}
-    assert squares.equal(solved(nobody), solved(replies)), "the selector stays as it was"
+    suppressed = {**replies, "B": Suppression(algorithms["B"].site, 13).suppressed(replies["B"], phase)}
+    assert not any(tensor.any() for tensor in suppressed["B"].states["selector_statistics"].values())
+    assert squares.equal(solved(suppressed), without) and not squares.equal(solved(replies), without)
+    all_suppressed = {name: Suppression(algorithms[name].site, 13).suppressed(reply, phase) for name, reply in replies.items()}
+    assert squares.equal(solved(all_suppressed), solved(replies)), "the selector does not change"
 
 
-# ---- methods of other distributions ----------------------------------------------------------------------------------------------
+# ---- any declaration --------------------------------------------------------------------------------------------------------------
 
 
-def suppressed(per_class: PerClass, states: dict[str, Any], meta: dict[str, Any], measured: str = "", minimum: int = 3) -> Message:
+def reply_of(per_class: PerClass, states: dict[str, Any], meta: dict[str, Any], measured: str = "", minimum: int = 3) -> Message:
     entry = TensorSpec("cells", "for a test", per_class=per_class, measured=measured)
     phase = Phase("train", reply=(entry, TensorSpec("model")), reply_meta=(MetaSpec("table", per_class=per_class, measured=measured),))
     return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(Message(states, meta), phase)
 
 
-def test_values_of_a_class_go_and_counts_of_all_classes_go() -> None:
-    """Counts add up to the site's images: the one that is missing would follow from the others."""
+def test_values_of_a_small_class_and_all_counts_are_suppressed() -> None:
     cells = {"mean": torch.ones(3, 2), "count": torch.tensor([6, 4, 2]), "total": torch.tensor(12.0), "pair": torch.ones(2, 3)}
     model = {"w": torch.ones(3)}
-    values = suppressed(
+    values = reply_of(
         "values", {"cells": cells, "model": model}, {"table": {"dark": 1.0, "bright": 2.0, "more": {"medium": 3.0, "sum": 9}}}
     )
     assert values.states["cells"]["mean"].tolist() == [[1, 1], [1, 1], [0, 0]]
     assert not values.states["cells"]["count"].any() and values.states["cells"]["count"].dtype == torch.int64
-    assert not values.states["cells"]["total"].any() and not values.states["cells"]["pair"].any(), (
-        "which of it is of the class is not known"
-    )
+    assert not values.states["cells"]["total"].any() and not values.states["cells"]["pair"].any()
     assert values.meta["table"] == {"dark": 1.0, "more": {"medium": 3.0, "sum": None}}
-    counts = suppressed("counts", {"cells": {"share": torch.ones(3)}, "model": model}, {"table": [0.5, 0.3, 0.2]})
+    counts = reply_of("counts", {"cells": {"share": torch.ones(3)}, "model": model}, {"table": [0.5, 0.3, 0.2]})
     assert not counts.states["cells"]["share"].any() and counts.meta["table"] == []
-    assert suppressed("values", {}, {"table": [[1.0], [2.0], [3.0]]}).meta["table"] == [[1.0], [2.0], []]
+    assert reply_of("values", {}, {"table": [[1.0], [2.0], [3.0]]}).meta["table"] == [[1.0], [2.0], []]
     for kept in (values, counts):
         assert kept.states["model"] is model
-    assert cells["mean"].all() and cells["count"].tolist() == [6, 4, 2], "what the method itself holds is left as it is"
+    assert cells["mean"].all() and cells["count"].tolist() == [6, 4, 2]
 
 
-def test_a_declared_entry_of_enough_patients_leaves_as_it_is() -> None:
+def test_an_entry_of_enough_patients_is_sent() -> None:
     cells = {"mean": torch.ones(3, 2), "count": torch.tensor([6, 4, 2])}
-    left = suppressed("counts", {"cells": cells}, {"table": [6, 4, 2]}, minimum=2)
+    left = reply_of("counts", {"cells": cells}, {"table": [6, 4, 2]}, minimum=2)
     assert left.states["cells"] is cells and left.meta["table"] == [6, 4, 2]
 
 
-def test_an_entry_that_was_measured_on_few_patients_is_zero() -> None:
+def test_an_entry_measured_on_few_patients_is_zero() -> None:
     cells = {"mean": torch.ones(3, 2)}
-    assert suppressed("", {"cells": cells}, {}, measured="validation", minimum=4).states["cells"] is cells
-    assert not suppressed("", {"cells": cells}, {}, measured="validation", minimum=5).states["cells"]["mean"].any()
+    assert reply_of("", {"cells": cells}, {}, measured="validation", minimum=4).states["cells"] is cells
+    assert not reply_of("", {"cells": cells}, {}, measured="validation", minimum=5).states["cells"]["mean"].any()
+
+
+# ---- counts by class -------------------------------------------------------------------------------------------------------------
+
+
+def test_confusion_counts_of_a_small_class_are_suppressed() -> None:
+    """Five patients, one of them in class 1."""
+    task = small_task("classification")
+    cases = Cases("abcde", {}, torch.full((5, 3), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 2, 2, 1]))
+    assert has_small_class(cases, task, 2) and not has_small_class(cases, task, 1) and not has_small_class(cases, task, 0)
+    common = replace(cases, targets=torch.tensor([0, 0, 2, 2, 2]))
+    assert not has_small_class(common, task, 2) and has_small_class(common, task, 3)
+    assert not has_small_class(Cases("ab", {"dice": torch.ones(2)}), task, 9)
+
+
+@pytest.mark.parametrize(("minimum", "sent"), [(0, True), (2, True), (3, False)])
+def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool) -> None:
+    """Four test patients, two of each of two classes."""
+    task = small_task("classification", labels=["dark", "bright"])
+    part = Split(torch.rand(4, 1, 16, 16), torch.tensor([0, 0, 1, 1]), tuple("abcd"), tuple("abcd"))
+    site = Site("A", task, SiteData(part, part, part))
+    model = plain_message(site.network().state_dict())
+    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    assert meta["metrics"]["global"]["accuracy"] is not None
+    assert ("classes" in meta) == sent
+    if sent:
+        assert meta["classes"]["global"] == meta["classes"]["deployed"] and "personal" not in meta["classes"]
+        assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
+        assert declaration_problem(Message({}, meta), DELIVERS) is None
+
+
+@pytest.mark.parametrize(("minimum", "small"), [(0, False), (4, False), (5, True), (9, True)])
+def test_small_classes_of_training_patients(minimum: int, small: bool) -> None:
+    """Twelve patients in three classes of four."""
+    assert bool(small_classes(squares.site("A", squares.CLASSIFICATION), "train", minimum)) is small
+
+
+def test_small_classes_of_a_multilabel_segmentation() -> None:
+    site = squares.site("A", squares.MULTILABEL)
+    targets = stacked(site.data.train).targets.clone()
+    targets[:10, 1] = 0
+    site.data = replace(site.data, train=replace(stacked(site.data.train), targets=targets))
+    assert not small_classes(site, "train", 2) and small_classes(site, "train", 3)
+    targets[:10, 1], targets[10:, 1] = 1, 0
+    assert not small_classes(site, "train", 3)
+
+
+@pytest.mark.parametrize("method", ["prr", "iop_fl"])
+def test_a_federation_without_counts_by_class(method: str) -> None:
+    """The methods that use the counts report what they do instead."""
+    options: dict[str, Any] = {"outside_model": "personal"} if method == "prr" else {}
+    found = get_method(method)
+    members = {name: _member(name, found, options) for name in ("A", "B", "C", "O")}
+    run = Run(found, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
+    results = run.execute(LocalExchange(tuple(members), members.__getitem__))
+    assert results["status"] == "COMPLETED", results["reason"]
+    warnings = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]
+    assert "no counts by class leave the site: a class has fewer than 13 training patients" in warnings
+    assert any("keeps its counts by class (minimum_patients)" in line for line in warnings)
+    assert not any("is in no site's training images" in event["message"] for event in results["events"])
+
+
+def _member(name: str, method: Method, options: dict[str, Any]) -> Participant:
+    return Participant(name, lambda role: squares.site(name), method, options, minimum_patients=13)

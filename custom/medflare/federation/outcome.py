@@ -1,7 +1,7 @@
 """What the schedule leaves behind: a report after every step, and the outcome of the run."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from medflare.methods.base import Step
 
@@ -50,8 +50,7 @@ class Outcome:
         seconds: stage -> wall-clock seconds.
         costs: site -> cost.
         model_selection: model -> {"round": of the final model, "rule": used, "candidates": see `ModelSelector.record`}.
-        tables: see `Documents.tables`.
-        selector: see `Selecting.selector_summary`.
+        tables, selector: see `ServerAlgorithm.tables` and `ServerAlgorithm.selector_summary`.
         rounds: of training that were done; None if the run failed.
     """
 
@@ -66,22 +65,3 @@ class Outcome:
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     selector: dict[str, Any] = field(default_factory=dict)
     rounds: int | None = None
-
-
-@runtime_checkable
-class Documents(Protocol):
-    """A server algorithm with files and tables beside its models."""
-
-    def documents(self) -> dict[str, Any]:
-        """Name of a file -> its content, as JSON."""
-
-    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Title -> site -> column -> number or text."""
-
-
-@runtime_checkable
-class Selecting(Protocol):
-    """A server algorithm whose deployed model selects one of several networks for every image."""
-
-    def selector_summary(self) -> dict[str, Any]:
-        """How it selects, as `RunRecord.selector`."""

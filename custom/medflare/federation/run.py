@@ -22,7 +22,7 @@ from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, UNKNOWN, RunR
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
-from medflare.federation.outcome import Documents, Outcome, Selecting, StepReport
+from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
 from medflare.federation.schedule import Federation
@@ -177,10 +177,7 @@ class Run:
 
     def _store(self, server: ServerAlgorithm[Any], outcome: Outcome) -> None:
         """Write the models and files that the server algorithm holds into the folder."""
-        if isinstance(server, Documents):
-            outcome.tables = server.tables()
-        if isinstance(server, Selecting):
-            outcome.selector = server.selector_summary()
+        outcome.tables, outcome.selector = server.tables(), server.selector_summary()
         if self.folder is None:
             return
         total = trained_on(outcome.enrolled)
@@ -189,7 +186,7 @@ class Run:
             card |= {"rounds": server.context.rounds, "round": model.meta.get(SELECTED_ROUND)}
             card |= {TRAINED_ON: total} if total is not None else {}
             save_model(self.folder / MODELS / path, self.task, model, card)
-        for name, content in (server.documents() if isinstance(server, Documents) else {}).items():
+        for name, content in server.documents().items():
             write_json(self.folder / name, content, public=True)
 
     def _record(self, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:

@@ -354,6 +354,18 @@ class ServerAlgorithm(ABC, Generic[V]):
         """Final models that the server stores, by path below its `models` folder."""
         return {}
 
+    def documents(self) -> dict[str, Any]:
+        """Files beside the results: name -> JSON content."""
+        return {}
+
+    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Tables of the results: title -> site -> column -> number or text."""
+        return {}
+
+    def selector_summary(self) -> dict[str, Any]:
+        """How the deployed model selects one of its networks for an image, as `RunRecord.selector`; empty if it does not."""
+        return {}
+
     def model_selectors(self) -> dict[str, ModelSelector]:
         """Selections by all sites, by model; empty if each site selects alone, or the last round is delivered."""
         return {}
