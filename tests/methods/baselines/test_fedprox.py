@@ -54,25 +54,6 @@ def test_without_mu_it_is_fedavg(squares: ModuleType) -> None:
     assert squares.equal(prox.model, squares.federation(FedAvgSite, FedAvgServer, rounds=3).model)
 
 
-def test_the_first_step_has_no_proximal_gradient(squares: ModuleType) -> None:
-    """w = w_g: with one batch a round, training is FedAvg's for any μ."""
-    task = squares.task(batch_size=16)
-    assert squares.equal(squares.trained(FedProxSite, task, mu=50.0)[0], squares.trained(FedAvgSite, task)[0])
-
-
-def test_a_larger_mu_keeps_the_site_nearer(squares: ModuleType) -> None:
-    task = squares.task(optimizer={"name": "sgd", "lr": 0.1}, batch_size=2)
-    start = squares.start(task)
-    weights = [name for name, _ in squares.site("A", task).network().named_parameters()]
-
-    def moved(mu: float) -> float:
-        state = squares.trained(FedProxSite, task, mu=mu)[0]
-        return sum((state[name] - start[name]).square().sum().item() for name in weights)
-
-    distances = [moved(mu) for mu in (0.0, 0.5, 5.0)]
-    assert distances == sorted(distances, reverse=True) and distances[2] < 0.7 * distances[0]
-
-
 @pytest.mark.parametrize(("values", "words"), [({"mu": -1}, "mu"), ({"dp_noise": 1.0}, "dp_noise")])
 def test_what_it_refuses(values: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

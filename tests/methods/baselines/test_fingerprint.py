@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 
-from flare.server import SITES, Server, in_this_process
 from helpers.small_tasks import tiny_phantom
 from helpers.volume_sites import TASK, make_volumes
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
 from medflare.data.checking.planning import plan
-from medflare.evaluation.results import load_results, validate_results
+from medflare.evaluation.results import validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.flare import tasks
-from medflare.flare.aggregators import WeightedAggregator
-from medflare.flare.controller import MedflareController
 from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT
 from medflare.methods.catalogue import get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
@@ -56,17 +52,6 @@ def test_the_file_is_that_of_the_data_command(volumes: Path, tmp_path: Path) -> 
     assert plan(read_fingerprints([tmp_path / FILE])).settings["spacing"] == [2.0, 1.0, 3.0]
     assert results["tables"]["Training images"]["A"] == {"images": 3, "patients": 3, "median size": "16 x 16 x 16"}
     assert not (tmp_path / "models").exists()
-
-
-def test_the_local_engine_and_flare_give_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(PHANTOM, list(SITES), tmp_path / "local")
-    method, server = METHOD, Server(tmp_path / "flare", WeightedAggregator(method="fingerprint"), PHANTOM)
-    monkeypatch.setattr(tasks, "TaskExchange", in_this_process(method, PHANTOM, {}, 0))
-    server.run(MedflareController(rounds=0, seed=0))
-    results = load_results(tmp_path / "flare")
-    assert (results["status"], results["method"], server.panics) == ("COMPLETED", "fingerprint", [])
-    local, flare = (content(tmp_path / name) for name in ("local", "flare/job/medflare"))
-    assert local == flare and [site["site"] for site in local["sites"]] == list(SITES)
 
 
 def test_a_site_with_too_few_patients_sends_no_fingerprint(volumes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

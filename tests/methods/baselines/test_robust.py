@@ -56,9 +56,7 @@ def test_unknown_rules_and_shares_beyond_half_are_refused() -> None:
         medflare.run_local("robust", TINY, 3, rounds=1, seed=0, trim=0.7)
 
 
-def test_a_federation_trains_alone_and_paired() -> None:
-    assert medflare.run_local("robust", TINY, 3, rounds=1, seed=0)["status"] == "COMPLETED"
-    assert medflare.run_local("moon", TINY, 3, rounds=1, seed=0, server_algorithm="robust")["status"] == "COMPLETED"
+def test_fewer_than_three_sites_give_a_warning() -> None:
     events = medflare.run_local("robust", TINY, 2, rounds=1, seed=0)["events"]
     assert any(event["kind"] == "warning" and "three" in event["message"] for event in events)
 

@@ -1,6 +1,6 @@
 """SCAFFOLD by its formulas; c remains the mean of the sites' c_k if sites or updates are missing; client drift is corrected."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -9,16 +9,10 @@ import torch
 from torch import nn
 
 from helpers.fixture_types import Golden
-from medflare.core.errors import ConfigError
-from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
-from medflare.data.loading import SiteData, Split
-from medflare.methods.baselines.scaffold import METHOD, Correction, ScaffoldServer, ScaffoldSite, corrected_gradients
-from medflare.methods.catalogue import get_method
+from medflare.core.states import StateDict, difference, moved, weighted_mean
+from medflare.methods.baselines.scaffold import Correction, ScaffoldServer, ScaffoldSite, corrected_gradients
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
-from medflare.networks.catalogue import NETWORKS
-from medflare.networks.features import FeatureNetwork
-from medflare.training.site import Site
 
 LR = 0.05
 SGD = {"name": "sgd", "lr": LR}
@@ -54,20 +48,6 @@ def test_correction_by_hand() -> None:
         assert network.bias.grad is not None and network.bias.grad.item() == 1, "no gradient is a gradient of zero"
     assert correction.steps == 2
     assert {name: tensor.item() for name, tensor in correction.mean().items()} == {"weight": 4, "bias": 0}
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-def test_no_optimizer_moves_where_the_gradients_of_all_sites_cancel(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-    """At the common minimum g_k = c_k at every site, and c = 0."""
-    network = nn.Linear(2, 1)
-    before, own = copy_state(network.state_dict()), {"weight": torch.tensor([[3.0, -1.0]]), "bias": torch.ones(1)}
-    options = {"weight_decay": 0.0} if optimizer is torch.optim.AdamW else {}
-    steps = optimizer(network.parameters(), lr=0.1, **options)
-    for name, weight in network.named_parameters():
-        weight.grad = own[name].clone()
-    Correction(network, own, {name: torch.zeros_like(tensor) for name, tensor in own.items()})()
-    steps.step()
-    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
 
 
 # ---- c_k -----------------------------------------------------------------------------------------------------------------
@@ -146,56 +126,3 @@ def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) 
     played = squares.Played([], server, algorithms)
     close(server.control, weighted_mean(control_variates(played), dict.fromkeys("ABC", 1.0)))
     assert algorithms["B"].control is not None, "the update of round 0 was counted, that of round 1 was not"
-
-
-# ---- client drift ------------------------------------------------------------------------------------------------------
-
-
-def linear(in_channels: int, out_channels: int) -> FeatureNetwork:
-    """Logistic regression: a convex problem, whose minimum is one point."""
-    return FeatureNetwork(nn.Flatten(), nn.Linear(4 * in_channels, out_channels))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "share"), [({"name": "sgd", "lr": 0.1}, 0.1), ({"name": "adam", "lr": 0.01}, 0.5)], ids=["sgd", "adam"]
-)
-def test_client_drift_is_corrected(squares: ModuleType, monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], share: float) -> None:
-    """Ten local steps on two sites' different losses: SCAFFOLD ends nearer to the minimum of the mean loss than FedAvg."""
-    monkeypatch.setitem(NETWORKS, "linear", linear)
-    changes = {"network": {"name": "linear"}, "size": [2, 2], "optimizer": optimizer, "local_epochs": 10, "batch_size": 64}
-    task = squares.task("classification", target="binary", labels=["bright"], loss={"name": "ce"}, **changes)
-
-    def site(name: str, seed: int) -> Site:
-        generator = torch.Generator().manual_seed(seed)
-        images = torch.randn(60, 1, 2, 2, generator=generator) * (1 + seed) + seed
-        noisy = images.flatten(1)[:, seed] + 2 * torch.randn(60, generator=generator) > seed
-        split = Split(images, noisy.long(), tuple(map(str, range(60))), tuple(map(str, range(60))))
-        return Site(name, task, SiteData(split, split, split), squares.SEED)
-
-    def slope(site_class: Any, server_class: Any, **hyper: Any) -> float:
-        """Length of the gradient of the mean loss at the final model."""
-        plan = squares.plan_of(site_class, server_class, task, ("A", "B"), weighting="uniform", **hyper)
-        algorithms = {name: site_class(site(name, seed), plan) for seed, name in enumerate("AB")}
-        played = squares.play(squares.server(server_class, rounds=30, outside=(), algorithms=algorithms), algorithms)
-        network = algorithms["A"].site.network()
-        network.load_state_dict(played.model)
-        losses = [
-            algorithm.site.loss(network(algorithm.site.data.train.images), algorithm.site.data.train.targets)
-            for algorithm in algorithms.values()
-        ]
-        gradients = torch.autograd.grad(torch.stack(losses).mean(), list(network.parameters()))
-        return sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
-
-    assert slope(ScaffoldSite, ScaffoldServer) < share * slope(FedAvgSite, FedAvgServer)
-
-
-def test_its_algorithms_pair_only_with_each_other() -> None:
-    with pytest.raises(ConfigError, match="scaffold"):
-        get_method("scaffold", server="fedavg").check({})
-    with pytest.raises(ConfigError, match="scaffold"):
-        get_method("fedavg", server="scaffold").check({})
-
-
-def test_differential_privacy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dp_noise"):
-        METHOD.check({"dp_noise": 1.0})

@@ -76,13 +76,6 @@ class TestSelection:
             assert squares.equal(server.models()["global"].states["model"], state)
         assert best.selected[1] == round
 
-    def test_the_mean_counts_training_images_and_only_where_the_metric_is_defined(self) -> None:
-        server = squares.server(FedAvgServer, selection="mean")
-        found = [("A", 1, 0.9), ("B", 3, 0.1), ("C", 100, None)]
-        replies = {site: Message({}, {"n_samples": n, "validation": {"global": value}}) for site, n, value in found}
-        server.aggregate(Step("validate", 1), replies)
-        assert server.best.value == pytest.approx(0.3)
-
 
 def test_inside_and_outside_use_the_global_model() -> None:
     _, server, algorithms = squares.federation(FedAvgSite, FedAvgServer, outside=("O",))
@@ -90,7 +83,3 @@ def test_inside_and_outside_use_the_global_model() -> None:
         models = algorithm.finalize(server.configure_final(algorithm.site.name))
         assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
         assert squares.equal(models["global"].states["model"], server.selected[0])
-
-
-def test_a_federation_learns() -> None:
-    assert squares.federation(FedAvgSite, FedAvgServer, rounds=12).server.best.value > 0.5

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from medflare.core.errors import ConfigError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict
@@ -17,7 +16,7 @@ from medflare.methods.baselines.moon import MoonSite
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
-from medflare.methods.feddag.sha import CANDIDATE, HierarchicalAggregation, ScoredSite, SHAHyper, SHAServer
+from medflare.methods.feddag.sha import CANDIDATE, HierarchicalAggregation, SHAHyper, SHAServer
 from methods import squares
 
 SHASite = get_method("sha").site_class
@@ -186,13 +185,3 @@ class TestFederation:
     def test_without_sha_it_is_fedavg(self) -> None:
         sha = squares.play(squares.server(SHAServer, sha=False), squares.algorithms(SHASite, sha=False))
         assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)
-
-    def test_pairings(self) -> None:
-        sha, moon = get_method("sha"), get_method("moon", server="sha")
-        assert issubclass(moon.site_class, MoonSite) and issubclass(moon.site_class, ScoredSite)
-        assert get_method("fedavg", server="sha").site_class.__mro__[1:] == sha.site_class.__mro__[1:]
-        assert moon.site_class.phase("score") and moon.name == "moon+sha"
-        for method in (sha, moon):
-            method.check({"rho": 0.1, "kappa": 2, "reset_optimizer": True})
-        with pytest.raises(ConfigError, match="rho"):
-            sha.check({"rhoo": 0.1})

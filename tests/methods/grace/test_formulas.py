@@ -138,10 +138,6 @@ class TestConsistencyWeights:
         states = {"A": {"w": torch.ones(2)}, "B": {"w": torch.tensor([1.0, math.inf])}}
         with pytest.raises(UpdateError, match="B"):
             grace.consistent_aggregate({"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"])
-        with pytest.raises(ValueError, match="negative"):
-            grace.consistency_weights(torch.ones(2, 2), torch.ones(2), negative="odd")
-        with pytest.raises(ValueError, match="granularity"):
-            grace.consistency_weights(torch.ones(2, 2), torch.ones(2), granularity="odd")
         with pytest.raises(ValueError, match=r"\(3,\)"):
             grace.consistency_weights(torch.ones(2, 2), torch.ones(3))
         with pytest.raises(ValueError, match="0"):

@@ -65,20 +65,6 @@ def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -
     assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
 
 
-def test_cards_of_personal_models_have_their_rounds() -> None:
-    """Also after a restart; with selection=last the card does not have the best round."""
-    for selection in ("median", "last"):
-        server, algorithms = squares.server(IOPServer, rounds=4, selection=selection), squares.algorithms(IOPSite, selection=selection)
-        play(server, algorithms)
-        again = squares.server(IOPServer, rounds=4, selection=selection)
-        again.restore(server.state())
-        for name, algorithm in algorithms.items():
-            card, own = again.models()[f"personal/{name}"], algorithm.finalize(server.configure_final(name))["personal"]
-            assert equal(card.states["model"], own.states["model"])
-            assert card.meta["selected_round"] == (algorithm.best.round if selection == "median" else None)
-            assert own.meta["selected_round"] == (algorithm.best.round if selection == "median" else 4)
-
-
 def test_a_site_without_a_round_has_nothing_to_submit() -> None:
     algorithm = squares.algorithms(IOPSite)["A"]
     with pytest.raises(StateError, match="site A"):

@@ -1,7 +1,6 @@
 """IOP-FL at an outside site: routing, its objective and selection, comparisons, and a whole federation."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,12 @@ from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.evaluation.results import validate_results
-from medflare.federation.local.loop import run_local
-from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.outside import test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPHyper, IOPSite
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.training.opening import open_site
 from medflare.training.site import Site
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site
@@ -162,21 +157,3 @@ def test_adapting_again_starts_anew() -> None:
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
     model.adapt([stacked(algorithm.site.data.test).images])
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])
-
-
-def test_whole_federation_with_an_outside_site(tmp_path: Path) -> None:
-    """The results are valid, the global model is FedAvg's, and the stored outside model has the reported metric."""
-    task = load_task("phantom").to_dict() | {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
-    settings: dict[str, Any] = {"rounds": 2, "seed": 3, "outside": ["site-9"]}
-    ours = run_local("iop_fl", task, ["site-1", "site-2"], out=tmp_path, comparisons=True, route_epochs=1, **settings)
-    theirs = run_local("fedavg", task, ["site-1", "site-2"], **settings)
-    validate_results(ours)
-    assert ours["status"] == theirs["status"] == "COMPLETED"
-    metrics = {name: site["metrics"] for name, site in ours["sites"].items()}
-    assert all(metrics[name]["global"] == site["metrics"]["global"] for name, site in theirs["sites"].items())
-    assert metrics["site-1"]["deployed"] == metrics["site-1"]["personal"] and metrics["site-9"]["personal"]["dice"] is None
-    rows = {"ensemble", "tent", "batch_statistics", "mixture", "mixture_running", "personal/site-1", "personal/site-2"}
-    assert rows <= metrics["site-9"].keys()
-    stored = load_model(tmp_path / "sites" / "site-9" / "deployed")
-    outside = open_site("site-9", stored.task, seed=3, role="outside")
-    assert outside.score(stored.build(build_deployed), "test").values == pytest.approx(metrics["site-9"]["deployed"])
