@@ -105,7 +105,7 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
         federation.start("site-2")
         identity = federation.submit(job)
         wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
-        cable.proximal_term()
+        cable.pull()
         kill_job(federation, "site-1", identity)
         time.sleep(CUT)
         cable.plug()

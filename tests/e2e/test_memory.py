@@ -1,4 +1,4 @@
-"""Thirty rounds: no process of the server or a site keeps growing, in memory or in threads. What rounds cost: benchmarks/idle.py."""
+"""Many rounds: no process of the server or a site keeps growing, in memory or in threads. What rounds cost: benchmarks/idle.py."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 
-ROUNDS = 30
+ROUNDS = 24
 POOLS = 5  # threads: FLARE's pools fill as they are needed, on busy cores later; one that is left behind in every round would make twenty
 SMALL = 12 << 20  # bytes: FLARE remembers every stream for a minute, which shows in processes that hold next to nothing else
 

@@ -1,7 +1,7 @@
-"""One federation, three engines: the plain loop, the simulator with a process per site, the simulator with a process per task."""
+"""One federation, two engines: the plain loop and FLARE's simulator end in the same weights."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, re
 from helpers.volume_sites import PATCHES, make_sites
 from medflare import run_local
 from medflare.core.store import read_message
+from medflare.evaluation.results import load_results
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
 
@@ -18,7 +19,46 @@ pytestmark = END_TO_END
 
 SITES = ("site-1", "site-2", "site-3")
 SMALL_CNN = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
-Simulations = Callable[[str], Simulation]
+VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes are scored
+
+
+class Case(NamedTuple):
+    """A federation.
+
+    Attributes:
+        inside, outside: numbers of sites.
+        threads: of the simulator; 1: FLARE starts a process for each task.
+    """
+
+    task: str
+    inside: int
+    outside: int
+    rounds: int = 2
+    threads: int = 3
+    hyper: Mapping[str, Any] = {}
+    transport_dtype: str = "fp32"
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return SITES[: self.inside + self.outside]
+
+    def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
+        """What `build_job` and `run_local` take."""
+        tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
+        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
+        outside = self.sites[self.inside :]
+        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": outside, "transport_dtype": self.transport_dtype}
+
+
+CASES = {  # fedavg: see the method of another distribution below
+    "fedsm": Case(VOLUMES, 3, 0),
+    "prr": Case("phantom_grades", 2, 1),
+    "grace": Case(VOLUMES, 2, 0),
+    "iop_fl": Case(VOLUMES, 2, 1, hyper={"route_epochs": 1, "radius": 1}),
+    "feddag": Case("phantom_grades", 2, 0),
+    "scaffold": Case("phantom", 2, 0, threads=1),  # the state of a site counts only once the server has the reply
+    "ditto": Case("phantom", 2, 0, transport_dtype="bf16"),
+}
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -36,65 +76,10 @@ def assert_equal_to_local(simulation: Simulation, local: Path, sites: tuple[str,
     assert {path.parts[0] for path in models} == {"models", "sites"}
     for path in models:
         here = simulation.site(path.parts[1]).joinpath(*path.parts[2:]) if path.parts[0] == "sites" else simulation.folder / path
-        assert largest_difference(local / path, here) == 0, path  # bitwise; what is promised is 1e-6
-    results = read_local(local)
-    for part in ("sites", "mean", "traffic"):
-        assert simulation.results[part] == results[part]
+        assert largest_difference(local / path, here) == 0, path  # bitwise; 1e-6 is promised
+    results = load_results(local)
+    assert all(simulation.results[part] == results[part] for part in ("sites", "mean", "traffic"))
     assert set(simulation.results["sites"]) == set(sites)
-
-
-def read_local(local: Path) -> dict[str, Any]:
-    from medflare.evaluation.results import load_results
-
-    return load_results(local)
-
-
-VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes scored
-
-
-class Case(NamedTuple):
-    """A federation: its task, how many sites train, how many look on, for how many rounds, and whether it also runs with `-t 1`."""
-
-    task: str
-    inside: int
-    outside: int
-    rounds: int
-    process_per_task: bool = False
-    hyper: Mapping[str, Any] = {}
-    transport_dtype: str = "fp32"
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return SITES[: self.inside + self.outside]
-
-    def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
-        """What `build_job` and `run_local` take."""
-        tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
-        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
-        return {
-            "task": task,
-            "rounds": self.rounds,
-            "seed": 5,
-            "outside": self.sites[self.inside :],
-            "transport_dtype": self.transport_dtype,
-        }
-
-
-CASES = {
-    "fedavg": Case(VOLUMES, 2, 0, 2),  # in two dimensions: the method of another distribution below
-    "fedsm": Case(VOLUMES, 3, 0, 2),  # in two dimensions: the shortest command below
-    "grace": Case(VOLUMES, 2, 0, 2),
-    # With one thread the same fork answers all tasks of a site, as with a thread a site; what differs is FLARE's. This method shows it,
-    # since what a site remembers counts only once the server has it, and so do the two tests below.
-    "scaffold": Case("phantom", 2, 0, 2, process_per_task=True),
-    "prr": Case("phantom_grades", 2, 1, 2),
-    "iop_fl": Case(VOLUMES, 2, 1, 2, hyper={"route_epochs": 1, "radius": 1}),
-    "feddag": Case("phantom_grades", 2, 0, 2),
-    "fedrep": Case("phantom", 2, 1, 1),
-    "fedprox": Case("phantom", 2, 0, 1),
-    "fedbn": Case("phantom_grades", 2, 1, 1),
-    "ditto": Case("phantom", 2, 0, 2, transport_dtype="bf16"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -103,49 +88,28 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_sites(tmp_path_factory.mktemp("volumes"), SITES)
 
 
-def simulated(
-    method: str, case: Case, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, job: Path, threads: int | None = None
-) -> Simulation:
-    """A case under FLARE's simulator, just started; `threads` sites work at the same time (None: all)."""
-    build_job(method, **case.settings(tiny_task), hyper=dict(case.hyper), out=job)
-    data = {"MEDFLARE_DATA_ROOT": str(volumes)} if case.task == VOLUMES else {}
-    return simulate(job, "-n", str(len(case.sites)), "-t", str(threads or len(case.sites)), **data)
-
-
-def assert_engines_agree(per_site: Simulation, method: str, case: Case, tiny_task: dict[str, Any], volumes: Path, local: Path) -> None:
-    root = volumes if case.task == VOLUMES else None
-    run_local(method, sites=case.sites[: case.inside], **case.settings(tiny_task), **case.hyper, data_root=root, out=local)
-    assert_equal_to_local(per_site.wait(), local, case.sites)
-
-
 @pytest.mark.parametrize("method", CASES)
 def test_engines_end_in_the_same_weights(method: str, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path) -> None:
     case = CASES[method]
-    per_task = simulated(method, case, simulate, tiny_task, volumes, tmp_path / "one", threads=1) if case.process_per_task else None
-    per_site = simulated(method, case, simulate, tiny_task, volumes, tmp_path / "job")
-    assert_engines_agree(per_site, method, case, tiny_task, volumes, tmp_path / "local")
-    if per_task is not None:
-        assert_equal_to_local(per_task.wait(), tmp_path / "local", case.sites)
-
-
-def test_prr_on_volumes(simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path) -> None:
-    """Its average of 3-D kernels; with images to be told apart by class, see above, it does the rest."""
-    case = Case(VOLUMES, 2, 1, 1)
-    simulation = simulated("prr", case, simulate, tiny_task, volumes, tmp_path / "job")
-    assert_engines_agree(simulation, "prr", case, tiny_task, volumes, tmp_path / "local")
+    root = volumes if case.task == VOLUMES else None
+    job = build_job(method, **case.settings(tiny_task), hyper=dict(case.hyper), out=tmp_path / "job")
+    data = {"MEDFLARE_DATA_ROOT": str(root)} if root else {}
+    simulation = simulate(job, "-n", str(len(case.sites)), "-t", str(min(case.threads, len(case.sites))), **data)
+    local, sites = tmp_path / "local", case.sites[: case.inside]
+    run_local(method, sites=sites, **case.settings(tiny_task), **case.hyper, data_root=root, out=local)
+    assert_equal_to_local(simulation.wait(), local, case.sites)
 
 
 def test_a_method_of_another_distribution(
     foreign: str, packages: Path, simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Every process finds it where PYTHONPATH says that it is installed, the warm host of `-t 1` too."""
+    """Every process finds it where PYTHONPATH says that it is installed, the simulator's host too."""
     settings: dict[str, Any] = {"task": tiny_task, "rounds": 1, "seed": 5}
     job = build_job(foreign, **settings, hyper={"selection": "last"}, out=tmp_path / "job")
-    engines = [simulate(job, "-n", "2", "-t", threads, **importing(packages)) for threads in ("2", "1")]
+    simulation = simulate(job, "-n", "2", "-t", "2", **importing(packages))
     for name in (foreign, "fedavg"):
         run_local(name, sites=SITES[:2], **settings, selection="last", out=tmp_path / name)
-    for engine in engines:
-        assert_equal_to_local(engine.wait(), tmp_path / foreign, SITES[:2])
+    assert_equal_to_local(simulation.wait(), tmp_path / foreign, SITES[:2])
     damped, whole = (tmp_path / name / "models" / "global" / "model.safetensors" for name in (foreign, "fedavg"))
     assert largest_difference(damped, whole) > 0, "the step is its own"
 

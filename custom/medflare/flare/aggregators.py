@@ -1,14 +1,15 @@
-"""The server side of the methods as FLARE aggregators.
+"""The methods' aggregations as FLARE aggregators.
 
-An aggregator holds the formula of a method's server algorithm. Under `MedflareController` the server algorithm calls it; in FLARE's own
-workflows (FedAvg, scatter and gather) FLARE does, on the full models of any client. Where a formula gives every site a result of
-its own, the aggregated model holds all of them, and `OwnPartFilter` hands each site its part.
+Under `MedflareController` the server algorithm calls the aggregation; in FLARE's own workflows (FedAvg, scatter and gather) FLARE does, on
+the full models of any client. If an aggregation gives each site its own model, the aggregated model holds all of them, and `OwnPartFilter`
+hands each site its part.
 """
 
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FLMetaKey
@@ -27,26 +28,24 @@ if TYPE_CHECKING:
     from medflare.core.states import StateDict
     from medflare.methods.aggregation import Aggregation, SiteModel
 
-_SEPARATOR = "//"
-_ANYBODY = "*"
+_SEPARATOR = "//"  # between a site's name and a tensor's
+_OTHERS = "*"  # in place of a site's name: the part of any other site
 
 
 class MethodAggregator(ModelAggregator):
-    """The formula of a method's server algorithm.
+    """The aggregation of a method's server algorithm.
 
     Args:
-        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`; those of the server algorithm shape the aggregation.
-        method: name of the method whose server algorithm runs; the named subclasses have one by default.
-        num_rounds: of FLARE's workflow, for formulas with a schedule; `MedflareController` knows its own.
+        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`; the aggregation uses those of the server algorithm.
+        method: name of the method; the subclasses below have one by default.
+        num_rounds: of FLARE's workflow, for aggregations with a schedule; `MedflareController` knows its own.
     """
 
     default_method: ClassVar[str] = ""
 
     def __init__(self, hyper: dict[str, Any] | None = None, method: str = "", num_rounds: int | None = None):
         super().__init__()
-        self.hyper = hyper
-        self.method = method
-        self.num_rounds = num_rounds
+        self.hyper, self.method, self.num_rounds = hyper, method, num_rounds
         self._models: dict[str, FLModel] = {}
         self._round = 0
         self._last: StateDict | None = None
@@ -58,19 +57,19 @@ class MethodAggregator(ModelAggregator):
 
     @cached_property
     def aggregation(self) -> "Aggregation[Any]":
-        """The formula; the server algorithm of a run calls this very object."""
+        """The object that the server algorithm of a run calls, too."""
         method = get_method(self.method_name)
-        values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}  # may be another method's
+        values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}
         owned = split_hyper(values, method.hyper_classes, method.name)["server"]
         hyper: Any = build_hyper(method.server_class.Hyper, owned, f"method {method.name}, server algorithm")
-        formula = method.server_class.aggregation_class(hyper)
-        formula.rounds = self.num_rounds
-        return formula
+        aggregation = method.server_class.aggregation_class(hyper)
+        aggregation.rounds = self.num_rounds
+        return aggregation
 
     # -- FLARE's own workflows -------------------------------------------------------------------------------------------------
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
-        """As scatter and gather calls it: whether the model is used. An error here would end the round for all others."""
+        """Whether the model is used; scatter and gather calls this. An exception here would end the round for all sites."""
         try:
             return bool(super().accept(shareable, fl_ctx))
         except UpdateError as error:
@@ -81,42 +80,39 @@ class MethodAggregator(ModelAggregator):
         """Take a client's full model.
 
         Raises:
-            UpdateError: a model without that name, one that is not of params_type FULL, or one that holds NaN or infinite values.
+            UpdateError: it has no site's name, its params_type is not FULL, or it holds NaN or infinite values.
         """
         site = (model.meta or {}).get("client_name") or (model.meta or {}).get(FLMetaKey.SITE_NAME)
         if not site:
             raise UpdateError("a model without the name of its site cannot be aggregated; set meta['client_name']")
         if model.params_type != ParamsType.FULL:
             raise UpdateError(f"site {site} sent {model.params_type}; send full models (params_type FULL)")
-        if odd := _not_finite(model):
-            raise UpdateError(f"site {site} sent {odd} with NaN or infinite values; its model is not used")
+        if name := _not_finite(model):
+            raise UpdateError(f"site {site} sent {name} with NaN or infinite values; its model is not used")
         self._models[site] = model
 
     def aggregate_model(self) -> FLModel:
-        """The next model, or one for each site; the result does not depend on who answered first."""
+        """The next model, in sorted site order: numpy arrays if the clients sent numpy arrays."""
         import torch
 
-        sent = {site: self._models[site] for site in sorted(self._models)}
-        models = {site: _site_model(model) for site, model in sent.items()}
+        models = {site: _site_model(model) for site, model in sorted(self._models.items())}
         combined: dict[str, Any] = dict(self.combine(self._round, models))
-        if not any(isinstance(value, torch.Tensor) for model in sent.values() for value in model.params.values()):
-            combined = {name: tensor.numpy() for name, tensor in combined.items()}  # clients that speak numpy get numpy back
+        if not any(isinstance(value, torch.Tensor) for model in self._models.values() for value in model.params.values()):
+            combined = {name: tensor.numpy() for name, tensor in combined.items()}
         self._round += 1
         self.reset_stats()
         return FLModel(params=combined, params_type=ParamsType.FULL, metrics=_mean_metrics(models))
 
     def combine(self, round: int, models: "Mapping[str, SiteModel]") -> "StateDict":
-        """The next model from the sites' models, by site in sorted order; `round` counts this aggregator's rounds from 0.
+        """The next model from the sites' models, which are in sorted site order; `round` is 0-based.
 
-        An update is the difference to this aggregator's last result, which the first round does not have.
-
-        Where every site gets its own state, all of them are one, whose names begin with the site's; see `own_part`.
+        If each site gets its own state, they are joined to one whose names begin with the site's, see `own_part`.
         """
         own = self.aggregation.own(models, round)
         self._last = self.aggregation.shared(models, round, self._last)
         if not own:
             return self._last
-        parts = {**own, _ANYBODY: self._last}
+        parts = {**own, _OTHERS: self._last}
         return {f"{site}{_SEPARATOR}{name}": tensor for site, part in parts.items() for name, tensor in part.items()}
 
     def reset_stats(self) -> None:
@@ -161,8 +157,8 @@ AGGREGATORS: Final[dict[str, type[MethodAggregator]]] = {  # method -> aggregato
 
 
 def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
-    """The site's part of what `MethodAggregator.combine` joined, or the one for any other site."""
-    for owner in (site, _ANYBODY):
+    """The site's part of what `MethodAggregator.combine` joined, or the part for other sites."""
+    for owner in (site, _OTHERS):
         prefix = f"{owner}{_SEPARATOR}"
         part = {name.removeprefix(prefix): tensor for name, tensor in joined.items() if name.startswith(prefix)}
         if part:
@@ -174,7 +170,7 @@ class OwnPartFilter(Filter):
     """Server-side task-data filter for FLARE's own workflows: hands each site its own part of an aggregated model."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """The task's data with the part of the site that they are sent to; a model without parts as it is."""
+        """The task's data with the part of the receiving site; a model without parts stays as it is."""
         dxo = from_shareable(shareable)
         if dxo.data_kind != DataKind.WEIGHTS or not any(_SEPARATOR in name for name in dxo.data):
             return shareable
@@ -195,17 +191,17 @@ def _site_model(model: FLModel) -> "SiteModel":
 
 
 def _not_finite(model: FLModel) -> str:
-    """The first entry, in sorted order, that holds NaN or infinite values; "" where none does."""
+    """Name of the first tensor, in sorted order, that holds NaN or infinite values; "" for none."""
     import torch
 
     return next((name for name in sorted(model.params) if not torch.isfinite(torch.as_tensor(model.params[name])).all()), "")
 
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
-    """The sample-weighted mean of every number that all sites report; the plain one where none says how many samples it had."""
-    first, *others = [model.meta for model in models.values()]
-    shared = [name for name, value in first.items() if isinstance(value, (int, float)) and all(name in meta for meta in others)]
-    samples = [model.samples for model in models.values()]
-    samples = samples if sum(samples) else [1.0] * len(samples)
-    values = {name: [model.meta[name] for model in models.values()] for name in shared}
-    return {name: sum(n * value for n, value in zip(samples, values[name], strict=True)) / sum(samples) for name in shared} or None
+    """Mean of each number that all sites report, weighted by samples; unweighted if no site reports samples."""
+    numbers = [{name for name, value in model.meta.items() if isinstance(value, (int, float))} for model in models.values()]
+    weights = [model.samples for model in models.values()] if any(model.samples for model in models.values()) else None
+    means = {
+        name: np.average([model.meta[name] for model in models.values()], weights=weights) for name in sorted(set.intersection(*numbers))
+    }
+    return {name: float(mean) for name, mean in means.items()} or None

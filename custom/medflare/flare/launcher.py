@@ -1,9 +1,8 @@
-"""Starts a site's job process, and starts it again when it is killed: out of memory, by hand, by a batch system.
+"""A site's job launcher: starts a job process again if a signal kills it (out of memory, a batch system, a person).
 
-FLARE's own launcher reports a killed process as a failed one, and the server ends the whole job for all hospitals. Here the
-process is replaced, a few times; what the site remembers lies on disk, so that the new process answers what the killed one
-was asked. After that the site counts as gone and the federation's own rules decide (`min_sites`). Used by the "process_launcher"
-of a site's resources.json.
+FLARE's own launcher reports a killed process as failed, and the server ends the job for all sites. Here the process is started again a few
+times; the site's state is on disk, so the new process answers the same request. After that the site counts as lost, and `min_sites`
+decides. "process_launcher" in a site's resources.json names the class.
 """
 
 import logging
@@ -18,12 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class RestartingHandle(JobHandleSpec):
-    """A job process that is replaced when a signal ends it.
-
-    Args:
-        start: starts the process.
-        restarts: how often.
-    """
+    """A job process that is started again when a signal ends it, at most `restarts` times."""
 
     def __init__(self, start: Callable[[], ProcessHandle], restarts: int):
         super().__init__()
@@ -38,17 +32,17 @@ class RestartingHandle(JobHandleSpec):
         self._process.terminate()
 
     def poll(self) -> str | int:
-        """FLARE's code for how the process ended; "unknown" for one that was killed, which FLARE takes for no failure of the job."""
+        """FLARE's return code; UNKNOWN for a killed process, which FLARE does not take for a failure of the job."""
         return JobReturnCode.UNKNOWN if self._killed() else self._process.poll()
 
     def wait(self) -> None:
-        """Returns when the process has ended and is not started again."""
+        """Return when the process has ended and is not started again."""
         self._process.wait()
         while self._killed() and self._left:
             self._left -= 1
-            _log.warning("the job's process was killed; starting it again, %d more times if need be", self._left)
+            _log.warning("the job's process was killed; starting it again, at most %d more times", self._left)
             self._process = self._start()
-            if self._stopped:  # asked to stop in between
+            if self._stopped:  # `terminate` was called meanwhile
                 self._process.terminate()
             self._process.wait()
 
@@ -58,17 +52,13 @@ class RestartingHandle(JobHandleSpec):
 
 
 class RestartingLauncher(ClientProcessJobLauncher):
-    """Job launcher of a site.
-
-    Args:
-        restarts: how often the process of one job is started again after it was killed.
-    """
+    """FLARE's launcher with `RestartingHandle`."""
 
     def __init__(self, restarts: int = 2):
         super().__init__()
         self.restarts = restarts
 
     def launch_job(self, job_meta: dict, fl_ctx: FLContext) -> RestartingHandle:
-        """Start the job's process, with FLARE's own launcher, under a handle that replaces it when it is killed."""
+        """FLARE calls this to start a job's process."""
         launch = super().launch_job
         return RestartingHandle(lambda: launch(job_meta, fl_ctx), self.restarts)

@@ -1,8 +1,8 @@
 """FLARE's privacy filters on what a site changed.
 
-`PercentilePrivacy` and `SVTPrivacy` were made for weight differences: they cut off or drop small numbers and clip large ones. A
-site sends its models in full, and clipped weights are no model. Here the filter sees the difference to the model that came in
-with the task, and the site sends that model plus the filtered difference.
+`PercentilePrivacy` and `SVTPrivacy` were made for weight differences: they drop small values and clip large ones. A site sends full models.
+`UpdatePrivacy` therefore applies the filter to the difference from the model that came with the task, and sends that model plus the
+filtered difference.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,17 +27,17 @@ _FILTERS: dict[str, type[DXOFilter]] = {"percentile": PercentilePrivacy, "svt": 
 
 
 class UpdatePrivacy(Filter):
-    """Task-result filter: one of FLARE's privacy filters, on every floating tensor's change in this task.
+    """Task-result filter: one of FLARE's privacy filters, applied to the change of each floating-point tensor in this task.
 
-    An entry that did not come in with the task (PRR's prototypes, a new head) has no change that could be filtered; the whole
-    result is then kept back with that reason rather than sent dp_unsupported_reason. Put the filter before `OutboundGuard`.
+    An entry that did not come with the task (PRR's prototypes, a new head) has no change to filter; then nothing is sent but the reason.
+    Put the filter before `OutboundGuard`.
 
     Args:
         name: "percentile" (Shokri and Shmatikov, CCS 2015) or "svt" (sparse vector technique).
         options: arguments of FLARE's filter, for example {"percentile": 10, "gamma": 0.01} or {"epsilon": 0.1, "fraction": 0.1}.
 
     Raises:
-        ConfigError: there is no such filter, or it does not take these arguments.
+        ConfigError: an unknown filter or argument, or values with which no change would pass.
     """
 
     def __init__(self, name: str, options: dict[str, Any] | None = None):
@@ -54,7 +54,7 @@ class UpdatePrivacy(Filter):
             )
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """The result with filtered changes, or a failed task where something has no change that could be filtered."""
+        """The result with filtered changes, or a failed task if an entry has no change to filter."""
         from medflare.core.message import Message
         from medflare.flare.messages import error_reply, to_message, to_shareable
 
@@ -63,31 +63,29 @@ class UpdatePrivacy(Filter):
         task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
         try:
             message = to_message(shareable)
-            came_in = _origins(to_message(task.incoming), message) if task is not None else {}
-            states = {entry: self._filtered(entry, state, came_in.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
+            origins = _origins(to_message(task.incoming), message) if task is not None else {}
+            states = {entry: self._filtered(entry, state, origins.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
         except MedflareError as error:
-            return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} kept back the answer: {error}")
+            return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} blocked the reply: {error}")
         return to_shareable(Message(states, message.meta)) if states else shareable
 
-    def _filtered(
-        self, entry: str, state: "StateDict", came_in: "StateDict | None", shareable: Shareable, fl_ctx: FLContext
-    ) -> "StateDict":
-        """`came_in` plus the filtered change; integer tensors (counters) as they are."""
+    def _filtered(self, entry: str, state: "StateDict", origin: "StateDict | None", shareable: Shareable, fl_ctx: FLContext) -> "StateDict":
+        """`origin` plus the filtered change; integer tensors (counters) stay as they are."""
         import torch
 
-        if came_in is None:
+        if origin is None:
             raise UpdateError(f"{entry} did not come in with the task, so it has no change to filter; the method cannot be used with it")
         names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
-        if unknown := [name for name in names if name not in came_in]:
+        if unknown := [name for name in names if name not in origin]:
             raise UpdateError(f"{entry}/{unknown[0]} did not come in with the task, so it has no change to filter")
-        changes = DXO(DataKind.WEIGHT_DIFF, {name: (state[name].double() - came_in[name].double()).numpy() for name in names})
+        changes = DXO(DataKind.WEIGHT_DIFF, {name: (state[name].double() - origin[name].double()).numpy() for name in names})
         filtered = self.filter.process_dxo(changes, shareable, fl_ctx) or changes
-        sent = {name: came_in[name].double() + torch.from_numpy(filtered.data[name].reshape(state[name].shape)) for name in names}
+        sent = {name: origin[name].double() + torch.from_numpy(filtered.data[name].reshape(state[name].shape)) for name in names}
         return {name: sent[name].to(tensor.dtype) if name in sent else tensor for name, tensor in state.items()}
 
 
 def _origins(incoming: "Message", reply: "Message") -> "dict[str, StateDict]":
-    """TensorSpec -> what came in, from which a change is measured; zeros where weights travel rounded, which are changes already."""
+    """Entry -> what came with the task; zeros for tensors that are sent as rounded changes already."""
     import torch
 
     from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE

@@ -19,22 +19,21 @@ from medflare.core.settings import checked
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
 from medflare.tasks.config import TaskConfig, load_task
 
-_FLARES_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")  # a dot parts the names of FLARE's cells
+_SITE_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")  # FLARE uses dots in the names of its cells
 
 
 class MedflareRecipe(Recipe):
-    """Any method by name; the named subclasses are the methods of the five papers and FedAvg.
+    """Any method by name; the subclasses below are FedAvg and the methods of the five papers.
 
     Args:
         task: preset name, JSON file, mapping or configuration.
-        rounds: of the federation; None: the default of `JobSettings`.
-        num_rounds: the same, as FLARE's own recipes call it.
-        method: name of the method; the named subclasses have one by default.
+        num_rounds: the same as `rounds`, by the name of FLARE's own recipes.
+        method: name of the method; the subclasses have one by default.
         settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's hyper-parameters, by name or as
             `site={name: value}`, `server={name: value}`.
 
     Raises:
-        ConfigError: an unknown method or hyper-parameter, or a value out of its range.
+        ConfigError: an unknown method or hyper-parameter, or a value outside its range.
     """
 
     default_method: ClassVar[str] = ""
@@ -50,29 +49,27 @@ class MedflareRecipe(Recipe):
     ):
         if rounds is not None and num_rounds not in (None, rounds):
             raise ConfigError(f"rounds = {rounds} and num_rounds = {num_rounds}: both mean the same, give one of them")
-        counted = next((count for count in (rounds, num_rounds) if count is not None), None)
-        job = {name: value for name, value in settings.items() if name in JOB_SETTINGS}
+        rounds = num_rounds if rounds is None else rounds
+        job = {name: value for name, value in settings.items() if name in JOB_SETTINGS} | ({} if rounds is None else {"rounds": rounds})
         hyper = {name: value for name, value in settings.items() if name not in JOB_SETTINGS}
-        job |= {"method": method or self.default_method, "hyper": hyper} | ({} if counted is None else {"rounds": counted})
+        job |= {"method": method or self.default_method, "hyper": hyper}
         super().__init__(FederationJob(load_task(task), checked(JobSettings, job, "recipe")))
 
     def process_env(self, env: ExecEnv) -> None:
-        """In an environment that starts its sites itself (PocEnv) the job waits for all of them: FLARE would start it with those
-        that have registered by then, and a site that comes a second later would never be part of it."""
-        if not isinstance(env, SimEnv):  # the simulator's sites are all there from the beginning
+        """Let the job wait for all sites that an environment starts (PocEnv): FLARE would start it with those that have registered by
+        then, and a site that registers a second later would not take part."""
+        if not isinstance(env, SimEnv):
             self._job.job.min_clients = max(self._job.job.min_clients, getattr(env, "num_clients", None) or 0)
 
     def simulate(self, sites: Sequence[str], workspace: Path, *, threads: int | None = None) -> None:
-        """Run in FLARE's simulator with these sites; `threads` of them work at the same time (None: all).
+        """Run in FLARE's simulator.
 
         Args:
-            sites: names.
-            workspace: the simulator's folder.
-            threads: sites that work at the same time; None: all.
+            threads: number of sites that work at the same time; None: all.
 
         Raises:
-            ConfigError: FLARE can have no site of such a name, or no workspace there.
-            FederationFailed: the simulator did not come to its end, or the run failed, whose results say why.
+            ConfigError: see `check_place`.
+            FederationFailed: the simulator failed.
         """
         check_place(sites, workspace)
         try:
@@ -118,13 +115,13 @@ class FedDAGRecipe(MedflareRecipe):
 
 
 def check_place(sites: Iterable[str], workspace: Path) -> None:
-    """Nothing where FLARE's simulator can have such sites in such a folder; it would stop in the middle with a traceback.
+    """Raise if FLARE's simulator would stop with a traceback.
 
     Raises:
-        ConfigError: it cannot, with what to use.
+        ConfigError: FLARE does not take a site's name, or the folder's path has blanks.
     """
     for site in sites:
-        if not _FLARES_NAME.fullmatch(site):
+        if not _SITE_NAME.fullmatch(site):
             raise ConfigError(f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; the plain loop takes others")
     if any(letter.isspace() for letter in str(workspace.absolute())):
         raise ConfigError(f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; use another folder, or the plain loop")

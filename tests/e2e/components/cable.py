@@ -17,7 +17,7 @@ class Cable:
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def proximal_term(self) -> None:
+    def pull(self) -> None:
         self._plugged.clear()
         self._hang_up()
 

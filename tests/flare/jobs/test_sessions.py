@@ -22,7 +22,7 @@ from flare.jobs.sessions import job as listed
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.components import UnfinishedJobs
-from medflare.flare.jobs.sessions import found_job, id_of, interrupted_job, jobs_of, listing, name_of
+from medflare.flare.jobs.sessions import _name, found_job, id_of, interrupted_job, jobs_of, listing
 
 OLD, NEW, OTHER = "11112222-old", "11113333-new", "44445555-other"
 
@@ -40,7 +40,7 @@ def test_a_job_is_found_by_id_and_its_beginning() -> None:
 def test_a_name_that_another_lead_gave_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Served("RUNNING")
     monkeypatch.setattr(server, "list_jobs", lambda detailed: [job(OLD, name="a\x1b[2Jb\u202e")])
-    assert [name_of(found) for found in jobs_of(cast(Any, server))] == [r"a\x1b[2Jb\u202e"]
+    assert [_name(found) for found in jobs_of(cast(Any, server))] == [r"a\x1b[2Jb\u202e"]
 
 
 def test_of_a_name_the_newest_that_runs() -> None:
@@ -69,7 +69,7 @@ def test_the_table_says_who_takes_up_whom() -> None:
     assert heading.split() == ["name", "id", "state", "method", "rounds", "submitted", "by", "at", "took"]
     first = ["fedsm-brain", "11112222", "RUNNING", "fedsm", "20", "lead@coordination.org"]
     assert rows[0].split()[:6] == first and rows[0].endswith("0:01:05")
-    assert rows[1].endswith("takes up 11112222")
+    assert rows[1].endswith("resumes 11112222")
     assert rows[2].split()[3:5] == ["-", "-"], "of a job that says nothing of itself"
     assert len({row.index("RUNNING") for row in rows}) == 1
     assert listing([]) == "no jobs"

@@ -1,6 +1,6 @@
-"""From a method, a task and settings to a FLARE job, and to the job that takes up an interrupted one.
+"""Builds FLARE jobs from a method, a task and settings, and the job that resumes an interrupted one.
 
-A job is configuration only; the code is installed at the sites, or a copy of it lies in the job.
+A job is configuration only; the code is installed at the sites, or a copy of it is in the job.
 """
 
 import json
@@ -22,7 +22,6 @@ from pydantic.dataclasses import dataclass
 import medflare
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper
-from medflare.core.manifest import Manifest
 from medflare.core.settings import STRICT, checked
 from medflare.core.store import write_json
 from medflare.federation.preflight import check_run
@@ -37,10 +36,9 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 
-# A poll for work costs next to nothing; FLARE's default of two seconds between polls would be most of a short round.
-_POLL = 0.1
-# Up to this size of an update its tensors travel inside the message: one transfer instead of several, and a site that dies
-# while it answers cannot take the server's job process with it, as it does where FLARE fetches the tensors afterwards.
+_POLL = 0.1  # seconds between two polls of a site; FLARE's default of two seconds would be most of a short round
+# Up to this size the tensors of an update are inside the message. If FLARE fetches them afterwards, a site that dies meanwhile ends the
+# server's job process.
 _INLINE = 64 * 2**20
 _CHUNK = 16 * 2**20
 
@@ -68,14 +66,14 @@ metrics.jsonl has the numbers.
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class JobSettings(RunSettings):
-    """What a job fixes beside its task: the run's settings, and
+    """The settings of a job: those of the run, and
 
     Attributes:
-        method: name of the method; `site_algorithm` and `server_algorithm` swap in the half of another one.
+        method: name of the method; `site_algorithm` and `server_algorithm` name another method for one of the two.
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
-        byoc: whether the job has an app/custom/ folder for classes of the user's own.
-        embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
-        track: "mlflow" or "mlflow=URI": the server's curves go to MLflow too, see `MLflowTracker`; "" for TensorBoard alone.
+        byoc: whether the job has an app/custom/ folder for the user's own classes.
+        embed_code: whether that folder holds medflare itself, for a server and sites where it is not installed.
+        track: "mlflow" or "mlflow=URI": the server's curves also go to MLflow, see `MLflowTracker`; "": TensorBoard only.
     """
 
     method: str
@@ -95,28 +93,28 @@ class JobSettings(RunSettings):
             raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
 
 
-JOB_SETTINGS = tuple(found.name for found in fields(JobSettings))
+JOB_SETTINGS = tuple(item.name for item in fields(JobSettings))
 
 
 class FederationJob(FedJob):
-    """A federation as FLARE's own job object: exported, simulated, submitted, or extended with components.
+    """A federation as FLARE's own job object, which can be exported, simulated, submitted or extended with components.
 
     Raises:
-        ConfigError: a method, a hyper-parameter or a setting is wrong.
+        ConfigError: a method, a hyper-parameter or a setting is invalid.
     """
 
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_algorithm, server=settings.server_algorithm)
         check_run(method, task, settings.hyper, rounds=settings.rounds, outside=settings.outside)
-        hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
+        hyper = method.effective(settings.hyper)  # with all defaults, as documentation
         about = {JobMetaKey.CUSTOM_PROPS.value: {ABOUT: {"method": method.name, "rounds": settings.rounds}}}
         name = f"{method.name.replace('+', '_')}-{task.name}"
         super().__init__(name=name, min_clients=settings.min_sites or 1, meta_props=about)
-        self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
-        self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported; lives as long as the job
+        self.set_app_packages(["medflare"])  # otherwise FLARE copies their sources into the job
+        self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported
         self.to_server(_controller(settings), id="medflare")
         self.to_server(_aggregator(method, hyper), id="aggregator")
-        if not settings.embed_code:  # tensorboard may be missing too; metrics.jsonl holds the same numbers
+        if not settings.embed_code:  # tensorboard may be missing there; metrics.jsonl has the values
             self.to_server(TBAnalyticsReceiver(), id="tensorboard")
         if settings.track:
             self.to_server(MLflowTracker(settings.track.partition("=")[2], f"medflare {task.name}", method.name), id="mlflow")
@@ -138,31 +136,28 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     """Write a job folder: meta.json, app/config/{config_fed_server,config_fed_client,task}.json and, if wanted, app/custom/.
 
     Args:
-        method: name of the method.
         task: preset name, JSON file, mapping or configuration.
-        out: the folder to write; an older job in it is replaced, unless files of the user's own lie there.
+        out: the folder; an older job in it is replaced, unless there are files of the user.
         settings: fields of `JobSettings`.
 
     Raises:
-        ConfigError: a setting is wrong, or `out` holds something that is no job, or more than a job.
+        ConfigError: a setting is invalid, or `out` holds other files than a job's.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
-    ours = ("README.md", Path(medflare.__file__).parent.name, "__pycache__")
-    in_custom = [path for path in sorted((folder / "app" / "custom").glob("*")) if path.name not in ours]
-    if own := [*in_custom, *(path for path in sorted(folder.glob("*")) if path.name not in ("meta.json", "app"))]:
-        raise ConfigError(f"{own[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
+    custom = [path for path in (folder / "app" / "custom").glob("*") if path.name not in ("README.md", "medflare", "__pycache__")]
+    if others := sorted([*custom, *(path for path in folder.glob("*") if path.name not in ("meta.json", "app"))]):
+        raise ConfigError(f"{others[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
     job = FederationJob(load_task(task), checked(JobSettings, {"method": method, **settings}, "job"))
-    place = folder.resolve()
-    with beside(place) as scratch:
+    with beside(folder.resolve()) as scratch:
         job.export_job(str(scratch))
-        put_in_place(scratch / job.name, place)
+        put_in_place(scratch / job.name, folder.resolve())
     return folder
 
 
 def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
-    """Write the job that takes up an interrupted one: the same folder, with the id of the interrupted one in its configurations.
+    """Write the job that resumes an interrupted one: a copy with the id of the interrupted job in its configuration.
 
     Args:
         job: the job folder that was submitted.
@@ -170,22 +165,19 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
         out: the folder to write.
 
     Raises:
-        ConfigError: `job` is no job folder of medflare's, or `out` exists.
+        ConfigError: `job` is no job folder of medflare, or `out` exists.
     """
-    configs = {side: job / "app" / "config" / f"config_fed_{side}.json" for side in ("server", "client")}
-    if not all(path.is_file() for path in configs.values()):
-        raise ConfigError(f"{job} is no job folder: app/config/config_fed_server.json or config_fed_client.json is missing")
     if out.exists():
         raise ConfigError(f"{out} exists; choose another folder")
-    paths = (*configs.values(), job / "meta.json")
+    config = job / "app" / "config"
+    paths = config / "config_fed_server.json", config / "config_fed_client.json", job / "meta.json"
     try:
         server, client, meta = contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         server["workflows"][0]["args"]["resume"] = interrupted
         client["executors"][0]["executor"]["args"]["resume"] = interrupted
         meta.setdefault(JobMetaKey.CUSTOM_PROPS.value, {}).setdefault(ABOUT, {})["resume"] = interrupted
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{job} is no job folder of medflare's ({reason}); name the folder that was submitted") from error
+        raise ConfigError(f"{job} is no job folder of medflare ({type(error).__name__}: {error}); name the submitted folder") from error
     with beside(out) as scratch:
         new = scratch / "job"
         shutil.copytree(job, new)
@@ -199,7 +191,7 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
 
 
 def copy_package(folder: Path) -> Path:
-    """Copy the running package into `folder`/medflare, without compiled files, beside a README; returns `folder`."""
+    """Copy the running package to `folder`/medflare, without compiled files, and add a README; returns `folder`."""
     package = Path(medflare.__file__).parent
     shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     (folder / "README.md").write_text(_README.format(version=medflare.__version__), encoding="utf-8")
@@ -215,19 +207,18 @@ def size_of(folder: Path) -> int:
 
 
 def _controller(settings: JobSettings) -> MedflareController:
-    """The controller with what differs from its defaults; FLARE writes no more than that."""
-    chosen = {name: getattr(settings, name) for name in RUN_SETTINGS}
-    return MedflareController(site_algorithm=settings.site_algorithm, **chosen)
+    return MedflareController(site_algorithm=settings.site_algorithm, **{name: getattr(settings, name) for name in RUN_SETTINGS})
 
 
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:
-    """The aggregator named after the server algorithm's formula: the method's own, or that of the algorithm which it is derived from."""
+    """The aggregator of the server algorithm, or of the method with the same aggregation, or the general one."""
     name = method.algorithms[1]
-    named = {get_method(known).server_class.aggregation_class: known for known in AGGREGATORS}
-    chosen = name if name in AGGREGATORS else named.get(method.server_class.aggregation_class)
-    if chosen is None:
-        return MethodAggregator(hyper, name)
-    return AGGREGATORS[chosen](hyper, "" if chosen == name else name)
+    if name in AGGREGATORS:
+        return AGGREGATORS[name](hyper)
+    for other, aggregator in AGGREGATORS.items():
+        if get_method(other).server_class.aggregation_class is method.server_class.aggregation_class:
+            return aggregator(hyper, name)
+    return MethodAggregator(hyper, name)
 
 
 def _executor(settings: JobSettings, method: Method, hyper: SplitHyper) -> MedflareExecutor:
@@ -238,11 +229,7 @@ def _executor(settings: JobSettings, method: Method, hyper: SplitHyper) -> Medfl
 
 
 def _transport(method: Method, task: TaskConfig, hyper: SplitHyper) -> dict[str, int]:
-    """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
+    """FLARE's setting for tensors: inside the message (0), or fetched afterwards in chunks of so many bytes."""
     update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper)) if method.trains else {}
-    return {"np_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
-
-
-def manifest_bytes(manifest: Manifest) -> int:
-    """Size of all tensors that a manifest allows."""
-    return sum(math.prod(shape) * dtype.itemsize for entry in manifest.values() for shape, dtype in entry.tensors.values())
+    size = sum(math.prod(shape) * dtype.itemsize for entry in update.values() for shape, dtype in entry.tensors.values())
+    return {"np_download_chunk_size": 0 if size <= _INLINE else _CHUNK}

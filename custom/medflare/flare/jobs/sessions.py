@@ -1,4 +1,4 @@
-"""A person's session with the server of a federation: jobs by name as well as by id, their list, their results, what can be resumed."""
+"""A person's session with the server of a federation: jobs by name or id, their list, their results, which can be resumed."""
 
 import json
 import os
@@ -21,32 +21,26 @@ from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.settings import no_such
 from medflare.core.text import printable_json
 
-Job = Mapping[str, Any]  # what FLARE knows of a job
+Job = Mapping[str, Any]  # FLARE's metadata of a job
 RUNNING: Final = RunStatus.RUNNING.value
-REFUSALS: Final = (  # of the server, each an Exception of its own
-    api_spec.AuthenticationError,
+LOST: Final = (api_spec.AuthenticationError, api_spec.NoConnection, api_spec.SessionClosed)  # also after a restart of the server
+REFUSALS: Final = (
+    *LOST,
     api_spec.AuthorizationError,
     api_spec.InternalError,
     api_spec.JobNotDone,
     api_spec.JobNotFound,
     api_spec.JobNotRunning,
-    api_spec.NoConnection,
     api_spec.NoReply,
-    api_spec.SessionClosed,
 )
-LOST: Final = (  # of these, what a server says, or leaves unsaid, that goes away or was started again
-    api_spec.AuthenticationError,
-    api_spec.NoConnection,
-    api_spec.SessionClosed,
-)
-_COLUMNS: Final = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
+ABOUT: Final = "medflare"  # in a job's meta.json: what `listing` shows of it
 _WAITING: Final = (RunStatus.SUBMITTED.value, RunStatus.APPROVED.value, RunStatus.DISPATCHED.value)
-ABOUT: Final = "medflare"  # in a job's meta.json: what a list of jobs shows of it
-SHORT: Final = 8  # letters of an id that a list shows
+_COLUMNS: Final = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
+_ID_LETTERS: Final = 8  # of an id that a list shows
 
 
 class Unreachable(MedflareError):
-    """There is no connection to the server, or no more."""
+    """There is no connection to the server, or no longer."""
 
 
 @contextmanager
@@ -54,9 +48,9 @@ def session(kit: Path) -> Iterator[Session]:
     """A session with the server, closed at the end of the block.
 
     Raises:
-        ConfigError: it is no such kit.
-        Unreachable: the server cannot be reached, or no more.
-        MedflareError: it refuses what the block asks of it.
+        ConfigError: it is no startup kit of a person.
+        Unreachable: the server cannot be reached, or no longer.
+        MedflareError: the server refuses a request of the block.
     """
     place = kit / "startup" / "fed_admin.json"
     try:
@@ -64,50 +58,48 @@ def session(kit: Path) -> Iterator[Session]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{kit} is no startup kit of a person ({place} cannot be read); give that of the lead") from error
     try:
-        with redirect_stdout(StringIO()):  # FLARE says there that it connects
-            opened = new_secure_session(user, str(kit))
-    except Exception as error:  # FLARE's reasons are of many kinds
+        with redirect_stdout(StringIO()):  # FLARE prints that it connects
+            connection = new_secure_session(user, str(kit))
+    except Exception as error:  # FLARE raises exceptions of many kinds
         raise Unreachable(f"no session with the server by {kit}: {_one_line(error)}; is the server up?") from error
     try:
-        yield opened
+        yield connection
     except LOST as error:
         raise Unreachable(f"no more session with the server of {kit}: {_one_line(error)}") from error
     except REFUSALS as error:
         raise MedflareError(f"the server of {kit}: {_one_line(error)}") from error
     finally:
-        with suppress(Exception):  # whose connection is gone cannot say goodbye
-            opened.close()
+        with suppress(Exception):  # the connection may be lost
+            connection.close()
 
 
-def jobs_of(opened: Session) -> list[Job]:
-    """All jobs that the server has, the oldest first, each with all that FLARE knows of it."""
-    found: list[Job] = printable_json(opened.list_jobs(detailed=True))  # names are those that other leads gave
-    return found
+# -- jobs ----------------------------------------------------------------------------------------------------------------------
+
+
+def jobs_of(connection: Session) -> list[Job]:
+    """All jobs of the server, the oldest first."""
+    jobs: list[Job] = printable_json(connection.list_jobs(detailed=True))  # other leads chose the names
+    return jobs
 
 
 def found_job(jobs: Iterable[Job], wanted: str) -> Job:
-    """A job by its id, the beginning of its id, or its name; of several with one name the newest that runs.
+    """A job by its id, the beginning of its id, or its name; if several have the name, the newest that runs.
 
     Raises:
         ConfigError: there is none, or several have the name and none of them runs.
     """
-    known = list(jobs)
-    matching = [job for job in known if wanted and id_of(job).startswith(wanted.lower())]
+    jobs = list(jobs)
+    matching = [job for job in jobs if wanted and id_of(job).startswith(wanted.lower())]
     if len(matching) != 1:
-        named = [job for job in known if name_of(job) == wanted]
+        named = [job for job in jobs if _name(job) == wanted]
         running = [job for job in named if job[JobMetaKey.STATUS.value] == RUNNING]
         matching = running[-1:] or named or matching
     if not matching:
-        raise ConfigError(f"{no_such('job', wanted, {name_of(job) for job in known})}; `medflare job list` shows names and ids")
+        raise ConfigError(f"{no_such('job', wanted, {_name(job) for job in jobs})}; `medflare job list` shows names and ids")
     if len(matching) > 1:
-        those = ", ".join(f"{short_id(job)} ({job[JobMetaKey.STATUS.value]})" for job in matching)
-        raise ConfigError(f"{len(matching)} jobs fit {wanted!r}: {those}; give the id of one")
+        candidates = ", ".join(f"{id_of(job)[:_ID_LETTERS]} ({job[JobMetaKey.STATUS.value]})" for job in matching)
+        raise ConfigError(f"{len(matching)} jobs fit {wanted!r}: {candidates}; give the id of one")
     return matching[0]
-
-
-def name_of(job: Job) -> str:
-    """The name that the job was submitted with."""
-    return str(job.get(JobMetaKey.JOB_NAME.value) or job.get(JobMetaKey.JOB_FOLDER_NAME.value) or "")
 
 
 def id_of(job: Job) -> str:
@@ -115,13 +107,8 @@ def id_of(job: Job) -> str:
     return str(job[JobMetaKey.JOB_ID.value])
 
 
-def short_id(job: Job) -> str:
-    """The beginning of the job's id, which names it as well."""
-    return id_of(job)[:SHORT]
-
-
 def listing(jobs: Sequence[Job]) -> str:
-    """A line a job, under a heading; one sentence where there is none."""
+    """A table with a line for each job."""
     if not jobs:
         return "no jobs"
     rows = [_COLUMNS, *(_row(job) for job in jobs)]
@@ -130,104 +117,49 @@ def listing(jobs: Sequence[Job]) -> str:
 
 
 def _row(job: Job) -> tuple[str, ...]:
-    about = _about(job)
+    properties = job.get(JobMetaKey.CUSTOM_PROPS.value)
+    about = properties.get(ABOUT, {}) if isinstance(properties, Mapping) else {}  # none in a job of another program
+    submitted = str(job.get(JobMetaKey.SUBMIT_TIME_ISO.value, "-"))
+    with suppress(ValueError):
+        submitted = f"{datetime.fromisoformat(submitted).astimezone():%Y-%m-%d %H:%M}"
     return (
-        name_of(job),
-        short_id(job),
+        _name(job),
+        id_of(job)[:_ID_LETTERS],
         str(job[JobMetaKey.STATUS.value]),
         str(about.get("method", "-")),
         str(about.get("rounds", "-")),
         str(job.get(JobMetaKey.SUBMITTER_NAME.value, "-")),
-        _local(str(job.get(JobMetaKey.SUBMIT_TIME_ISO.value, ""))),
+        submitted,
         str(job.get(JobMetaKey.DURATION.value, "-")).partition(".")[0],
-        f"takes up {about['resume'][:SHORT]}" if "resume" in about else "",
+        f"resumes {about['resume'][:_ID_LETTERS]}" if "resume" in about else "",
     )
 
 
-def _about(job: Job) -> Mapping[str, Any]:
-    """What the job says of itself; empty for one that an older medflare, or somebody else, wrote."""
-    props = job.get(JobMetaKey.CUSTOM_PROPS.value)
-    about = props.get(ABOUT) if isinstance(props, Mapping) else None
-    return about if isinstance(about, Mapping) else {}
-
-
-def _local(moment: str) -> str:
-    """A moment in this machine's time; as it is where FLARE writes something else."""
-    try:
-        return f"{datetime.fromisoformat(moment).astimezone():%Y-%m-%d %H:%M}"
-    except ValueError:
-        return moment or "-"
-
-
-def fetch_job(opened: Session, job: str, out: Path) -> Path:
-    """Download the results of a job; those that an earlier fetch left there are replaced.
-
-    Returns:
-        That folder.
-
-    Raises:
-        ConfigError: the folder is there and holds what is not the job's.
-        MedflareError: the download failed.
-    """
-    place = out.resolve() / job
-    if place.exists() and not place.is_dir():
-        raise ConfigError(f"{place} is a file; choose another --out, or move it away")
-    with beside(place) as scratch, _tidied(Path(opened.download_dir), job):
-        try:
-            location = opened.download_job_result(job, str(scratch))
-        except RuntimeError as error:  # so FLARE calls what went wrong on this side
-            reason = f"job {job} could not be downloaded ({_one_line(error)})"
-            raise MedflareError(f"{reason}; see that there is room in {opened.download_dir} and {out}, then fetch it again") from error
-        if not location or not (found := Path(location)).is_dir():
-            raise MedflareError(f"the server sent no results of job {job}; `medflare job list` shows whether it has ended")
-        _refuse_more(place, found)
-        put_in_place(found, place)
-    return place
-
-
-def _refuse_more(place: Path, found: Path) -> None:
-    """Nothing where each file in a place is among those found, as a later version of it.
-
-    Raises:
-        ConfigError: one would be lost.
-    """
-    for path in sorted(place.rglob("*")):
-        if not path.is_dir() and not (found / path.relative_to(place)).exists():
-            raise ConfigError(f"{path} is not among the job's results and would be lost; choose another --out, or move it away")
-
-
-@contextmanager
-def _tidied(transfer: Path, job: str) -> Iterator[None]:
-    """Whatever of a job comes into FLARE's folder for transfers in the block is gone at its end; what was there before stays."""
-    before = set(transfer.glob(f"{job}*"))
-    try:
-        yield
-    finally:
-        for left in set(transfer.glob(f"{job}*")) - before:
-            shutil.rmtree(left, ignore_errors=True)
+def _name(job: Job) -> str:
+    return str(job.get(JobMetaKey.JOB_NAME.value) or job.get(JobMetaKey.JOB_FOLDER_NAME.value) or "")
 
 
 def interrupted_job(kit: Path, wanted: str) -> str:
-    """The id of a job that a new one may take up.
+    """The id of a job that can be resumed.
 
     Raises:
         ConfigError: there is none, or several, or it waits, runs or has completed.
         MedflareError: see `session`.
     """
-    with session(kit) as opened:
-        found = found_job(jobs_of(opened), wanted)
-        job, state = id_of(found), found[JobMetaKey.STATUS.value]
+    with session(kit) as connection:
+        job = found_job(jobs_of(connection), wanted)
+        identity, state = id_of(job), job[JobMetaKey.STATUS.value]
         if state == RunStatus.FINISHED_COMPLETED.value:
-            raise ConfigError(f"job {job} has completed and needs no resuming; `medflare job fetch {job}` has its results")
-        if state in _WAITING or (state == RUNNING and _has_process(opened, job)):
-            raise ConfigError(f"job {job} is {state}; watch it (`medflare job watch {job}`), or abort it before you resume it")
-        return job
+            raise ConfigError(f"job {identity} has completed and needs no resuming; `medflare job fetch {identity}` has its results")
+        if state in _WAITING or (state == RUNNING and _has_process(connection, identity)):
+            raise ConfigError(f"job {identity} is {state}; watch it (`medflare job watch {identity}`), or abort it before you resume it")
+        return identity
 
 
-def _has_process(opened: Session, job: str) -> bool:
-    """Whether a job that is called running is: after a restart a server without `components.UnfinishedJobs` calls it so for ever."""
+def _has_process(connection: Session, job: str) -> bool:
+    """Whether a job in the state RUNNING has a process; after a restart of the server without `UnfinishedJobs` it has none."""
     try:
-        opened.show_stats(job, TargetType.SERVER)
+        connection.show_stats(job, TargetType.SERVER)
     except LOST:
         raise
     except REFUSALS:
@@ -235,16 +167,55 @@ def _has_process(opened: Session, job: str) -> bool:
     return True
 
 
+# -- results -------------------------------------------------------------------------------------------------------------------
+
+
+def fetch_job(connection: Session, job: str, out: Path) -> Path:
+    """Download the results of a job to `out`/JOB; results of an earlier fetch are replaced.
+
+    Raises:
+        ConfigError: the folder exists and holds other files.
+        MedflareError: the download failed.
+    """
+    place = out.resolve() / job
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"{place} is a file; choose another --out, or move it away")
+    with beside(place) as scratch, _cleaned(Path(connection.download_dir), job):
+        try:
+            location = connection.download_job_result(job, str(scratch))
+        except RuntimeError as error:  # FLARE's exception for a problem on this side
+            reason = f"job {job} could not be downloaded ({_one_line(error)})"
+            raise MedflareError(f"{reason}; see that there is room in {connection.download_dir} and {out}, then fetch it again") from error
+        if not location or not Path(location).is_dir():
+            raise MedflareError(f"the server sent no results of job {job}; `medflare job list` shows whether it has ended")
+        for path in sorted(place.rglob("*")):
+            if not path.is_dir() and not (Path(location) / path.relative_to(place)).exists():
+                raise ConfigError(f"{path} is not among the job's results and would be lost; choose another --out, or move it away")
+        put_in_place(Path(location), place)
+    return place
+
+
+@contextmanager
+def _cleaned(transfer: Path, job: str) -> Iterator[None]:
+    """Remove what the block adds for a job to FLARE's folder for transfers."""
+    before = set(transfer.glob(f"{job}*"))
+    try:
+        yield
+    finally:
+        for path in set(transfer.glob(f"{job}*")) - before:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 @contextmanager
 def beside(place: Path) -> Iterator[Path]:
-    """An empty folder beside a place, on the same disk, which is gone at the end of the block."""
+    """An empty folder next to `place`, on the same disk, removed at the end of the block."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
         yield Path(scratch)
 
 
 def put_in_place(new: Path, place: Path) -> None:
-    """Rename a folder; an earlier one in its place goes once the new one is there."""
+    """Rename a folder to `place`; an earlier folder there is removed once the new one is in place."""
     old = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
     if place.exists():
         os.rename(place, old)

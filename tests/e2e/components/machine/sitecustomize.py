@@ -5,6 +5,7 @@ MISSING_FOLDER: the folder of an editable installation, which is not found there
 CLOCK_SKEW: seconds by which the wall clock is wrong.
 """
 
+import contextlib
 import datetime
 import os
 import sys
@@ -57,6 +58,8 @@ class _Skewed(_datetime, metaclass=_Kind):  # type: ignore[misc, valid-type]
 
 def _skew(ahead: float) -> None:
     """Everything that Python code sees as the time of day; not monotonic clocks, nor what OpenSSL compares certificates with."""
+    with contextlib.suppress(ImportError):
+        import pandas  # noqa: F401  # its C code cannot be imported with another class of this name
     time.time = lambda: _time() + ahead
     time.time_ns = lambda: _time_ns() + int(ahead * 1e9)
     datetime.datetime = _Skewed  # type: ignore[misc]

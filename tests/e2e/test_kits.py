@@ -1,21 +1,25 @@
-"""The site-local templates say what `medflare site setup` makes of freshly provisioned kits."""
+"""Provisioned startup kits, before a party is started: policies, keys, certificates."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import yaml
 
-from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
+from e2e.provisioned import HOUR, SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
+from e2e.simulation import END_TO_END
 
-pytestmark = pytest.mark.e2e
+pytestmark = END_TO_END
 
 
 @pytest.fixture(scope="module")
-def provisioned(tmp_path_factory: pytest.TempPathFactory) -> ProvisionedFederation:
+def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedFederation]:
     federation = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ["site-1"])
     federation.provision()
-    return federation
+    yield federation
+    federation.stop()
 
 
 @pytest.mark.parametrize(("kind", "party"), [("site", "site-1"), ("server", SERVER)])
@@ -45,8 +49,22 @@ def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFe
 
 
 def test_poc_project_has_the_same_people(provisioned: ProvisionedFederation) -> None:
-    import yaml
-
     central, poc = (yaml.safe_load((SCRIPTS / name).read_text())["participants"] for name in ("project.yml", "project_poc.yml"))
     assert {one["role"] for one in poc if one["type"] == "admin"} == {one["role"] for one in central if one["type"] == "admin"}
     assert [one["name"] for one in poc if one["type"] == "client"] == [one["name"] for one in central if one["type"] == "client"]
+
+
+@pytest.mark.parametrize(("party", "days"), [(SERVER, -1), ("site-1", 4000)])
+def test_doctor_says_that_a_certificate_is_not_valid(provisioned: ProvisionedFederation, party: str, days: int) -> None:
+    """That clocks are wrong by hours changes nothing, see test_provisioned.py."""
+    with provisioned.clock(24 * HOUR * days):
+        done = provisioned.command(sys.executable, "-m", "medflare.cli", "site", "doctor", provisioned.kit(party), check=False)
+    assert done.returncode == 1
+    assert any(line.startswith("FAILED   certificate") and "clock" in line for line in done.stdout.splitlines())
+
+
+def test_flare_refuses_a_certificate_that_is_not_valid_yet(provisioned: ProvisionedFederation) -> None:
+    log = provisioned.kit(SERVER) / "log.txt"
+    with provisioned.clock(-24 * HOUR):
+        provisioned.launch(SERVER)
+    wait_until(lambda: "cert is not valid at validation time" in text_of(log), f"no word of the certificate in {log}")
