@@ -16,8 +16,6 @@ from medflare.evaluation.figures import roc_curves, training_curves
 from medflare.evaluation.report import (
     SiteReport,
     class_tables,
-    deployed_heading,
-    lowest_patients,
     mean_interval,
     patient_values,
     render_report,
@@ -234,7 +232,7 @@ def test_a_site_report_has_patients_model_by_model() -> None:
     assert "personal = deployed" in html and "0.800 (0.700 to 0.900)" in html
     assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
     assert not faults(html) and len(html) < 200_000
-    assert html.index("&lt;b&gt;Roe") < html.index("Meier"), "the lowest first"
+    assert [row[0] for row in table(Page(html), "Patients with the lowest")] == ["patient", "<b>Roe</b>", "Meier"], "Xu has no value"
 
 
 def test_a_site_without_any_value_has_a_report() -> None:
@@ -263,11 +261,3 @@ def test_an_interval_needs_two_patients() -> None:
     low, high = mean_interval(values) or (0.0, 0.0)
     assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"
     assert mean_interval(dict(reversed(values.items()))) == (low, high), "whatever the order"
-
-
-def test_the_lowest_patients_are_those_of_the_deployed_model() -> None:
-    shared = {"global = deployed": {"a": 0.1, "b": 0.9}, "personal": {"a": 0.9, "b": 0.2}}
-    assert list(lowest_patients(shared)) == ["a", "b"] and lowest_patients({}) == {}
-    assert deployed_heading(dict.fromkeys(["global", "undeployed", "personal"])) == "personal", (
-        "the last one if none is the deployed model's"
-    )

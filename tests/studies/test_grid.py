@@ -290,14 +290,6 @@ def test_only_the_scores_name_patients(runs: list[Run], tmp_path: Path) -> None:
     assert "scores" not in read_study(tmp_path)["fedavg"][0]
 
 
-def test_candidates_of_a_model_selection_are_dropped_if_curves_have_them(runs: list[Run], tmp_path: Path) -> None:
-    selected = {"round": 1, "candidates": [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]}
-    for label, run in {"with": {**runs[0], "curves": {"global": {"A": [[1, 0.5]]}}}, "without": dict(runs[0])}.items():
-        kept(tmp_path, label, [{**run, "model_selection": {"global": selected}}])
-    study = read_study(tmp_path)
-    assert [study[label][0]["model_selection"]["global"] for label in ("with", "without")] == [{"round": 1}, selected]
-
-
 def test_the_order_of_rows_is_extended(runs: list[Run], tmp_path: Path) -> None:
     for label in ("b", "a"):
         kept(tmp_path, label, runs[:1])

@@ -14,7 +14,6 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics import (
     ALL_SITES,
     Comparison,
-    PatientComparison,
     Run,
     case_table,
     compare,
@@ -97,7 +96,7 @@ def predictions(positive: Sequence[float], truth: Sequence[int], patients: str =
     return {"patients": names, "probabilities": [[1 - p, p] for p in positive], "targets": list(truth)}
 
 
-def compared(first: Run | list[Run], second: Run | list[Run], metric: str = "dice") -> PatientComparison:
+def compared(first: Run | list[Run], second: Run | list[Run], metric: str = "dice") -> Comparison:
     runs = [of if isinstance(of, list) else [of] for of in (first, second)]
     return compare_patients((runs[0], "m"), (runs[1], "m"), metric)
 
@@ -138,7 +137,7 @@ def test_patients_are_compared_within_their_sites() -> None:
     comparison = compared(first, second)
     assert comparison.difference == pytest.approx(0.1)
     assert comparison.interval == pytest.approx((0.05, 0.15)), "A's resampled means are 0.1, 0.2 and 0.3"
-    assert comparison.p == pytest.approx(0.5) and comparison.patients == 4
+    assert comparison.p == pytest.approx(0.5) and comparison.n == 4
     assert compared(second, first).difference == pytest.approx(-0.1)
 
 
@@ -147,7 +146,7 @@ def test_a_patient_of_two_seeds_is_one_patient() -> None:
     second = [run(0, {"A": dice(a=0.7, b=0.5)}), run(1, {"A": dice(a=0.9, c=None)})]
     comparison = compared(first, second)
     assert comparison.difference == pytest.approx((0.1 + 0.4) / 2), "0.1 with the first seed, 0.4 with the second, where c is undefined"
-    assert comparison.patients == 2, "c has no value under the second model"
+    assert comparison.n == 2, "c has no value under the second model"
 
 
 def test_difference_interval_and_test_are_of_the_same_patients() -> None:
@@ -157,8 +156,8 @@ def test_difference_interval_and_test_are_of_the_same_patients() -> None:
     for one, other, gain in ((first, second, 0.05), (second, first, -0.05)):
         comparison = compared(one, other)
         assert comparison.difference == pytest.approx(gain) and comparison.interval == pytest.approx((gain, gain))
-        assert (comparison.p, comparison.patients) == (0.125, 4)
-    assert compared(first, run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)})) == PatientComparison()
+        assert (comparison.p, comparison.n) == (0.125, 4)
+    assert compared(first, run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)})) == Comparison()
 
 
 @pytest.mark.parametrize(("positive", "defined"), [(3, True), (1, False)])
@@ -178,12 +177,12 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
     first = run(0, {"A": dice(a=0.5, b=0.5, c=None, d=0.25)})
     orders = dice(a=0.6, b=0.8, c=0.5, d=0.5), dice(d=0.5, c=0.5, b=0.8, a=0.6)
     same, reversed_ = (compared(first, run(0, {"A": cases})) for cases in orders)
-    assert same == reversed_ and same.patients == 3
+    assert same == reversed_ and same.n == 3
     truth, scores = [1, 1, 0, 0], [0.9, 0.5, 0.7, 0.1]
     areas = run(0, {"A": predictions(scores, truth, "abcd")})
-    assert compared(areas, run(0, {"A": predictions(scores[::-1], truth[::-1], "dcba")}), "auc_macro").patients == 4
+    assert compared(areas, run(0, {"A": predictions(scores[::-1], truth[::-1], "dcba")}), "auc_macro").n == 4
     one, other = (run(0, {"A": predictions(scores, truth, patients)}) for patients in ("xxyy", "xyxy"))
-    assert compared(one, other, "auc_macro") == PatientComparison(), "several images of a patient in different order"
+    assert compared(one, other, "auc_macro") == Comparison(), "several images of a patient in different order"
 
 
 @pytest.mark.parametrize(
@@ -197,8 +196,8 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
     ids=["seed", "patients", "role", "no scores"],
 )
 def test_runs_of_other_patients_are_not_paired(other: Run) -> None:
-    assert compared(run(0, {"A": dice(a=0.5, b=0.5)}), other) == PatientComparison()
+    assert compared(run(0, {"A": dice(a=0.5, b=0.5)}), other) == Comparison()
 
 
 def test_one_patient_has_a_difference_and_no_interval() -> None:
-    assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == PatientComparison(0.25, None, None, 1)
+    assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == Comparison(0.25, None, None, 1)

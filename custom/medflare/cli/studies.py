@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 _SEEDS: Final = "0,1,2"
-Figures = Annotated[Path | None, typer.Option(help="Write figures into this folder as SVG files, those that the runs have numbers for")]
+Figures = Annotated[Path | None, typer.Option(help="Write the learning curves into this folder as an SVG file")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -148,7 +148,7 @@ def run_study(
         text = beside_the_paper(paper, groups)
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
         print(text)
-    _write_figures(figures, groups)
+    _write_curves(figures, groups)
     return 0 if all(run["status"] == COMPLETED for runs in groups.values() for run in runs) else 1
 
 
@@ -158,19 +158,17 @@ def show_tables(folder: Annotated[Path, typer.Argument(help="Of a study")], figu
 
     groups = grid.read_study(folder)
     print(tables.study_report(groups))
-    _write_figures(figures, groups)
+    _write_curves(figures, groups)
     return 0
 
 
-def _write_figures(folder: Path | None, groups: Any) -> None:
+def _write_curves(folder: Path | None, groups: Any) -> None:
     from medflare.core.store import write_atomically
-    from medflare.studies.figures import study_figures
+    from medflare.studies.tables import learning_curves
 
-    if folder is None:
-        return
-    for name, svg in study_figures(groups).items():
-        write_atomically(folder / f"{name}.svg", svg.encode(), public=True)
-        print(f"figure: {folder / name}.svg")
+    if folder is not None and (svg := learning_curves(groups)):
+        write_atomically(folder / "curves.svg", svg.encode(), public=True)
+        print(f"figure: {folder / 'curves.svg'}")
 
 
 def _references(text: str) -> list[str]:

@@ -318,6 +318,8 @@ def render_site_report(report: SiteReport) -> str:
     columns = model_columns(results)
     by_model = {heading: patient_values(report.cases[model], task) for heading, model in columns.items() if model in report.cases}
     values = {heading: of_model for heading, of_model in by_model.items() if of_model}
+    deployed = patient_values(report.cases["deployed"], task) if "deployed" in report.cases else {}
+    lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
     intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
     means = [[heading, format_interval(sum(v.values()) / len(v), intervals[heading])] for heading, v in values.items()]
     tables = class_tables(results)
@@ -332,8 +334,7 @@ def render_site_report(report: SiteReport) -> str:
         doubts=doubts(report.events),
         value_label=value_label(task),
         means=means,
-        deployed=deployed_heading(values),
-        lowest=[[patient, *(format_metric("", value) for value in row)] for patient, row in lowest_patients(values).items()],
+        lowest=[[name, *(format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
         classes=tables,
         curves=roc_curves(lines, "roc"),
@@ -387,28 +388,3 @@ def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
     draws = numpy_generator(0, "bootstrap over patients").integers(len(sample), size=(_RESAMPLES, len(sample)))
     low, high = np.quantile(sample[draws].mean(axis=1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def deployed_heading(headings: Mapping[str, Any]) -> str:
-    """The heading of the deployed model, which may share its column; the last one if no column is its, "" of none.
-
-    Examples:
-        >>> deployed_heading({"global = deployed": 0, "personal": 0})
-        'global = deployed'
-    """
-    return next((heading for heading in headings if "deployed" in heading.split(" = ")), list(headings)[-1] if headings else "")
-
-
-def lowest_patients(values: Mapping[str, Mapping[str, float]]) -> dict[str, list[float | None]]:
-    """The patients with the lowest values of the deployed model, lowest first: patient -> value of each model.
-
-    Args:
-        values: model -> patient -> value.
-
-    Examples:
-        >>> lowest_patients({"global": {"a": 0.5, "b": 0.7}, "deployed": {"a": 0.9, "b": 0.8}})
-        {'b': [0.7, 0.8], 'a': [0.5, 0.9]}
-    """
-    deployed = values.get(deployed_heading(values), {})
-    names = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
-    return {name: [of_model.get(name) for of_model in values.values()] for name in names}

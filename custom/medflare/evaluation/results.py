@@ -60,13 +60,11 @@ class RunRecord:
     """What is known of a run when it ends.
 
     Attributes:
-        task: None if it could not be read; then there is a reason.
-        sites: every site of the federation, including those that failed.
+        task: None if it could not be read.
         reason: why the run failed, one line; "" for a completed run.
         down_bytes, up_bytes: tensors sent to all sites and received from them.
         seconds: stage ("training", "total", ...) -> wall-clock seconds.
-        hyper: "site" and "server" -> hyper-parameters as they were used.
-        settings: further settings of the run (engine, min_sites, resplit, ...).
+        hyper: "site" and "server" -> all hyper-parameters.
         costs: site -> {"down_bytes", "up_bytes", "seconds" of work}.
         history: one mapping per step, see `append_round`.
         pictures: title -> PNG file, shown in the report.

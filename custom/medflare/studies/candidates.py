@@ -12,7 +12,6 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.studies.references import (
     BATCH_STATISTICS,
-    CENTRALISED,
     CONSTANT,
     REFERENCES,
     SINGLE_SITE,
@@ -25,6 +24,7 @@ from medflare.tasks.config import TaskConfig
 
 UNIFORM: Final = "uniform"  # name of the reference `UNIFORM_ROW`: FedAvg with every site counted once
 UNIFORM_ROW: Final = "fedavg:weighting=uniform"
+ALL_ROWS: Final = (*REFERENCES, UNIFORM_ROW)
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,6 @@ class Candidate:
         """Every hyper-parameter as the row's runs use it."""
         return {"site": {}, "server": {}} if self.method == CONSTANT else self._trained.effective(self.hyper)
 
-    @property
-    def by_samples(self) -> bool:
-        """Whether the row's server weights sites by their training images alone, or has no mean of sites."""
-        return self.method in (CONSTANT, SINGLE_SITE, CENTRALISED) or weighs_by_samples(self.effective["server"])
-
     def check(self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()) -> None:
         """Check that the row can run, before anything runs.
 
@@ -105,6 +100,13 @@ class Candidate:
                 check_run(self._trained, task, self.hyper, rounds=rounds, outside=outside)
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
+
+    def fits(self, task: TaskConfig) -> bool:
+        try:
+            self.check(task)
+        except ConfigError:
+            return False
+        return True
 
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
         """Results dict of one run, with curves and scores; the seed also draws the split by patient.
@@ -130,17 +132,13 @@ def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig,
     Raises:
         ConfigError: a row is wrong.
     """
-    names = [UNIFORM_ROW if name == UNIFORM else name for name in references]
     rows = [Candidate.parse(text, selection) for text in methods]
-    if "all" in names:
-        optional = [*REFERENCES, *([] if all(row.by_samples for row in rows) else [UNIFORM_ROW])]
-        for reference in optional:
-            try:
-                Candidate.parse(reference).check(task)
-            except ConfigError:
-                continue
-            names.append(reference)
-    return rows + [Candidate.parse(name, selection) for name in dict.fromkeys(names) if name not in (*methods, "all")]
+    labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
+    optional = ALL_ROWS if "all" in references else ()
+    for row in (Candidate.parse(label, selection) for label in dict.fromkeys([*labels, *optional]) if label not in methods):
+        if row.label in labels or row.fits(task):
+            rows.append(row)
+    return rows
 
 
 def weighs_by_samples(server: Mapping[str, Any]) -> bool:

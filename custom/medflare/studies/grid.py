@@ -30,7 +30,7 @@ from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, validate_results
 from medflare.studies.candidates import Candidate
-from medflare.studies.references import CURVES, SCORES, Setting
+from medflare.studies.references import SCORES, Setting
 from medflare.studies.statistics import Run
 from medflare.studies.tables import TABLE_FILE, study_report
 from medflare.tasks.config import load_task
@@ -61,15 +61,13 @@ def write_rows(out: Path, labels: Iterable[str]) -> None:
 
 
 def write_run(out: Path, name: str, results: Run) -> None:
-    """Add or replace a run. Model selections are kept without their candidates, which the learning curves hold."""
+    """Add or replace a run."""
     scores: dict[str, dict[str, Any]] = {}
     for site, models in results.get(SCORES, {}).items():
         scores[site] = {}
         for model, cases in models.items():
             scores[site][model] = next((first for first, content in scores[site].items() if content == cases), cases)
     content = {key: value for key, value in results.items() if key != SCORES}
-    if "model_selection" in content and CURVES in content:
-        content["model_selection"] = {model: {"round": selected["round"]} for model, selected in content["model_selection"].items()}
     _write(out, {f"{name}/{RESULTS_FILE}": content, f"{name}/{SCORES_FILE}": scores})
 
 

@@ -55,23 +55,26 @@ def study_values(groups: Groups) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of two models over the same seeds.
+    """Paired comparison of two models over the same seeds, or over the same patients.
 
     Attributes:
         difference: mean of second - first; None without a pair.
-        interval: 95 %, Student's t; None below two pairs and for equal differences. Splits of different seeds overlap: it is too narrow.
-        p: two-sided, of the paired t-test; None like the interval.
-        n: seeds with both values.
+        interval: 95 %; None if it is undefined.
+        p: two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is undefined.
+        n: seeds or patients with both values.
     """
 
-    difference: float | None
-    interval: Interval | None
-    p: float | None
-    n: int
+    difference: float | None = None
+    interval: Interval | None = None
+    p: float | None = None
+    n: int = 0
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """Compare two models seed by seed.
+    """Compare two models seed by seed, by Student's t.
+
+    Below two pairs, and if all differences are equal, there is neither interval nor p. Splits of different seeds overlap, so that both
+    are too confident.
 
     Args:
         first, second: one value per seed, in the same order; NaN where undefined.
@@ -208,23 +211,6 @@ def _area(scores: Floats, truth: NDArray[np.bool_], weights: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class PatientComparison:
-    """Paired comparison of two models over the same patients.
-
-    Attributes:
-        difference: second - first, mean over sites of the mean over a site's runs; None without a patient that both measured.
-        interval: 95 %; None if a site has fewer than two patients, or more than a tenth of the resamples are undefined.
-        p: two-sided, of Wilcoxon's test; None for metrics of classes, which have no value per patient.
-        patients: number of patients that both models measured.
-    """
-
-    difference: float | None = None
-    interval: Interval | None = None
-    p: float | None = None
-    patients: int = 0
-
-
-@dataclass(frozen=True)
 class _SitePairs:
     """The cases of both models at one site, run by run, and the rows of their patients among all patients of the site."""
 
@@ -243,12 +229,13 @@ class _SitePairs:
 
 def compare_patients(
     first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, *, role: str = "inside", resamples: int = RESAMPLES
-) -> PatientComparison:
+) -> Comparison:
     """Compare two models patient by patient.
 
     The interval is BCa (Efron, JASA 82, 1987) over patients drawn within their sites; where BCa is undefined, the percentile interval
     of the defined resamples. Runs with the same seed and inside sites are pairs; their patients are paired by name. A patient with
-    several cases must have them in the same order in both runs, else the pair is left out.
+    several cases must have them in the same order in both runs, else the pair is left out. There is no interval if a site has fewer than
+    two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
     Args:
         first, second: results dicts with scores of single patients, and the model's name in them.
@@ -258,12 +245,12 @@ def compare_patients(
         warnings.simplefilter("ignore")  # means of undefined values, and resamples that are all equal
         sites = _paired(first, second, metric, role)
         if not sites:
-            return PatientComparison()
+            return Comparison()
         point = float(np.nanmean([site.difference(metric, np.ones(site.patients)) for site in sites]))
         count = sum(site.patients for site in sites)
         if np.isnan(point):
-            return PatientComparison(patients=count)
-        return PatientComparison(point, _interval(sites, metric, resamples), _wilcoxon(sites), count)
+            return Comparison(n=count)
+        return Comparison(point, _interval(sites, metric, resamples), _wilcoxon(sites), count)
 
 
 def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str) -> list[_SitePairs]:

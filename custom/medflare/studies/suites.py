@@ -29,8 +29,7 @@ class Protocol:
     """How the paper's table is made.
 
     Attributes:
-        leave_one_out: each site in turn is outside.
-        leave_out: only these sites are, each in its turn.
+        leave_one_out, leave_out: each site, or each of these sites, in turn is outside.
         role: of the sites in the columns: "inside" (they train) or "outside".
         model: our model that is compared.
         percent: whether the paper's numbers are in percent.

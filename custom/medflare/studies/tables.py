@@ -1,17 +1,18 @@
-"""The tables of a study in Markdown, and table.md with what makes its rows hard to compare."""
+"""The tables of a study in Markdown, table.md with what makes its rows hard to compare, and learning curves."""
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
 from scipy.stats import linregress
 
 from medflare.core.errors import StateError
-from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
+from medflare.evaluation.figures import Panel, line_panels
+from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better, metric_label
 from medflare.evaluation.results import MODELS, confusion
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
@@ -28,6 +29,8 @@ from medflare.studies.statistics import (
     weighted_metric,
 )
 from medflare.training.constant import NEAR
+
+Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
 
 TABLE_FILE: Final = "table.md"
 ORACLE: Final = "oracle"
@@ -200,42 +203,41 @@ class StudyTables:
             against: label of that row; None: the first.
         """
         against = next(iter(self.groups)) if against is None else against
-        lines: dict[tuple[str, ...], list[str]] = {}  # cells -> models with these cells
-        for label in self.groups:
-            compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
-            for model in self.models(label):
-                for role in self.roles:
-                    results = self._results(label, model, role)
-                    cells = next((cells for others, cells in compared if others.equals(results)), None)
-                    if cells is None:
-                        cells = self._difference((against, "deployed"), (label, model), role)
-                        compared.append((results, cells))
-                    if cells:
-                        lines.setdefault((label, *cells), []).append(model)
-        rows = [[label, model_list(models), *cells] for (label, *cells), models in lines.items()]
+        models = [(label, model) for label in self.groups for model in self.models(label)]
+        rows = self._differences([(of, (against, "deployed"), of) for of in models])
         return markdown([["method", "model", "sites", f"difference to {against}", *_STATISTICS], *rows], left=3)
-
-    def _results(self, label: str, model: str, role: str) -> pd.DataFrame:
-        """What a model reached at every site of the role, by all metrics; a "NAME/*" of several models equals no other."""
-        places = [(metric, site) for metric in self.metrics for of, site in self.places if of == role]
-        values = self.values.reindex([(label, model, role, *place) for place in places])
-        return values.set_axis([(role, *place, model if "*" in model else "") for place in places])
 
     def differences_within(self) -> str:
         """What a row deploys against other models of the same runs; "" if no run has two models."""
-        lines: dict[tuple[str, ...], list[str]] = {}
-        for label, runs in self.groups.items():
-            if runs[0]["method"] == CONSTANT:
-                continue
-            for control in (model for model in self.models(label) if model in CONTROLS):
-                for role in self.roles:
-                    if cells := self._difference((label, control), (label, "deployed"), role):
-                        lines.setdefault((label, *cells), []).append(control)
-        rows = [[label, ", ".join(models), *cells] for (label, *cells), models in lines.items()]
+        labels = [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
+        controls = [(label, model) for label in labels for model in self.models(label) if model in CONTROLS]
+        rows = self._differences([(of, of, (of[0], "deployed")) for of in controls])
         return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
 
-    def _difference(self, first: tuple[str, str], second: tuple[str, str], role: str) -> list[str]:
-        """The cells of second - first, each (label, model); none if there is nothing to compare, or both are the same of one label."""
+    def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
+        """Lines of label, models and `_difference`; models with equal cells share a line.
+
+        Args:
+            pairs: the model that the line names, and the first and second model of the difference.
+        """
+        lines: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
+        compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
+        for (label, model), first, second in pairs:
+            for role in self.roles:
+                places = [(metric, site) for metric in self.metrics for of, site in self.places if of == role]
+                results = self.values.reindex([(label, model, role, *place) for place in places])
+                several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
+                results.index = pd.MultiIndex.from_tuples([(label, several, role, *place) for place in places])
+                cells = next((cells for others, cells in compared if others.equals(results)), None)
+                if cells is None:
+                    cells = self._difference(first, second, role)
+                    compared.append((results, cells))
+                if cells:
+                    lines.setdefault((label, *cells), []).append(model)
+        return [[label, model_list(models), *cells] for (label, *cells), models in lines.items()]
+
+    def _difference(self, first: Model, second: Model, role: str) -> list[str]:
+        """The cells of second - first; none if there is nothing to compare, or both are the same of one label."""
         before, after = (self.series(label, model, role, self.metric) for label, model in (first, second))
         over_seeds = compare(before, after)
         if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
@@ -247,7 +249,7 @@ class StudyTables:
             f"{over_seeds.difference:+.3f}",
             *(interval(over_seeds.interval), p_value(over_seeds.p), str(over_seeds.n)),
             *(interval(over_patients.interval), p_value(over_patients.p) + (" (Wilcoxon)" if over_patients.p is not None else "")),
-            str(over_patients.patients or UNDEFINED),
+            str(over_patients.n or UNDEFINED),
         ]
 
     # -- what methods choose by themselves at a site -------------------------------------------------------------------------
@@ -397,6 +399,24 @@ def is_rising(curve: Mapping[int, float]) -> bool:
         return False
     line = linregress(late, [curve[at] for at in late])
     return bool(line.slope * (late[-1] - late[0]) > RISING and line.slope > 2 * line.stderr)
+
+
+def learning_curves(groups: Groups) -> str | None:
+    """The task's metric on validation images over the rounds as SVG, a line for every row and model; None without curves.
+
+    Raises:
+        StateError: no run has a task.
+    """
+    lines = {}
+    for label, runs in groups.items():
+        models = dict.fromkeys(model for run in runs for model in run.get(CURVES, {}) if label != CONSTANT)
+        for model in models.keys() & {"global", "personal"}:
+            curve = curve_of(runs, model)
+            if len(curve) > 1:
+                lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
+    panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
+    svg = line_panels(panels, "curves")
+    return svg and svg.replace("currentColor", "#808080")  # legible on light and dark pages
 
 
 # -- table.md ----------------------------------------------------------------------------------------------------------------
