@@ -1,4 +1,4 @@
-"""DSBN: statistics of all images for any batches, in layers found by type."""
+"""DSBN: statistics of all images for any batches, in layers actual by type."""
 
 from typing import Any
 

@@ -35,9 +35,9 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
         module.adapt([images])
     if isinstance(module, Tent):
         assert (module.rate, module.steps, module.episodic, module.batch_size) == (0.02, 2, True, task.batch_size)
-    found, unadapted = module(images), build_deployed(task, plain)(images)
-    assert found.shape == unadapted.shape and not torch.allclose(found, unadapted, atol=1e-3)
-    assert ((found >= 0) & (found <= 1)).all()
+    actual, unadapted = module(images), build_deployed(task, plain)(images)
+    assert actual.shape == unadapted.shape and not torch.allclose(actual, unadapted, atol=1e-3)
+    assert ((actual >= 0) & (actual <= 1)).all()
 
 
 def test_dsbn_has_the_sites_statistics(task: TaskConfig, tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_works_without_gradients(context: Any) -> None:
     tent = Tent(Classifier(), "multiclass")
     with context():
         tent(images(4))
-        found = tent(images(4))
-    assert not found.requires_grad
-    torch.testing.assert_close(found, expected(images(4)))
+        actual = tent(images(4))
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, expected(images(4)))
 
 
 def test_one_image() -> None:

@@ -20,7 +20,7 @@ def test_every_batch_normalisation_entry_stays(squares: ModuleType) -> None:
     names = {phase.name: METHOD.site_class.manifest(phase.name, plan) for phase in METHOD.site_class.phases}
     kept = batch_norm_entries(network)
     assert names["train"]["model"].tensors.keys() == network.state_dict().keys() - kept
-    assert names["share"]["own"].tensors.keys() == kept and any("running_var" in name for name in kept)
+    assert names["share"]["local"].tensors.keys() == kept and any("running_var" in name for name in kept)
     assert names["validate"] == {}
 
 
@@ -33,8 +33,8 @@ def test_it_equals_prr_without_its_three_parts(squares: ModuleType, kind: str) -
     bn = squares.federation(FedBNSite, FedAvgServer, task, rounds=3, outside=outside, weighting="uniform", reset_optimizer=True)
     prr = squares.federation(PRRSite, PRRServer, task, rounds=3, outside=outside, **FEDBN_OF_PRR)
     for name in squares.SITES:
-        own, theirs = (played.algorithms[name].finalize(played.server.configure_final(name))["deployed"] for played in (bn, prr))
-        assert squares.equal(own.states["model"], theirs.states["model"])
+        ours, theirs = (played.algorithms[name].finalize(played.server.configure_final(name))["deployed"] for played in (bn, prr))
+        assert squares.equal(ours.states["model"], theirs.states["model"])
     assert squares.equal(bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"])
 
 

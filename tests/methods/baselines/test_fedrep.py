@@ -25,7 +25,7 @@ def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
     """The whole model of a site after its first round."""
     algorithm = squares.algorithm(FedRepSite, task=task or squares.SEGMENTATION, **hyper)
     reply = algorithm.perform("train", 0, Message({"model": parts(squares.start(algorithm.site.task))[0]}))
-    return {**reply.states["model"], **algorithm.own}
+    return {**reply.states["model"], **algorithm.local}
 
 
 def test_a_round_by_hand(squares: ModuleType) -> None:
@@ -61,7 +61,7 @@ def test_the_head_is_the_local_part(squares: ModuleType) -> None:
     plan = METHOD.plan(squares.SEGMENTATION, squares.SITES, {})
     body, head = parts(squares.start())
     assert METHOD.site_class.manifest("train", plan)["model"].tensors.keys() == body.keys()
-    assert METHOD.site_class.manifest("share", plan)["own"].tensors.keys() == head.keys()
+    assert METHOD.site_class.manifest("share", plan)["local"].tensors.keys() == head.keys()
 
 
 @pytest.mark.parametrize("values", [{"head_epochs": -1}, {"body_epochs": -1}, {"dp_noise": 1.0}])

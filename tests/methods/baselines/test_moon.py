@@ -64,7 +64,7 @@ def test_inside_the_best_local_model_outside_the_global_one() -> None:
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
     algorithm.validation = lambda model: next(values)  # global, personal, ... of three rounds
     states = [algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"] for round in range(3)]
-    delivered = algorithm.finalize(incoming)
-    assert squares.equal(delivered["global"].states["model"], start) and squares.equal(delivered["personal"].states["model"], states[1])
+    final = algorithm.finalize(incoming)
+    assert squares.equal(final["global"].states["model"], start) and squares.equal(final["personal"].states["model"], states[1])
     outside = squares.algorithm(MoonSite, "O").finalize(incoming)
     assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)

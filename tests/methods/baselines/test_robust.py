@@ -65,21 +65,21 @@ RULES = ["median", "trimmed", "krum", "geometric", "clipped"]
 NONE = RobustLimits()
 
 
-def by(rule: str, given: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, clip: float = 1.0) -> list[float]:
-    state, _ = combined(given, dict.fromkeys(given, 1.0), rule, RobustLimits(clip=clip), {"w": torch.tensor([origin])})
+def by(rule: str, sites: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, clip: float = 1.0) -> list[float]:
+    state, _ = combined(sites, dict.fromkeys(sites, 1.0), rule, RobustLimits(clip=clip), {"w": torch.tensor([origin])})
     return state["w"].tolist()
 
 
 class TestKrum:
     def test_by_hand(self) -> None:
         """K = 5, f = 1: two nearest. Of 0, 1, 2, 4, 100 the scores are 1 + 4, 1 + 1, 1 + 4, 4 + 9 and 96² + 98²: the second site."""
-        given = states([0.0], [1.0], [2.0], [4.0], [100.0])
-        assert krum_weights(squared_distances(given)) == [0.0, 1.0, 0.0, 0.0, 0.0]
-        assert by("krum", given) == [1.0]
+        sites = states([0.0], [1.0], [2.0], [4.0], [100.0])
+        assert krum_weights(squared_distances(sites)) == [0.0, 1.0, 0.0, 0.0, 0.0]
+        assert by("krum", sites) == [1.0]
 
     def test_the_number_of_faulty_sites_is_limited(self) -> None:
-        given = squared_distances(states([0.0], [1.0], [2.0], [4.0], [100.0]))
-        assert krum_weights(given, 9) == krum_weights(given, 1) == krum_weights(given)
+        sites = squared_distances(states([0.0], [1.0], [2.0], [4.0], [100.0]))
+        assert krum_weights(sites, 9) == krum_weights(sites, 1) == krum_weights(sites)
 
     @pytest.mark.parametrize("number", [math.nan, math.inf])
     def test_a_model_with_nan_or_infinity_is_never_chosen(self, number: float) -> None:
@@ -92,8 +92,8 @@ class TestKrum:
             by(rule, states([1.0], [math.nan], [2.0], [4.0]))
 
     def test_the_counter_is_that_of_the_chosen_one(self) -> None:
-        given = {f"s{number}": {"w": torch.tensor(float(number)), "n": torch.tensor(100 * number)} for number in range(5)}
-        chosen, _ = combined(given, {}, "krum", RobustLimits())
+        sites = {f"s{number}": {"w": torch.tensor(float(number)), "n": torch.tensor(100 * number)} for number in range(5)}
+        chosen, _ = combined(sites, {}, "krum", RobustLimits())
         assert chosen["n"] == 100 * chosen["w"]
 
 
@@ -103,9 +103,9 @@ class TestGeometricMedian:
 
     def test_a_triangle_by_hand(self) -> None:
         """Fermat's point of (0, 0), (4, 0), (2, 6): below the apex, where all angles are 120°, at (2, 2 / √3)."""
-        given = {place: {"w": torch.tensor(row)} for place, row in zip("ABC", ([0.0, 0.0], [4.0, 0.0], [2.0, 6.0]), strict=True)}
-        found, weights = combined(given, dict.fromkeys("ABC", 1.0), "geometric", NONE)
-        assert found["w"].tolist() == pytest.approx([2.0, 2 / 3**0.5], abs=1e-4)
+        sites = {place: {"w": torch.tensor(row)} for place, row in zip("ABC", ([0.0, 0.0], [4.0, 0.0], [2.0, 6.0]), strict=True)}
+        actual, weights = combined(sites, dict.fromkeys("ABC", 1.0), "geometric", NONE)
+        assert actual["w"].tolist() == pytest.approx([2.0, 2 / 3**0.5], abs=1e-4)
         assert sum(weights.values()) == pytest.approx(1)
 
     def test_shares_count(self) -> None:
@@ -129,17 +129,17 @@ class TestClipped:
 @pytest.mark.parametrize("rule", RULES)
 def test_one_harmful_site_of_five(rule: str) -> None:
     """Honest updates are about 1, the harmful one -1000; clipped, it weighs as much as one honest site."""
-    found = by(rule, states([0.9], [1.0], [1.1], [1.2], [-1000.0]))[0]
-    assert 0.6 <= found <= 1.2
+    actual = by(rule, states([0.9], [1.0], [1.1], [1.2], [-1000.0]))[0]
+    assert 0.6 <= actual <= 1.2
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_running_statistics_count_in_distances(rule: str) -> None:
     """The harmful site E has the most central weights, and wrong running statistics."""
     rows = zip("ABCDE", (0.9, 1.2, 0.8, 1.1, 1.0), (0.9, 1.0, 1.1, 1.2, -1000.0), strict=True)
-    given = {site: {"w": torch.tensor([weight]), "running_mean": torch.tensor([mean])} for site, weight, mean in rows}
-    found, _ = combined(given, dict.fromkeys(given, 1.0), rule, NONE, {name: torch.zeros(1) for name in ("w", "running_mean")})
-    assert all(0.5 <= tensor.item() <= 1.2 for tensor in found.values())
+    sites = {site: {"w": torch.tensor([weight]), "running_mean": torch.tensor([mean])} for site, weight, mean in rows}
+    actual, _ = combined(sites, dict.fromkeys(sites, 1.0), rule, NONE, {name: torch.zeros(1) for name in ("w", "running_mean")})
+    assert all(0.5 <= tensor.item() <= 1.2 for tensor in actual.values())
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -46,7 +46,7 @@ def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> 
 
 
 def whole(algorithm: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**shared, **algorithm.own}
+    return {**shared, **algorithm.local}
 
 
 def test_the_local_part_never_travels() -> None:
@@ -55,14 +55,14 @@ def test_the_local_part_never_travels() -> None:
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
             assert all(state.keys() == squares.start().keys() - HEAD for state in message.states.values())
-    assert algorithms["A"].own.keys() == HEAD and not equal(algorithms["A"].own, algorithms["B"].own)
+    assert algorithms["A"].local.keys() == HEAD and not equal(algorithms["A"].local, algorithms["B"].local)
     assert server.partial and server.models() == {}, "the server has no whole model"
 
 
 def test_the_first_round_starts_from_the_common_initial_model() -> None:
     log, _, algorithms = federation(rounds=1)
     alone = squares.trained(FedAvgSite)[0]
-    assert equal({**log[0].replies["A"].states["model"], **algorithms["A"].own}, alone)
+    assert equal({**log[0].replies["A"].states["model"], **algorithms["A"].local}, alone)
 
 
 def test_without_a_local_part_it_is_fedavg() -> None:
@@ -92,23 +92,23 @@ def test_an_inside_site_uses_its_best_round() -> None:
 def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
     log, server, algorithms = federation(outside=("O",))
     assert [turn.step.phase for turn in log] == ["train", "train", "validate", "share"]
-    assert not log[-1].outgoing["A"].states and log[-1].replies["A"].states.keys() == {"own"}
-    mean = weighted_mean({name: algorithm.own for name, algorithm in algorithms.items()}, dict.fromkeys(SITES, 12.0))
+    assert not log[-1].outgoing["A"].states and log[-1].replies["A"].states.keys() == {"local"}
+    mean = weighted_mean({name: algorithm.local for name, algorithm in algorithms.items()}, dict.fromkeys(SITES, 12.0))
     models = squares.algorithm(OwnHead, "O").finalize(server.configure_final("O"))
     assert models.keys() == {"global", "deployed"}
     state = models["deployed"].states["model"]
     assert equal({name: state[name] for name in HEAD}, mean) and state.keys() == squares.start().keys()
     assert equal(server.models()["global"].states["model"], state)
     shared = {name: tensor for name, tensor in state.items() if name not in HEAD}
-    own = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
+    last = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
     assert equal(
-        own.algorithms["A"].finalize(own.server.configure_final("A"))["personal"].states["model"], whole(own.algorithms["A"], shared)
+        last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"], whole(last.algorithms["A"], shared)
     )
 
 
 def test_a_site_that_never_trained_has_the_initial_local_part() -> None:
     played = federation(outside=("O",), absent=lambda step, name: name == "C" and step.phase == "train")
-    assert equal(played.log[-1].replies["C"].states["own"], {name: squares.start()[name] for name in HEAD})
+    assert equal(played.log[-1].replies["C"].states["local"], {name: squares.start()[name] for name in HEAD})
 
 
 def test_a_server_that_needs_whole_models_says_so() -> None:

@@ -52,7 +52,9 @@ class TestSite:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_every_setting_changes_the_model(self, kind: str) -> None:
         task = squares.task(kind)
-        results = [squares.trained(FedDAGSite, task, **{"ema": 0.9, **variant}) for variant in VARIANTS]  # a teacher that lags behind
+        results = [
+            squares.trained(FedDAGSite, task, **{"ema": 0.9, **variant}) for variant in VARIANTS
+        ]  # the teacher differs from the student
         for model, meta in results:
             assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(meta["loss"])
         for i in range(len(VARIANTS)):
@@ -134,7 +136,7 @@ class TestFederation:
         server.aggregate(step, replies)
         score = server.steps()[1]
         scores = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
-        server.aggregate(score, {name: Message({}, {"scores": found}) for name, found in scores.items()})
+        server.aggregate(score, {name: Message({}, {"scores": actual}) for name, actual in scores.items()})
         shares = server.aggregation.weights
         assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
         for name, tensor in server.companions["generator"].items():

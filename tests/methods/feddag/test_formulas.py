@@ -71,8 +71,8 @@ def test_discrepancy_in_half_precision(dtype: torch.dtype) -> None:
     """A norm of 0, and one beyond float16's range."""
     large = torch.full((2, 4), 6e4, dtype=dtype)
     for f, f_hat, expected in ((0 * large, large, 0.5), (large, large, 0.0), (large, -large, 2.0)):
-        found = discrepancy(f, f_hat, 5.0)
-        assert found.dtype == dtype and float(found) == pytest.approx(expected, abs=1e-3)
+        actual = discrepancy(f, f_hat, 5.0)
+        assert actual.dtype == dtype and float(actual) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("decay", ["0.9", "0.99", "0.999"])
@@ -84,7 +84,7 @@ def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: str) -> 
 
 @pytest.mark.parametrize("batches", [1, 10, 200])
 def test_the_teacher_of_the_round_before_decays_to_exp_minus_5(batches: int) -> None:
-    """exp(-1 / (0.2 B)) over B batches is exp(-5), whatever B is."""
+    """exp(-1 / (0.2 B)) over B batches is exp(-5) for any B."""
     teacher = {"w": torch.ones((), dtype=torch.float64)}
     for _ in range(batches):
         ema_update(teacher, {"w": torch.zeros((), dtype=torch.float64)}, round_decay(batches))

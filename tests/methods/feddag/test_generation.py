@@ -119,8 +119,8 @@ class TestStrength:
     def test_deviations_by_hand(self) -> None:
         """Over all pixels of all images; 0 for a constant channel."""
         images = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 0.0]).view(2, 1, 1) + 5
-        found = channel_deviations([images[:5], images[5:]])
-        assert found == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
+        actual = channel_deviations([images[:5], images[5:]])
+        assert actual == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
         assert channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
 
     def test_strength_is_in_deviations_of_the_sites_images(self) -> None:

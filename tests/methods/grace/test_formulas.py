@@ -20,8 +20,8 @@ GRANULARITIES, NEGATIVE_RULES, CORAL_FORMS = map(get_args, (grace.Granularity, g
 PARAMETERS = ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "fc.weight", "fc.bias"]
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    np.testing.assert_allclose(torch.as_tensor(found).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol)
+def assert_close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    np.testing.assert_allclose(torch.as_tensor(actual).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol)
 
 
 def flatten(state: StateDict, names: list[str]) -> Tensor:
@@ -115,7 +115,7 @@ class TestConsistencyWeights:
         assert_close(grace.consistency_weights(deltas, P, sizes=[4, 4], **options), P, rtol=1e-12)
 
     def test_consistency_never_decreases(self) -> None:
-        """Eq. 4: sum p' c >= sum p c wherever all c are positive, whatever p."""
+        """Eq. 4: sum p' c >= sum p c for positive c and any p."""
         generator = torch.Generator().manual_seed(4)
         for _ in range(20):
             c = torch.rand(4, generator=generator, dtype=torch.float64) + 1e-3
@@ -185,8 +185,8 @@ class TestAlignment:
         """Squares of 300 leave float16's range long before their means over columns do."""
         x = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 0.0]])
         y = x + torch.tensor([3.0, 0.0])
-        wanted, found = float(distance(y, x)), distance(y.half(), x.half())
-        assert found.dtype == torch.float16 and float(found) == pytest.approx(wanted, rel=1e-2)
+        wanted, actual = float(distance(y, x)), distance(y.half(), x.half())
+        assert actual.dtype == torch.float16 and float(actual) == pytest.approx(wanted, rel=1e-2)
         with pytest.raises(ValueError, match=r"\(3, 1\)"):
             distance(x, x[:, :1])
 

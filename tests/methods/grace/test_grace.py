@@ -79,15 +79,15 @@ class TestServer:
     @pytest.fixture
     def replies(self) -> dict[str, Message]:
         """Site -> reply with a model that has moved in its own direction."""
-        found = {}
+        actual = {}
         for place, name in enumerate(squares.SITES):
             generator = torch.Generator().manual_seed(place)
             state = {
                 n: t + 0.1 * torch.rand(t.shape, generator=generator) if t.is_floating_point() else t + place
                 for n, t in squares.server(GraceServer).model.items()
             }
-            found[name] = Message({"model": state}, {"n_samples": 10 * (place + 1), "validation": {"global": None}})
-        return found
+            actual[name] = Message({"model": state}, {"n_samples": 10 * (place + 1), "validation": {"global": None}})
+        return actual
 
     def aggregated(self, server: Any, replies: dict[str, Message]) -> StateDict:
         server.aggregate(Step("train", 0), replies)

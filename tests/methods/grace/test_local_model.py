@@ -20,10 +20,10 @@ def test_inside_the_best_local_model_outside_the_global_one() -> None:
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
     algorithm.validation = lambda model: next(values)  # global, personal, ... of three rounds
     states = [algorithm.perform("train", round, incoming(start)).states["model"] for round in range(3)]
-    delivered = algorithm.finalize(incoming(start))
-    assert squares.equal(delivered["global"].states["model"], start)
-    assert squares.equal(delivered["personal"].states["model"], states[1])
-    assert delivered["deployed"] is delivered["personal"]
+    final = algorithm.finalize(incoming(start))
+    assert squares.equal(final["global"].states["model"], start)
+    assert squares.equal(final["personal"].states["model"], states[1])
+    assert final["deployed"] is final["personal"]
     outside = squares.algorithm(GraceSite, "O").finalize(incoming(start))
     untrained = squares.algorithm(GraceSite).finalize(incoming(start))
     assert squares.equal(untrained["deployed"].states["model"], start)
@@ -40,10 +40,10 @@ def test_the_last_local_model(hyper: Any, counts: tuple[int, int, int]) -> None:
 def test_adaptation_only_at_outside_sites() -> None:
     start = squares.start()
     for tta, kind in (("none", "plain"), ("tent", "tent"), ("dsbn", "dsbn")):
-        delivered = {name: squares.algorithm(GraceSite, name, tta=tta).finalize(incoming(start)) for name in "AO"}
-        assert {name: models["deployed"].meta["kind"] for name, models in delivered.items()} == {"A": "plain", "O": kind}
-        assert {models["global"].meta["kind"] for models in delivered.values()} == {"plain"}
-    assert delivered["O"]["deployed"].states.keys() == {"model", "statistics"}
+        final = {name: squares.algorithm(GraceSite, name, tta=tta).finalize(incoming(start)) for name in "AO"}
+        assert {name: models["deployed"].meta["kind"] for name, models in final.items()} == {"A": "plain", "O": kind}
+        assert {models["global"].meta["kind"] for models in final.values()} == {"plain"}
+    assert final["O"]["deployed"].states.keys() == {"model", "statistics"}
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])

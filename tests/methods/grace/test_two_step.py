@@ -25,7 +25,7 @@ def test_the_update_is_the_gradient_at_the_adapted_weights() -> None:
     """One batch, SGD: theta - lr g(theta - eta g(theta; first half); second half), with alignment."""
     network = {"name": "unet", "channels": [4, 8], "norm": "instance"}
     task = squares.task(network=network, optimizer={"name": "sgd", "lr": 0.1}, batch_size=12)
-    found, _ = squares.trained(GraceSite, task, client="coral", beta=0.7, inner="sgd", swap=False)
+    actual, _ = squares.trained(GraceSite, task, client="coral", beta=0.7, inner="sgd", swap=False)
     place = squares.site("A", task)
     start = place.network()
     images, targets, _ = next(iter(place.batches("train", 0, "model", 0)))
@@ -41,7 +41,7 @@ def test_the_update_is_the_gradient_at_the_adapted_weights() -> None:
         for parameter, gradient in zip(trainable(expected), torch.autograd.grad(loss, trainable(stepped)), strict=True):
             parameter.sub_(0.1 * gradient)
     for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
@@ -54,10 +54,10 @@ def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
         step(model, place.loss(model(images[:4]), targets[:4]), steps)
     start, moments = copy_state(network.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     with preserved_moments(optimizer):
-        found = optimizer_step(dict(network.named_parameters()), lambda _: place.loss(network(images[4:]), targets[4:]), optimizer)
+        actual = optimizer_step(dict(network.named_parameters()), lambda _: place.loss(network(images[4:]), targets[4:]), optimizer)
     step(twin, place.loss(twin(images[4:]), targets[4:]), other)
     for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(found[name], parameter)
+        torch.testing.assert_close(actual[name], parameter)
     assert squares.equal(copy_state(network.state_dict()), start)
     for place_of, slots in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, moments[place_of][slot]) for slot, value in slots.items())

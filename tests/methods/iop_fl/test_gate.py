@@ -15,12 +15,12 @@ from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, 
 from medflare.methods.iop_fl.site import IOPHyper
 from medflare.training.site import Site
 from methods import squares
-from methods.iop_fl.test_outside import PRINTED, delivered
+from methods.iop_fl.test_outside import PRINTED, final_models
 from methods.squares import CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION
 
 
 def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
-    algorithm, models = delivered(counts=(0, 0, 8), **hyper)
+    algorithm, models = final_models(counts=(0, 0, 8), **hyper)
     model = build_deployed(SEGMENTATION, models["deployed"])
     assert isinstance(model, RoutedModel)
     return model, algorithm.site
@@ -103,7 +103,7 @@ def test_the_gate_prevents_a_collapse() -> None:
 
 def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def events(**hyper: Any) -> list[dict[str, Any]]:
-        algorithm, models = delivered(counts=(0, 0, 8), **hyper)
+        algorithm, models = final_models(counts=(0, 0, 8), **hyper)
         meta = evaluated(algorithm.site, models, lambda *_: None, method=METHOD)
         return [event for event in meta["events"] if event["kind"] == "reverted"]
 
@@ -115,7 +115,7 @@ def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.Monkey
 
 def test_a_model_stored_by_an_older_release_is_built() -> None:
     """Without an objective it is the printed one; unknown settings are ignored."""
-    _, models = delivered(**PRINTED)
+    _, models = final_models(**PRINTED)
     message = models["deployed"]
     del message.meta["routing"]["objective"]
     message.meta["routing"]["router_dropout"] = 0.2

@@ -25,7 +25,7 @@ QUICK: dict[str, Any] = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 PRINTED: dict[str, Any] = {"objective": "paper", "radius": 10}
 
 
-def delivered(
+def final_models(
     task: TaskConfig = SEGMENTATION, counts: tuple[int, int, int] = (0, 0, 5), outside: Site | None = None, **hyper: Any
 ) -> tuple[Any, dict[str, Message]]:
     server = squares.server(IOPServer, task, rounds=1)
@@ -37,7 +37,7 @@ def delivered(
 @pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
 @pytest.mark.parametrize("images", [1, 5])
 def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> None:
-    algorithm, models = delivered(network, (0, 0, images))
+    algorithm, models = final_models(network, (0, 0, images))
     assert models.keys() == {"global", "deployed"} and models["deployed"].meta["kind"] == "routed"
     model: Any = build_deployed(network, models["deployed"])
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
 
 
 def test_the_state_with_the_lowest_loss_is_used() -> None:
-    algorithm, models = delivered(counts=(0, 0, 8), route_epochs=5, **PRINTED)
+    algorithm, models = final_models(counts=(0, 0, 8), route_epochs=5, **PRINTED)
     report = models["deployed"].meta["adaptation"]
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
@@ -61,20 +61,20 @@ def test_labels_are_not_used() -> None:
     correct, wrong = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
     test = stacked(wrong.data.test)
     wrong.data = dataclasses.replace(wrong.data, test=dataclasses.replace(test, targets=1 - test.targets))
-    first, second = (delivered(outside=place)[1]["deployed"].states["router"] for place in (correct, wrong))
+    first, second = (final_models(outside=place)[1]["deployed"].states["router"] for place in (correct, wrong))
     assert equal(first, second)
 
 
 def test_predictions_do_not_depend_on_the_callers_batches() -> None:
     """Eight images at once are predicted in the same two batches of four."""
-    algorithm, models = delivered(counts=(0, 0, 8))
+    algorithm, models = final_models(counts=(0, 0, 8))
     model, images = build_deployed(SEGMENTATION, models["deployed"]), stacked(algorithm.site.data.test).images
     with torch.no_grad():
         torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
 
 def test_no_epoch_leaves_the_uniform_router() -> None:
-    _, models = delivered(route_epochs=0)
+    _, models = final_models(route_epochs=0)
     values = [value for r in models["deployed"].meta["adaptation"]["coefficients"].values() for value in r]
     torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
 
@@ -92,7 +92,7 @@ def test_adaptation_changes_only_the_routers() -> None:
 
 @pytest.fixture(scope="module")
 def losses() -> list[float]:
-    return list(delivered()[1]["deployed"].meta["adaptation"]["losses"])
+    return list(final_models()[1]["deployed"].meta["adaptation"]["losses"])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def losses() -> list[float]:
     ids=str,
 )
 def test_every_option_changes_the_losses(option: dict[str, Any], losses: list[float]) -> None:
-    changed = delivered(**option)[1]["deployed"].meta["adaptation"]["losses"]
+    changed = final_models(**option)[1]["deployed"].meta["adaptation"]["losses"]
     assert torch.isfinite(torch.tensor(changed)).all() and changed != losses
 
 
@@ -140,10 +140,10 @@ def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
 
 
 def test_comparisons_of_table_two() -> None:
-    algorithm, models = delivered(comparisons=True)
+    algorithm, models = final_models(comparisons=True)
     with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
     assert models.keys() == {"global", "deployed", "ensemble", "mixture", "personal/A", "personal/B", "personal/C"} | with_batch_norm
-    assert not with_batch_norm & delivered(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
+    assert not with_batch_norm & final_models(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
     images = stacked(algorithm.site.data.test).images
     with torch.no_grad():
         single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
@@ -152,7 +152,7 @@ def test_comparisons_of_table_two() -> None:
 
 
 def test_adapting_again_starts_anew() -> None:
-    algorithm, models = delivered()
+    algorithm, models = final_models()
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
     model.adapt([stacked(algorithm.site.data.test).images])

@@ -73,10 +73,6 @@ def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shar
         gradients: g_k(y).
         own: c_k.
         shared: c.
-
-    Examples:
-        >>> corrected_gradients([torch.tensor([1.0])], [torch.tensor([0.5])], [torch.tensor([0.25])])
-        [tensor([0.7500])]
     """
     return [g - c_k + c for g, c_k, c in zip(gradients, own, shared, strict=True)]
 

@@ -13,7 +13,7 @@ from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import MEASURED, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.fedavg.site import GLOBAL, LOCAL, MODEL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.tasks.config import TaskConfig
@@ -30,7 +30,7 @@ class PartialSite(FedAvgSite[F]):
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     dp_unsupported_reason = "the local part is trained on the same images without being counted"
-    own = PersistentState("own")  # the local part
+    local = PersistentState("local")  # the local part
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -44,11 +44,11 @@ class PartialSite(FedAvgSite[F]):
             return cls.local_part(plan.network()).kept(plan.template())
 
         model = TensorSpec(MODEL, "the shared part of the site's model, for the weighted mean", shared)
-        own = TensorSpec(OWN, "the local part, for the mean that outside sites get", local)
+        local_state = TensorSpec(LOCAL, "the local part, for the mean that outside sites get", local)
         cls.phases = (
             Phase("train", request=(model,), reply=(model,), reply_meta=MEASURED),
             Phase("validate", request=(model,), reply_meta=MEASURED),
-            Phase("share", reply=(own,), reply_meta=MEASURED),
+            Phase("share", reply=(local_state,), reply_meta=MEASURED),
         )
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
@@ -71,9 +71,9 @@ class PartialSite(FedAvgSite[F]):
 
     def joined(self, shared: StateDict) -> StateDict:
         """The site's model: the shared entries with its own, which are those of the common initial model before the first training."""
-        if self.own is None:
-            self.own = self.part.kept(copy_state(self.site.network().state_dict()))
-        return {**shared, **self.own}
+        if self.local is None:
+            self.local = self.part.kept(copy_state(self.site.network().state_dict()))
+        return {**shared, **self.local}
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training of both parts together; the reply holds the shared one."""
@@ -81,7 +81,7 @@ class PartialSite(FedAvgSite[F]):
         reply = super().train(round, Message({GLOBAL: start}, incoming.meta))
         self.best.offer(reply.meta["validation"]["global"], round, start)
         trained = reply.states[MODEL]
-        self.own = self.part.kept(trained)
+        self.local = self.part.kept(trained)
         return Message({MODEL: self.part.shared(trained)}, reply.meta)
 
     def validate(self, round: int, incoming: Message) -> Message:
@@ -93,7 +93,7 @@ class PartialSite(FedAvgSite[F]):
 
     def share(self, round: int, incoming: Message) -> Message:
         """The local part, requested once, after the last round, if there are outside sites."""
-        return Message({OWN: self.part.kept(self.joined({}))}, self.meta(validation={}))
+        return Message({LOCAL: self.part.kept(self.joined({}))}, self.meta(validation={}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside, the site's own model in all roles. Outside, the global model with the mean of the local parts."""

@@ -12,7 +12,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
 from medflare.methods.base import Capability, ServerAlgorithm, ServerContext, ServerHyper, Step
-from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, trainable_part, trained_model
+from medflare.methods.fedavg.site import GLOBAL, LOCAL, MODEL, SELECTED_ROUND, trainable_part, trained_model
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import ModelSelector
 
@@ -80,7 +80,7 @@ class FedAvgServer(ServerAlgorithm[G]):
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Enter the round's initial model in the selection, then aggregate; in "share" add the mean of the local parts."""
         if step.phase == "share":
-            self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
+            self.model = {**self.model, **self.aggregation.shared(site_models(replies, LOCAL), step.round)}
             self.memory.meta["whole"] = True
             return
         self.best.update(replies, "global", step.round, self.model)

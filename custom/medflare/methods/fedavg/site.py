@@ -39,7 +39,7 @@ def trainable_part(plan: Plan[Any, Any]) -> StateDict:
 # Messages of FedAvg and of most other methods.
 GLOBAL = TensorSpec("model")
 MODEL = TensorSpec("model", "the site's locally trained model, for the weighted mean")
-OWN = TensorSpec("own")  # the local part of a model that is shared in part
+LOCAL = TensorSpec("local")  # the local part of a model that is shared in part
 PRIVACY = MetaSpec("privacy", "privacy cost of the run so far, with DP-SGD", Cost)
 SELECTED_ROUND = MetaSpec("selected_round", "rounds of training behind a model", count(optional=True))
 

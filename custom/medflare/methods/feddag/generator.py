@@ -69,13 +69,6 @@ def generated(
         alpha: strength of the perturbation, in [0, 1].
         limits: range that the generated images are clamped to.
         unit: of alpha, in values of x: one number, or one for each channel (C, 1, 1); about 1 for the paper's images.
-
-    Examples:
-        >>> x = torch.tensor([0.5, 0.75])
-        >>> generated(x, torch.ones(2), alpha=0.0), generated(x, torch.ones(2), alpha=0.5, limits=(0.0, 1.0))
-        (tensor([0.5000, 0.7500]), tensor([1., 1.]))
-        >>> generated(x, torch.ones(2), alpha=0.5, unit=0.25)
-        tensor([0.6250, 0.8750])
     """
     if alpha == 0:
         return images

@@ -131,12 +131,7 @@ class ScoredSite(SiteAlgorithm[Any]):
 
 
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
-    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed.
-
-    Examples:
-        >>> perturbed({"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(3)}, {"w": torch.tensor([3.0, 4.0])}, rho=5.0)
-        {'w': tensor([4., 5.]), 'n': tensor(3)}
-    """
+    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed."""
     return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}
 
 

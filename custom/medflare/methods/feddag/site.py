@@ -330,12 +330,7 @@ def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, los
 
 
 def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
-    """The standard deviation of every channel over all pixels of all images (population form, float64); 0 for a constant channel.
-
-    Examples:
-        >>> channel_deviations([torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 3.0], [2.0, 2.0]]])])
-        [1.0, 0.0]
-    """
+    """The standard deviation of every channel over all pixels of all images (population form, float64); 0 for a constant channel."""
     moments = [
         (values.shape[1], values.mean(dim=1), values.square().mean(dim=1))
         for values in (images.to(torch.float64).transpose(0, 1).flatten(1) for images in batches)

@@ -48,12 +48,7 @@ class MLPRouter(nn.Module):
         nn.init.constant_(self.fc2.bias, uniform_logit(experts, kind))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1).
-
-        Examples:
-            >>> MLPRouter(3, 4)(torch.zeros(1, 3, 2, 2)).detach()
-            tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
-        """
+        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1)."""
         pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
         coefficients = coefficients_of(self.fc2(self.dropout(self.fc1(pooled))), self.kind)
         self.coefficients = coefficients.detach()  # of the latest inputs
@@ -70,22 +65,12 @@ class _SharedCoefficients(nn.Module):
 
 
 def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
-    """Coefficients of the experts from a router's logits (..., experts): their softmax, or the sigmoids of Eq. 6.
-
-    Examples:
-        >>> coefficients_of(torch.zeros(1, 4), "softmax"), coefficients_of(torch.zeros(1, 4), "sigmoid")
-        (tensor([[0.2500, 0.2500, 0.2500, 0.2500]]), tensor([[0.5000, 0.5000, 0.5000, 0.5000]]))
-    """
+    """Coefficients of the experts from a router's logits (..., experts): their softmax, or the sigmoids of Eq. 6."""
     return logits.softmax(dim=-1) if kind == "softmax" else logits.sigmoid()
 
 
 def uniform_logit(experts: int, kind: Coefficients) -> float:
-    """The common logit of all experts for which `coefficients_of` gives 1/experts: 0, or logit(1/experts) for sigmoids.
-
-    Examples:
-        >>> uniform_logit(4, "softmax"), round(torch.sigmoid(torch.tensor(uniform_logit(4, "sigmoid"))).item(), 6)
-        (0.0, 0.25)
-    """
+    """The common logit of all experts for which `coefficients_of` gives 1/experts: 0, or logit(1/experts) for sigmoids."""
     return 0.0 if kind == "softmax" else -math.log(experts - 1)
 
 
@@ -117,14 +102,7 @@ class RoutedLayer(nn.Module):
         return vmap(one_sample)(inputs, mixed)
 
     def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
-        """coefficients (B, experts) -> weights and biases (B, ...) (Eq. 5).
-
-        Examples:
-            >>> experts = [{"weight": torch.tensor([[value]])} for value in (1.0, 3.0)]
-            >>> layer = RoutedLayer(nn.Linear(1, 1, bias=False), experts, MLPRouter(1, 2))
-            >>> layer.mixed(torch.tensor([[0.5, 0.5]])), layer(torch.ones(1, 1))
-            ({'weight': tensor([[[2.]]])}, tensor([[2.]], grad_fn=...))
-        """
+        """coefficients (B, experts) -> weights and biases (B, ...) (Eq. 5)."""
         stacked = {part: getattr(self, f"experts_{part}") for part in self.parts}
         return {part: torch.tensordot(coefficients, experts, dims=1) for part, experts in stacked.items()}
 
