@@ -40,7 +40,7 @@ def places(text: str) -> list[Path]:
 
 
 def process(*command: str, folder: Path, path: str) -> "subprocess.CompletedProcess[str]":
-    """A process of this Python in a folder, with its own path of packages."""
+    """A process of this Python in a folder, with PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
 

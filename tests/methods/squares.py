@@ -90,7 +90,7 @@ def start(task: TaskConfig = SEGMENTATION) -> StateDict:
 
 @cache
 def partner(cls: type[Any]) -> type[Any]:
-    """The other algorithm of the method that an algorithm belongs to; FedAvg's where it belongs to none."""
+    """The other algorithm of an algorithm's method; FedAvg's if it has none."""
     for method in sorted(map(get_method, method_names()), key=lambda method: method.name != "fedavg"):
         pair = (method.site_class, method.server_class)
         if cls in pair:
@@ -140,11 +140,7 @@ def server(
     algorithms: Mapping[str, SiteAlgorithm[Any]] | None = None,
     **hyper: Any,
 ) -> Any:
-    """A server algorithm for the sites of the same task and its own site algorithm, or for `algorithms`.
-
-    Args:
-        algorithms: of these it knows what they told when they enrolled; it plans with their hyper-parameters where none are given.
-    """
+    """A server algorithm for sites with its own site algorithm, or for `algorithms`, with their enrollment and hyper-parameters."""
     if algorithms is None:
         site_class = partner(cls)
         plan = plan_of(site_class, cls, task, **hyper)
@@ -182,22 +178,17 @@ class Played(NamedTuple):
         return self.server.model
 
 
-def nobody(step: Step, name: str) -> bool:
-    """No site misses a step."""
-    return False
-
-
-def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], bool] = nobody, store: Path | None = None) -> Played:
-    """The whole schedule, with the screening of an engine; no update may be rejected.
+def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], bool] | None = None, store: Path | None = None) -> Played:
+    """The whole schedule, with an engine's update validation; no update may be rejected.
 
     Args:
-        algorithms: site -> its algorithm; those of `store` take the place of those given.
-        absent: whether a site misses a step.
-        store: a folder, to have every task answered and accepted by algorithms made anew from what lies on disk.
+        algorithms: site -> its algorithm.
+        absent: whether a site misses a step; None: none does.
+        store: a folder, to rebuild the algorithms from disk before every task.
     """
     log = []
     for step in server.steps():
-        outgoing = {name: server.configure(step, name) for name in algorithms if not absent(step, name)}
+        outgoing = {name: server.configure(step, name) for name in algorithms if absent is None or not absent(step, name)}
         replies = {}
         for name, message in outgoing.items():
             if store is not None:
@@ -221,7 +212,7 @@ def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], 
 
 
 def as_declared(algorithms: Mapping[str, Any], phase: str, outgoing: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
-    """Every message of a step holds what its phase declares and nothing else, and meta that can be written down."""
+    """Every message of a step holds what its phase declares and nothing else."""
     for name, algorithm in algorithms.items():
         if name in outgoing:
             assert request_problem(algorithm.phase(phase), algorithm.plan, outgoing[name]) is None, (phase, name)
@@ -245,7 +236,7 @@ def federation(
     rounds: int = 2,
     sites: tuple[str, ...] = SITES,
     outside: tuple[str, ...] = (),
-    absent: Callable[[Step, str], bool] = nobody,
+    absent: Callable[[Step, str], bool] | None = None,
     store: Path | None = None,
     **hyper: Any,
 ) -> Played:

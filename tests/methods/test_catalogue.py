@@ -33,6 +33,7 @@ from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import build_deployed, get_method, method_names, module_of
 from medflare.tasks.config import load_task
+from methods.squares import Turn
 
 TASK = load_task(
     {
@@ -52,14 +53,6 @@ def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
     outside = [OUTSIDE] if get_method(name).outside else []
     options = {"rounds": 2, "seed": 1, "outside": outside, "out": folder, **SHORTER.get(name, {}), **more}
     return run_local(name, TASK, SITES, **options)
-
-
-class Turn(NamedTuple):
-    """A step with what the server sent and what came back, by site."""
-
-    step: Step
-    outgoing: dict[str, Message]
-    replies: dict[str, Message]
 
 
 class Finished(NamedTuple):
@@ -296,11 +289,6 @@ class TestOtherDistributions:
         models = [load_file(tmp_path / str(place) / "models" / "global" / "model.safetensors") for place in range(3)]
         assert all(models[1][name].equal(models[2][name]) for name in models[1])
         assert any(not models[0][name].equal(models[2][name]) for name in models[0])
-
-    def test_every_process_finds_it(self, tmp_path: Path) -> None:
-        code = f"from medflare.methods.catalogue import get_method; print(get_method('{FOREIGN}').server_class.__name__)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=importing(install(tmp_path)))
-        assert done.stdout == "DampedServer\n", done.stderr
 
     @pytest.mark.parametrize(
         ("name", "distributions"),

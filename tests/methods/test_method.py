@@ -117,9 +117,7 @@ class TestPaired:
         for ask in (pair.check, lambda values: pair.plan(squares.SEGMENTATION, squares.SITES, values)):
             with pytest.raises(ConfigError, match=offender):
                 ask({})
-        assert (
-            pair.effective({})["site"] == get_method(site).effective({})["site"]
-        )  # what each algorithm owns can be looked at all the same
+        assert pair.effective({})["site"] == get_method(site).effective({})["site"], "values can be shown nevertheless"
 
     def test_a_server_brings_what_it_asks_of_any_site(self) -> None:
         pair = paired(get_method("moon"), get_method("sha"))

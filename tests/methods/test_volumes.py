@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.volume_sites import PATCHES, TASK, cube_task, make_sites, make_volumes
 from medflare.core.errors import ConfigError
@@ -50,18 +49,6 @@ def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:
     assert results[0] == results[1], "equal seeds draw equal patches"
 
 
-def test_what_was_left_out_is_an_event(tmp_path: Path) -> None:
-    folder = make_volumes(tmp_path / "A", patients={"training": 4, "validation": 2, "test": 2})
-    (folder / "p1_flair.nii.gz").write_bytes(b"broken")
-    task = {**PATCHES, "unreadable": "skip", "unreadable_limit": {"share": 0.2}}
-    results = run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=tmp_path, out=tmp_path / "out")
-    (event,) = (event for event in results["events"] if event["kind"] == "left_out")
-    assert event["site"] == "A" and event["message"].startswith("1 ")
-    assert results["sites"]["A"]["n"]["train"] == 3 and "p1_flair" not in (tmp_path / "out/results.json").read_text()
-    failed = run_local("fedavg", PATCHES, ["A"], rounds=1, seed=0, data_root=tmp_path)
-    assert failed["status"] == "FAILED" and "p1_flair.nii.gz" in failed["reason"]
-
-
 @pytest.mark.parametrize(
     ("method", "hyper", "task", "message"),
     [
@@ -81,10 +68,13 @@ def test_a_whole_volume_may_be_labelled_by_its_best_model() -> None:
     get_method("fedsm_extra").check({"combine": "ensemble"}, load_task(PATCHES))
 
 
-def test_networks_of_volumes_have_their_features_and_logits_at_the_volumes_size() -> None:
-    from medflare.networks.catalogue import build_network
-
-    task = cube_task()
-    network = build_network(task.network, 2, 1, 3)
-    features, logits = network.features_and_output(torch.rand(2, 2, 8, 12, 16))
-    assert features.shape == (2, 2, 8, 12, 16) and logits.shape == (2, 1, 8, 12, 16)
+def test_what_was_left_out_is_an_event(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A", patients={"training": 4, "validation": 2, "test": 2})
+    (folder / "p1_flair.nii.gz").write_bytes(b"broken")
+    task = {**PATCHES, "unreadable": "skip", "unreadable_limit": {"share": 0.2}}
+    results = run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=tmp_path, out=tmp_path / "out")
+    (event,) = (event for event in results["events"] if event["kind"] == "left_out")
+    assert event["site"] == "A" and event["message"].startswith("1 ")
+    assert results["sites"]["A"]["n"]["train"] == 3 and "p1_flair" not in (tmp_path / "out/results.json").read_text()
+    failed = run_local("fedavg", PATCHES, ["A"], rounds=1, seed=0, data_root=tmp_path)
+    assert failed["status"] == "FAILED" and "p1_flair.nii.gz" in failed["reason"]

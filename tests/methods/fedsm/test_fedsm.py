@@ -1,27 +1,32 @@
-"""FedSM's algorithms on small generated images: rounds, the selector, γ and every personalization."""
+"""FedSM on small generated images: rounds, the selector, γ, the super model and every personalization."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from helpers.small_tasks import stacked
+from helpers.small_tasks import predicted, stacked
 from medflare.core.errors import ConfigError
-from medflare.core.message import Message
-from medflare.core.states import copy_state, weighted_mean
+from medflare.core.states import StateDict, copy_state, weighted_mean
+from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.update_validation.suppression import suppress_splits
-from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
-from medflare.methods.fedsm.extra import FedSMExtraServer, FedSMExtraSite
-from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tuned_gamma
-from medflare.methods.fedsm.personalization import adapt
+from medflare.methods.fedsm.extra import ExtraSuperModel, FedSMExtraServer, FedSMExtraSite
+from medflare.methods.fedsm.formulas import GAMMAS, adam_step, fitted_temperature, soft_pull, tuned_gamma
+from medflare.methods.fedsm.personalization import adapt, train_apfl, train_per_fedavg, train_pfedme
+from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
-from medflare.training.epochs import trainable
+from medflare.methods.fedsm.super_model import SuperModel
+from medflare.networks.catalogue import initial_network
+from medflare.training.epochs import epochs, trainable
+from medflare.training.site import Site
 from methods import squares
 from methods.squares import SITES, equal
 
@@ -183,19 +188,6 @@ def test_sites_have_equal_weights_in_the_selectors_gradient() -> None:
     squares.assert_close({name: 10 * tensor for name, tensor in found.items()}, mean)
 
 
-def test_sites_have_equal_weights_in_the_selection_of_the_selectors_round() -> None:
-    """Site C has most images and would choose the second round by them."""
-    played = uneven(selection="mean")
-    played.server.memory.meta.pop("selector/best")  # of the federation's own round
-    for round, accuracies in ((1, (1.0, 1.0, 0.0)), (2, (0.0, 0.0, 1.0))):
-        replies = {
-            name: Message(reply.states, {**reply.meta, "validation": {"selector": accuracy}})
-            for (name, reply), accuracy in zip(played.log[0].replies.items(), accuracies, strict=True)
-        }
-        played.server.aggregate(Step("validate", round), replies)
-    assert played.server.best_selector.round == 1
-
-
 def test_the_ridge_selector_separates_sites_after_one_exchange() -> None:
     """The sites of the tests differ in brightness; nothing is trained, and nothing of the selector travels in a round."""
     log, server, algorithms = federation(selector="ridge", rounds=1, sites=("A", "C"))
@@ -225,3 +217,210 @@ def test_per_fedavg_adapts_the_aggregated_model() -> None:
         adapt(model, algorithm.site, last.step.round, algorithm.optimizers.recall("meta", algorithm.site.optimizer(trainable(model))), 1)
         assert equal(server.personal[name], copy_state(model.state_dict()))
         assert algorithm.validation(model) == last.replies[name].meta["validation"]["personal"]
+
+
+def test_a_site_with_one_image_trains_the_selector() -> None:
+    """The image fills its batch twice, and counts once."""
+    task, counts = squares.task("classification"), {"A": 1, "B": 6, "C": 6}
+    algorithms = {name: squares.algorithm(FedSMSite, name, task, (count, 4, 5), **ONE_UPDATE) for name, count in counts.items()}
+    log = squares.play(squares.server(FedSMServer, task, rounds=1, algorithms=algorithms), algorithms).log
+    assert 0.9 < log[0].replies["A"].meta["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"
+
+
+def test_volumes_have_the_compact_selector() -> None:
+    large = squares.task(size=[16, 16, 16], spatial_dims=3, network={"name": "unet", "channels": [4, 8]})
+    assert selector_spec(squares.plan_of(FedSMExtraSite, FedSMExtraServer, large)) == {"name": "compact_selector"}
+
+
+# ---- the super model -------------------------------------------------------------------------------------------------------
+
+
+class Brightness(nn.Module):
+    """A selector that takes an image of mean brightness k for one of class k, surely."""
+
+    levels: Tensor
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.register_buffer("levels", torch.arange(float(classes)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return -10 * (images.mean(dim=(1, 2, 3))[:, None] - self.levels).square()
+
+
+def super_model_of(kind: str = "segmentation", combine: str | None = None) -> SuperModel:
+    """K = 3 personal networks and a global one, untrained but different."""
+    task = squares.task(kind)
+    networks: list[nn.Module] = [initial_network(task, 1, name).eval() for name in ("global", *SITES)]
+    names = ["global", *SITES]
+    if combine is not None:
+        return ExtraSuperModel(task, networks, Brightness(4), names, combine).eval()
+    return SuperModel(task, networks, Brightness(3), names, gamma=0.6).eval()
+
+
+def images_of(*levels: float) -> Tensor:
+    noise = 0.2 * torch.randn(len(levels), 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    return noise - noise.mean(dim=(1, 2, 3), keepdim=True) + torch.tensor(levels).view(-1, 1, 1, 1)
+
+
+@torch.no_grad()
+def test_who_answered_is_told_image_by_image() -> None:
+    model = super_model_of()
+    images = images_of(2.0, 0.0, 0.5, 1.0, 0.0)
+    output = model(images)
+    assert model.answered == ["C", "A", "global", "B", "A"]  # half way between A and B nobody is sure
+    for image, answer, name in zip(images, output, model.answered, strict=True):
+        torch.testing.assert_close(answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0])
+    model(images[:1])
+    assert model.answered == ["C"]
+    report = model.report()
+    assert {name: report[name] for name in model.names} == {"global": 1, "A": 2, "B": 1, "C": 2}
+    assert sum(report["selector"].values()) == 6 and report["selector"]["C"] == 2, "the selector's own answer, whatever γ"
+
+
+@torch.no_grad()
+def test_a_patients_images_are_answered_by_one_model() -> None:
+    """Single images of a patient that look like another site's are outvoted by the others."""
+    model, images = super_model_of(), images_of(2.0, 2.0, 1.2, 0.0)
+    data = Split(images, torch.zeros(4, 16, 16, dtype=torch.long), ("p", "p", "p", "q"), tuple("abcd"))
+    site = Site("O", squares.SEGMENTATION, SiteData(data, data, data), 0)
+    for choose_by, expected in (("image", ["C", "C", "B", "A"]), ("patient", ["C", "C", "C", "A"])):
+        model.choose_by = choose_by
+        found = predicted(site, model, "test")
+        for image, answer, name in zip(images, found, expected, strict=True):
+            torch.testing.assert_close(answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+@pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
+@torch.no_grad()
+def test_without_branches_the_answers_are_the_same(kind: str, combine: str | None) -> None:
+    model, images = super_model_of(kind, combine), images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
+    torch.testing.assert_close(model.unbranched()(images), model(images), rtol=0, atol=1e-6)
+    assert len(set(model.answered)) == 4, "all networks should have had their turn"
+
+
+# ---- personalization (Table 6), a round by hand ----------------------------------------------------------------------------
+
+
+RATE = 0.05
+
+
+def site_of(batch_size: int) -> Site:
+    """Twelve images, without layers that remember anything."""
+    network = squares.WITHOUT_BATCH_NORM.network
+    return squares.site("A", squares.task(network=network, batch_size=batch_size, optimizer={"name": "sgd", "lr": RATE}))
+
+
+def batches_of(site: Site) -> list[Batch]:
+    return [batch for epoch in epochs(site, 0, "personal") for batch in epoch]
+
+
+def network_of(site: Site, shift: float = 0.0) -> Any:
+    network = site.network()
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(1 + shift)
+    return network.train()
+
+
+def gradients(site: Site, weights: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+    """Of the task's loss at these weights."""
+    network = network_of(site)
+    with torch.no_grad():
+        for own, weight in zip(trainable(network), weights, strict=True):
+            own.copy_(weight)
+    return list(torch.autograd.grad(site.loss(network(batch.images), batch.targets), trainable(network)))
+
+
+def copied(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for weight in trainable(model)]
+
+
+def assert_at(model: nn.Module, expected: Sequence[Tensor]) -> None:
+    for found, weight in zip(trainable(model), expected, strict=True):
+        torch.testing.assert_close(found.detach(), weight, rtol=1e-5, atol=1e-6)
+
+
+def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trainable(model), lr=rate)
+
+
+def test_pfedme_descends_to_a_proximal_point_and_w_goes_there() -> None:
+    site = site_of(batch_size=12)
+    (batch,) = batches_of(site)
+    shared, personal = network_of(site), network_of(site, shift=0.1)
+    origin, theta = copied(shared), copied(personal)
+    train_pfedme(shared, personal, site, 0, sgd(personal, 0.05), strength=3.0, inner_steps=2)
+    for _ in range(2):
+        theta = [t - 0.05 * (g + 3.0 * (t - w)) for t, w, g in zip(theta, origin, gradients(site, theta, batch), strict=True)]
+    assert_at(personal, theta)
+    assert_at(shared, theta)
+
+
+def test_per_fedavg_takes_the_second_batchs_gradient_at_the_adapted_model() -> None:
+    """θ' is the optimizer's own step from the moments that there are; the moments are those of the outer gradients alone."""
+    site = site_of(batch_size=6)
+    first, second = batches_of(site)
+    model = network_of(site)
+    start = copied(model)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1, momentum=0.5)
+    for weight in trainable(model):
+        optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, 0.2)
+    train_per_fedavg(model, site, 0, optimizer)
+    adapted = [w - 0.1 * (0.1 + g) for w, g in zip(start, gradients(site, start, first), strict=True)]
+    outer = gradients(site, adapted, second)
+    assert_at(model, [w - 0.1 * (0.1 + g) for w, g in zip(start, outer, strict=True)])
+    for weight, g in zip(trainable(model), outer, strict=True):
+        torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"], 0.1 + g, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("personalization", ["perfedavg", "pfedme"])
+def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
+    """Plain steps of 0.001 beside a task with Adam left it where it was, and training loss with it."""
+    task = squares.task(local_epochs=4, optimizer={"name": "adam", "lr": 0.005})
+    log, _, algorithms = squares.federation(FedSMSite, FedSMServer, task, rounds=5, personalization=personalization, gamma=0.5)
+    algorithm, start = algorithms["A"], log[0].outgoing["A"].states
+
+    def moved(entry: str) -> float:
+        trained = log[4].replies["A"].states[entry]
+        return float(
+            sum((trained[name] - start[entry][name]).square().sum() for name, _ in algorithm.site.network().named_parameters()) ** 0.5
+        )
+
+    def training_loss(state: StateDict) -> float:
+        network, images = algorithm.frozen(state), stacked(algorithm.site.data.train)
+        return float(algorithm.site.loss(network(images.images), images.targets))
+
+    assert moved("meta") > 0.1 * moved("model") > 0
+    before, after = training_loss(start["meta"]), training_loss(log[4].replies["A"].states["meta"])
+    assert after < 0.8 * before
+
+
+def test_apfl_learns_through_the_mixture() -> None:
+    """v <- v - η α ∇f(v̄); running statistics are those that v̄ collected."""
+    site = site_of(batch_size=12)
+    (batch,) = batches_of(site)
+    local, shared = network_of(site, shift=0.3), network_of(site)
+    v, w = copied(local), copied(shared)
+    slope = gradients(site, [0.25 * a + 0.75 * b for a, b in zip(v, w, strict=True)], batch)
+    workspace = network_of(site)
+    start, anchor = (copy_state(network.state_dict()) for network in (local, shared))
+    trained, mixture = train_apfl(workspace, start, anchor, site, 0, share=0.25)
+    assert_at(workspace, [a - RATE * 0.25 * g for a, g in zip(v, slope, strict=True)])
+    for name, weight in shared.named_parameters():
+        torch.testing.assert_close(mixture[name], 0.25 * trained[name] + 0.75 * weight.detach())
+
+
+def test_the_servers_adam_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(5, generator=generator, dtype=torch.float64))
+    optimizer = torch.optim.Adam([weight], lr=0.01)
+    state: StateDict = {"w": weight.detach().clone(), "buffer": torch.tensor(3)}
+    moments: dict[str, StateDict] = {name: {"w": torch.zeros(5, dtype=torch.float64)} for name in ("exp_avg", "exp_avg_sq")}
+    for step in range(1, 6):
+        weight.grad = torch.randn(5, generator=generator, dtype=torch.float64) * (step != 3)  # one step without a slope
+        optimizer.step()
+        state, moments = adam_step(state, {"w": weight.grad}, moments, step, rate=0.01)
+        torch.testing.assert_close(state["w"], weight.detach())
+    assert state["buffer"] == 3

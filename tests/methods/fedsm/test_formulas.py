@@ -45,11 +45,6 @@ class TestSoftPull:
         with pytest.raises(ValueError, match=offender):
             soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
 
-    def test_every_model_keeps_its_own_dtype(self) -> None:
-        pulled = soft_pull({"A": {"w": torch.zeros(2, requires_grad=True)}, "B": {"w": torch.ones(2).half()}}, 0.5)
-        assert [pulled[site]["w"].dtype for site in "AB"] == [torch.float32, torch.float16]
-        assert all(model["w"].tolist() == [0.5, 0.5] and not model["w"].requires_grad for model in pulled.values())
-
     def test_reference_numbers(self, golden: Golden) -> None:
         numbers = golden("fedsm")
         case = "K3_l0.7"
@@ -222,17 +217,6 @@ class TestRidge:
         targets = torch.cat([torch.eye(3, dtype=torch.float64)[k].expand(len(f), 3) / len(f) ** 0.5 for k, f in enumerate(classes)])
         expected = torch.linalg.lstsq(rows, targets).solution.T.float()
         torch.testing.assert_close(torch.cat([weight, bias[:, None]], dim=1), expected, rtol=1e-4, atol=1e-5)
-
-    def test_predictions_add_up_to_one_and_scale_does_not_matter(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        classes = [torch.randn(9, 3, generator=generator, dtype=torch.float64) + k for k in range(2)]
-        scales = torch.ones(3, dtype=torch.float64), torch.tensor([1.0, 100.0, 0.01], dtype=torch.float64)
-        outputs = []
-        for scale in scales:
-            weight, bias = ridge_solution({k: self.statistics(f * scale) for k, f in enumerate(classes)}, 2, 0.1)
-            outputs.append((classes[1] * scale).float() @ weight.T + bias)
-        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(outputs[0].sum(dim=1), torch.ones(9))
 
     def test_equal_sites_cannot_be_told_apart(self) -> None:
         same = self.statistics(torch.randn(9, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64))

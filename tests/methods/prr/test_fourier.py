@@ -134,14 +134,6 @@ def test_half_precision_comes_back_as_half_precision() -> None:
     torch.testing.assert_close(found.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2)
 
 
-def test_weights_that_take_a_gradient_are_taken_as_numbers() -> None:
-    weights = normal(2, 4, 3, 3, 3)
-    for count in (1, 2):  # one site is another branch
-        trained = weights[:count].clone().requires_grad_()
-        found = fourier_aggregate(trained, 0.4)
-        assert not found.requires_grad and torch.equal(found, fourier_aggregate(weights[:count], 0.4))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -243,12 +235,3 @@ def test_every_site_gets_its_own_model() -> None:
             expected = fourier_aggregate(stacked, 0.4, classifier=name == "head.weight")
         torch.testing.assert_close(found, expected)
     assert not torch.equal(aggregated["site-0"]["head.weight"], aggregated["site-1"]["head.weight"])
-
-
-def test_without_fourier_everybody_gets_the_mean() -> None:
-    states = models(3)
-    aggregated = aggregate_models(states, treatments(Mixed()), 0.4, fourier=False)
-    for name in states["site-0"]:
-        mean = torch.stack([state[name] for state in states.values()]).mean(0)
-        for site in states:
-            torch.testing.assert_close(aggregated[site][name], mean)

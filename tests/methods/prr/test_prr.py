@@ -1,25 +1,31 @@
-"""PRR's algorithms on small generated images: the three parts and their ablations, memory, absent sites, what is delivered."""
+"""PRR on small generated images: rounds, losses and prototypes, aggregation, ablations, absent sites, final models."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
+from helpers.small_tasks import stacked
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
-from medflare.core.states import batch_norm_entries, split_state, weighted_mean
-from medflare.federation.local.loop import run_local
-from medflare.inference.deployed import load_model
+from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
 from medflare.methods.base import Step
-from medflare.methods.catalogue import build_deployed
+from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_logits, class_targets, class_totals, prototype_width
+from medflare.tasks.classes import class_names
+from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 from methods import squares
 from methods.squares import (
     BINARY_CLASSIFICATION,
@@ -30,6 +36,7 @@ from methods.squares import (
     SITES,
     VGG,
     WITHOUT_BATCH_NORM,
+    enrolled,
     equal,
     plan_of,
     play,
@@ -96,13 +103,7 @@ def test_every_site_gets_a_model_of_its_own_and_the_band_grows() -> None:
         torch.testing.assert_close(sent[round + 1]["head.bias"], bias.mean(0))
 
 
-@pytest.mark.parametrize("cls_task", [SEGMENTATION, CLASSIFICATION])
-def test_one_site_alone_gets_its_own_deputy_back(cls_task: TaskConfig) -> None:
-    log, server, _ = federation(cls_task, sites=("A",))
-    assert equal(server.aggregated["A"], log[1][2]["A"].states["model"])
-
-
-def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_from_the_mean() -> None:
+def test_absent_sites_keep_their_model_and_late_sites_start_from_the_mean() -> None:
     def absent(step: Step, name: str) -> bool:
         return step.phase == "train" and ((name == "B" and step.round == 1) or (name == "C" and step.round < 2))
 
@@ -128,7 +129,7 @@ def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
 
 
-def test_a_class_that_no_site_has_is_named_and_does_no_harm() -> None:
+def test_a_class_without_images_is_a_warning() -> None:
     algorithms = squares.algorithms(PRRSite, CLASSIFICATION, missing=1)
     log, server, _ = play(server_of(algorithms), algorithms)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
@@ -194,18 +195,6 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
     assert not any("kept" in models[role].meta for role in states), "they were not chosen"
 
 
-def test_results_and_card_say_which_model_every_site_deploys(tmp_path: Path) -> None:
-    task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
-    results = run_local("prr", task, ["site-1", "site-2"], rounds=2, seed=0, outside=["site-3"], out=tmp_path)
-    for name in ("site-1", "site-2"):
-        site = results["sites"][name]
-        card = load_model(tmp_path / "sites" / name / "deployed").card["kept"]
-        assert site["reports"]["deployed"]["kept"] == card["model"]
-        assert site["metrics"]["deployed"] == site["metrics"][card["model"]]
-        assert card["validation"][card["model"]] == max(card["validation"].values())
-    assert "reports" not in results["sites"]["site-3"] or "deployed" not in results["sites"]["site-3"]["reports"]
-
-
 def outsider() -> PRRSite:
     return PRRSite(site("O"), plan_of(PRRSite, PRRServer))
 
@@ -234,11 +223,274 @@ def test_an_outside_site_may_get_the_most_representative_personal_model() -> Non
     assert equal(server.configure_final("O").states["model"], algorithms["C"].personal)
 
 
-def test_a_member_that_never_trained_is_treated_as_an_outsider() -> None:
+def test_an_inside_site_that_never_trained_gets_the_outside_model() -> None:
     _, server, algorithms = federation(absent=lambda step, name: name == "C")
     models = algorithms["C"].finalize(server.configure_final("C"))
     assert models.keys() == {"global", "deployed"}
     assert equal(split_state(models["global"].states["model"], algorithms["C"].part.names)[1], server.mean)
 
 
-# ---- memory -------------------------------------------------------------------------------------------------------------------
+UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
+
+
+# ---- DET ----------------------------------------------------------------------------------------------------------------------
+
+
+def stages_of(epochs: int, **hyper: Any) -> list[list[int]]:
+    log, _, _ = federation(squares.task(local_epochs=epochs), sites=("A",), rounds=2, **hyper)
+    return [replies["A"].meta["stages"] for step, _, replies in log if step.phase == "train"]
+
+
+def test_stages_of_a_round() -> None:
+    assert stages_of(3, lam1=0.0, lam2=0.0) == [[1, 2, 3], [1, 2, 3]]
+    assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="RE") == [[1, 2, 2], [1, 2, 2]]
+    assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="E") == [[2, 2, 2], [2, 2, 2]]
+    assert stages_of(3, lam1=9.0, lam2=9.0)[1] == [1, 1, 1]
+    assert stages_of(2, det=False) == [[], []]
+
+
+def test_with_one_epoch_a_round_the_thresholds_decide() -> None:
+    """The code's machine would stay in Recover."""
+    assert stages_of(1, lam1=9.0, lam2=9.0)[1] == [1]
+    assert stages_of(1, lam1=0.0, lam2=9.0)[1] == [2]
+    assert stages_of(1, lam1=0.0, lam2=0.0)[1] == [3]
+    assert stages_of(1, lam1=0.0, lam2=0.0, det_steps="RE")[1] == [2]
+
+
+def after_one_round(clip: float | None, epochs: int = 2, **hyper: Any) -> tuple[StateDict, StateDict]:
+    changes = {"local_epochs": epochs} if clip is None else {"local_epochs": epochs, "clip": {"norm": clip}}
+    algorithm = squares.algorithms(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
+    server = server_of({"A": algorithm}, **hyper)
+    reply = algorithm.perform("train", 0, server.configure(Step("train", 0), "A"))
+    return algorithm.personal, {**algorithm.normalisation, **reply.states["model"]}
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_teachers_do_not_change(clip: float | None) -> None:
+    """Neither by gradients nor by clipping their norm."""
+    alone, _ = after_one_round(clip, det=False)
+    personal, deputy = after_one_round(clip, lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
+    assert equal(personal, alone)
+    assert not equal(deputy, alone)
+    alone, _ = after_one_round(clip, epochs=1, det=False)
+    personal, deputy = after_one_round(clip, epochs=1, lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
+    assert equal(deputy, alone)
+    assert not equal(personal, alone)
+
+
+def test_the_paper_halves_the_rate_after_every_25_epochs() -> None:
+    site = squares.algorithm(PRRSite, task=squares.task(local_epochs=10, batch_size=12), cpa="off", det=False)
+    site_optimizer, rates = site.site.optimizer, list[float]()
+
+    def observed(parameters: Any, **override: Any) -> torch.optim.Optimizer:
+        optimizer = site_optimizer(parameters, **override)
+        optimizer.register_step_pre_hook(lambda used, _args, _options: rates.append(used.param_groups[0]["lr"]))
+        return optimizer
+
+    site.site.optimizer = observed
+    for round in (1, 2, 5):
+        site.perform("train", round, server_of({"A": site}).configure(Step("train", round), "A"))
+    assert rates == [0.01] * 10 + [0.01] * 5 + [0.005] * 5 + [0.0025] * 10, "the 25th epoch ends in the middle of a round"
+
+
+# ---- curves -------------------------------------------------------------------------------------------------------------------
+
+
+def test_retrogress_is_measured_on_request() -> None:
+    """Fig. 1a: the model before aggregation beside the model that the next round begins with."""
+    log, _, algorithms = federation(rounds=3, retrogress=True)
+    for before, after in pairwise(log):
+        for name in algorithms:
+            trained = before.replies[name].meta["validation_trained"]
+            assert trained.keys() == {"global", "personal"}
+            assert trained["personal"] == after.replies[name].meta["validation"]["personal"], "P_k is never overwritten"
+    for name, algorithm in algorithms.items():  # of the last round both parts of the trained deputy are at hand
+        reply = log[-2].replies[name]
+        deputy = algorithm.network("expected", {**algorithm.normalisation, **reply.states["model"]})
+        assert algorithm.validation(deputy) == reply.meta["validation_trained"]["global"]
+    assert "validation_trained" not in federation(rounds=1)[0][0].replies["A"].meta
+
+
+def test_gamma_has_a_curve_for_every_class() -> None:
+    log, _, _ = federation(squares.task(local_epochs=3), rounds=3, tau=1.0)
+    first, last = log[0].replies["A"].meta, log[2].replies["A"].meta
+    assert "gammas" not in first, "there is no refinement before there are prototypes"
+    assert last["gammas"].keys() == {"not square", "square"} and all(len(curve) == 3 for curve in last["gammas"].values())
+    assert last["gamma"] == {name: curve[-1] for name, curve in last["gammas"].items()}
+    assert all(value >= 0.999 for curve in last["gammas"].values() for value in curve) and max(last["gamma"].values()) > 1.0
+    assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].meta
+
+
+# ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
+
+
+def test_every_task_is_groups_of_softmax_problems() -> None:
+    logits = torch.arange(2 * 3 * 2 * 2.0).reshape(2, 3, 2, 2)
+    grouped = class_logits(logits, MULTICLASS)
+    assert grouped.shape == (1, 2, 3, 4) and torch.equal(grouped[0, 1, :, 1], logits[1, :, 0, 1])
+    assert class_targets(torch.arange(8).reshape(2, 2, 2), MULTICLASS).tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    pairs = class_logits(logits[:, :2], MULTILABEL)
+    assert pairs.shape == (2, 2, 2, 4)
+    torch.testing.assert_close(pairs.softmax(2)[1, 1, 1, 1], logits[1, 1, 0, 1].sigmoid())
+    assert class_targets(torch.tensor([[[[0.0, 1.0]], [[1.0, 1.0]]]]), MULTILABEL).tolist() == [[[0, 1]], [[1, 1]]]
+    assert class_logits(torch.zeros(4, 1), BINARY_CLASSIFICATION).shape == (1, 4, 2, 1)
+    assert class_targets(torch.zeros(4, dtype=torch.long), BINARY_CLASSIFICATION).shape == (1, 4, 1)
+
+
+def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
+    sites = {name: site(name, MULTILABEL) for name in SITES}
+    totals = class_totals(MULTILABEL, {name: enrolled(data) for name, data in sites.items()})
+    targets = torch.cat([data.data.train.targets for data in sites.values()])
+    for g in range(2):
+        assert totals[g].tolist() == [(targets[:, g] == 0).sum(), (targets[:, g] == 1).sum()]
+    assert class_names(MULTILABEL) == [("not square", "square"), ("not corner", "corner")]
+    everything = class_totals(CLASSIFICATION, {name: enrolled(site(name, CLASSIFICATION, UNEVEN)) for name in SITES})
+    assert everything.tolist() == [[9, 9, 6]]
+
+
+def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None) -> Supervision:
+    totals = class_totals(data.task, {"A": enrolled(data)}) if totals is None else totals
+    return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_)
+
+
+def dice_of(supervised: Supervision, logits: Tensor, targets: Tensor) -> Tensor:
+    assert supervised._dice is not None
+    return supervised._dice(logits, targets)
+
+
+@pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, MULTICLASS, CLASSIFICATION, BINARY_CLASSIFICATION])
+def test_without_imbalance_the_loss_is_cross_entropy_and_dice(task: TaskConfig) -> None:
+    data = site("A", task)
+    images, targets, _ = next(iter(data.ordered("train")))
+    logits = data.network()(images)
+    balanced = torch.ones_like(class_totals(task, {"A": enrolled(data)}))
+    found = supervision(data, "global", totals=balanced)(logits, targets)
+    if task.target == "multiclass":
+        expected = functional.cross_entropy(logits, targets)
+    else:
+        expected = functional.binary_cross_entropy_with_logits(logits, targets.reshape(logits.shape).float())
+    if task.kind == "segmentation":
+        expected = expected + dice_of(supervision(data, "ce"), logits, targets)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(supervision(data, "ce")(logits, targets), expected)
+    torch.testing.assert_close(supervision(data, "task")(logits, targets), data.loss(logits, targets))
+    skewed = balanced.clone()
+    skewed[:, 0] = 1000
+    assert supervision(data, "global", totals=skewed)(logits, targets) < found  # less competition for the common class
+
+
+def test_comparison_losses() -> None:
+    data = site("A", CLASSIFICATION, UNEVEN)
+    images, targets, _ = next(iter(data.ordered("train")))
+    logits = data.network()(images)
+    weight = torch.tensor([8 / 9, 8 / 9, 8 / 6])
+    expected = (functional.cross_entropy(logits, targets, reduction="none") * weight[targets]).mean()
+    torch.testing.assert_close(supervision(data, "fedeamc")(logits, targets), expected)
+    p = logits.softmax(1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(supervision(data, "focal")(logits, targets), (-(1 - p).square() * p.log()).mean())
+
+
+def test_refinement_weights_classes_by_their_distance() -> None:
+    data = site("A", CLASSIFICATION)
+    images, targets, _ = next(iter(data.ordered("train")))
+    logits, local = data.network()(images), torch.eye(3)
+    opposite = local.clone()
+    opposite[1] = torch.tensor([1.0, 0.0, 0.0])
+    refined = supervision(data, "local", opposite)
+    refined.refine(local)
+    torch.testing.assert_close(refined.gamma, torch.tensor([[1.0, 4 / 3, 1.0]]))
+    assert refined.gamma is not None
+    expected = (functional.cross_entropy(logits, targets, reduction="none") * refined.gamma[0][targets]).mean()
+    torch.testing.assert_close(refined(logits, targets), expected)
+    without = supervision(data, "global", opposite)
+    without.refine(local)
+    assert without.gamma is None
+
+
+@pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, CLASSIFICATION])
+def test_prototypes_are_masked_means_of_the_features(task: TaskConfig) -> None:
+    data = site("A", task)
+    network = data.network().eval()
+    collected = SitePrototypes(task, prototype_width(task), "cpu")
+    with torch.no_grad():
+        for images, targets, _ in data.ordered("train"):
+            collected.add(network.features_and_output(images)[0], targets)
+        embeddings = network.features_and_output(stacked(data.data.train).images)[0]
+    targets = data.data.train.targets if task.target == "multilabel" else data.data.train.targets[:, None]
+    rows = embeddings.movedim(1, -1)
+    expected = torch.stack(
+        [rows[targets[:, g] == c].mean(0) for g in range(targets.shape[1]) for c in range(3 if task is CLASSIFICATION else 2)]
+    )
+    torch.testing.assert_close(collected.state()["prototypes"], expected, rtol=1e-4, atol=1e-5)
+    assert collected.state()["present"].all()
+
+
+def test_labels_are_resized_to_the_feature_map() -> None:
+    collected = SitePrototypes(SEGMENTATION, 1, "cpu")
+    targets = torch.zeros(1, 16, 16, dtype=torch.long)
+    targets[0, :8, :8] = 1
+    collected.add(torch.tensor([[[[5.0, 1.0], [2.0, 3.0]]]]), targets)
+    assert collected.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and collected.state()["present"].tolist() == [True, True]
+
+
+# ---- options ------------------------------------------------------------------------------------------------------------------
+
+CHANGES: list[dict[str, Any]] = [
+    {"pfa": False},
+    {"r0": 0.1},
+    {"r1": 0.5},
+    {"components": "amplitude"},
+    {"components": "phase"},
+    {"det": False},
+    {"det_steps": "E"},
+    {"det_steps": "RE"},
+    {"lam1": 0.0, "lam2": 5.0},
+    {"lam2": 5.0},
+    {"cpa": "global"},
+    {"cpa": "local"},
+    {"cpa": "off"},
+    {"cpa": "off", "plain_loss": "ce"},
+    {"cpa": "off", "plain_loss": "focal"},
+    {"cpa": "off", "plain_loss": "fedeamc"},
+    {"beta": 0.2},
+    {"tau": 1.0},
+    {"halve_every": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[..., StateDict]:
+    """What two rounds of three epochs leave behind, by setting: site A's personal model and the one it would be sent next."""
+    known = {}
+
+    def outcome(**hyper: Any) -> StateDict:
+        key = tuple(sorted(hyper.items()))
+        if key not in known:
+            settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **hyper}
+            _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
+            known[key] = algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
+        return known[key]
+
+    return outcome
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_every_option_changes_the_result(outcomes: Callable[..., StateDict], change: dict[str, Any]) -> None:
+    found = outcomes(**change)
+    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+    assert not equal(found, outcomes())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r0": 0.4, "r1": 0.3}, "r0"),
+        ({"lam1": 0.9, "lam2": 0.7}, "lam1"),
+        ({"r1": 0.6}, "r1"),
+        ({"tau": 0.5}, "tau"),
+        ({"components": "amp"}, "components"),
+    ],
+)
+def test_invalid_settings_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_method("prr").check(change)

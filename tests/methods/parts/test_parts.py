@@ -1,0 +1,310 @@
+"""Parts of methods: local entries, the proximal term, normalisation, model selection, the weighted mean."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.errors import UpdateError
+from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
+from medflare.core.states import StateDict, batch_norm_entries, copy_state
+from medflare.methods.aggregation import SiteModel, WeightedMean, site_models
+from medflare.methods.base import ServerHyper
+from medflare.methods.parts.normalisation import batch_statistics, still_statistics
+from medflare.methods.parts.partial import LocalPart
+from medflare.methods.parts.proximal import proximal_gradients, proximal_term
+from medflare.methods.parts.selection import Best, ModelSelector, combined_score, plateau
+from methods import squares
+
+# ---- local entries ---------------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Layers with and without running statistics, one with a name that begins like another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True)
+        )
+        self.head = nn.Linear(2, 2)
+        self.head2 = nn.Linear(2, 2)
+
+
+STATISTICS = {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
+
+
+def test_batch_norm_is_found_by_its_type() -> None:
+    names = LocalPart.of_batch_norm(Small()).names
+    assert {"body.1.weight", "body.1.bias"} | STATISTICS <= names == batch_norm_entries(Small())
+    assert not any(name.startswith(("body.0", "head")) for name in names)
+
+
+def test_a_path_is_a_module_and_all_below_it() -> None:
+    assert LocalPart.of_paths(Small(), ["head"]).names == {"head.weight", "head.bias"}
+    assert (
+        LocalPart.of_paths(Small(), ["body.1", "head2"]).names
+        == {"body.1.weight", "body.1.bias", "head2.weight", "head2.bias"} | STATISTICS
+    )
+    assert LocalPart.of_paths(Small(), []).names == frozenset()
+
+
+@pytest.mark.parametrize("path", ["heads", "body.9", "head.weight", "bod"])
+def test_a_path_that_names_no_module_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=path):
+        LocalPart.of_paths(Small(), ["head", path])
+
+
+# ---- the proximal term -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    anchor = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)]
+    plain = torch.autograd.grad(torch.stack([(w**4).sum() for w in weights]).sum(), weights)
+    terms = [(w**4).sum() + 0.35 * (w - a).square().sum() for w, a in zip(weights, anchor, strict=True)]
+    penalised = torch.stack(terms).sum()
+    for found, expected in zip(proximal_gradients(plain, weights, anchor, 0.7), torch.autograd.grad(penalised, weights), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    anchor = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    gradient_hook = proximal_term(model, anchor, 2.0)
+    for tensor in anchor.values():
+        tensor.zero_()  # what becomes of the anchor afterwards does not matter
+    gradient_hook()
+    assert all(parameter.grad is None for parameter in model.parameters()), "nothing was trained, so nothing is drawn"
+    for parameter in model[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradient_hook()
+    for parameter in model[0].parameters():
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, -2.0))
+    assert all(parameter.grad is None for layer in list(model)[1:] for parameter in layer.parameters())
+
+
+# ---- normalisation ---------------------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    without = nn.BatchNorm1d(2, track_running_stats=False)
+    return nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.InstanceNorm1d(2)), nn.Dropout(0.5), without)
+
+
+IMAGES = 3 + torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_and_statistics_are_given_back(training: bool) -> None:
+    model = network().train(training)
+    before, modes = copy_state(model.state_dict()), [layer.training for layer in model.modules()]
+    with batch_statistics(model):
+        first = model[0](IMAGES)
+        assert model[2].training is training  # dropout goes on as it was
+    torch.testing.assert_close(first.mean(dim=0), torch.zeros(2), rtol=0, atol=1e-5)
+    assert squares.equal(copy_state(model.state_dict()), before) and [layer.training for layer in model.modules()] == modes
+    assert model[0].track_running_stats and not model[3].track_running_stats
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("still", [still_statistics, batch_statistics])
+def test_instance_normalisation_that_remembers_is_still_too(still: Any, training: bool) -> None:
+    """Torch moves its statistics even where they are not tracked, and does not normalise by them then."""
+    model = nn.InstanceNorm2d(2, track_running_stats=True).train(training)
+    images = IMAGES[:6].reshape(3, 2, 2, 1).repeat(1, 1, 1, 2)
+    model.load_state_dict({**model.state_dict(), "running_mean": torch.tensor([1 / 3, -1 / 3])})
+    before, expected = copy_state(model.state_dict()), copy.deepcopy(model).train(training or still is batch_statistics)(images)
+    with still(model, model):
+        assert torch.equal(model(images), expected)
+        torch.testing.assert_close(copy_state(model.state_dict()), before)
+    assert squares.equal(copy_state(model.state_dict()), before) and model.momentum == 0.1 and model.training is training
+    model.train()(images)
+    assert not squares.equal(copy_state(model.state_dict()), before)
+
+
+def test_an_error_inside_changes_nothing() -> None:
+    model = network().eval()
+    with pytest.raises(RuntimeError), batch_statistics(model):
+        raise RuntimeError
+    assert model[0].track_running_stats and not model[0].training
+
+
+def test_still_statistics_change_no_mode() -> None:
+    model = nn.BatchNorm1d(2)
+    with still_statistics(model):
+        model.eval()
+        torch.testing.assert_close(model(IMAGES), IMAGES / (1 + model.eps) ** 0.5)  # its running statistics, as they came
+        model.train()
+        model(IMAGES)
+    assert model.num_batches_tracked == 0
+    model(IMAGES)
+    assert model.num_batches_tracked == 1
+
+
+# ---- model selection -------------------------------------------------------------------------------------------------------
+
+
+HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
+
+
+def replies(**votes: float | None) -> dict[str, Message]:
+    """A site with the name L has a thousand million images."""
+    return {site: Message({}, {"n_samples": 10**9 if site == "L" else 5, "validation": {"global": vote}}) for site, vote in votes.items()}
+
+
+def election(rule: str, liar: dict[int, float]) -> ModelSelector:
+    selector = ModelSelector(Message(), "global", rule)
+    for round, honest in ({0: 0.9} | HONEST).items():
+        given = replies(A=honest, B=honest - 0.1, L=liar.get(round, 0.0))
+        selector.update(given, "global", round, {"w": torch.tensor(float(round))})
+    return selector
+
+
+@pytest.mark.parametrize(
+    ("votes", "median", "mean"),
+    [
+        ({}, None, None),
+        ({"A": 0.25}, 0.25, 0.25),
+        ({"A": 0.25, "B": 0.75}, 0.5, 0.625),  # the median of two is their plain mean; B has three times the images
+        ({"A": 0.25, "B": 0.75, "C": 1.0}, 0.75, 0.7),  # (0.25 + 3 * 0.75 + 1) / 5
+    ],
+)
+def test_combined_scores_by_hand(votes: dict[str, float], median: float | None, mean: float | None) -> None:
+    samples = {"A": 1.0, "B": 3.0, "C": 1.0}
+    assert combined_score(votes, samples) == median
+    assert combined_score(votes, samples, "mean") == (None if mean is None else pytest.approx(mean))
+
+
+def test_a_liar_chooses_by_the_mean_and_not_by_the_median() -> None:
+    lie = {1: 1.0}
+    assert election("median", lie).round == 4
+    assert election("mean", lie).round == 1
+
+
+def test_where_levels_differ_a_liar_says_whose_counts_but_not_whose_gain() -> None:
+    """A's images are easy and B's hard; both find the third round best. By the median the liar has any round."""
+    levels = {1: (0.80, 0.40), 2: (0.85, 0.45), 3: (0.90, 0.50)}
+    for wanted in levels:
+        chosen = {}
+        for rule in ("median", "paired"):
+            selector = ModelSelector(Message(), "global", rule)
+            for round, (easy, hard) in levels.items():
+                selector.update(replies(A=easy, B=hard, L=float(round == wanted)), "global", round, {})
+            chosen[rule] = selector.round
+        assert chosen == {"median": wanted, "paired": 3}
+
+
+def test_a_gain_needs_sites_that_measured_both() -> None:
+    selector = ModelSelector(Message(), "global", "paired")
+    for round, votes in enumerate(({"A": 0.5}, {"B": 0.9}, {"A": 0.6, "B": 0.1}, {"A": 0.6, "B": 0.2}), start=1):
+        selector.update(replies(**votes), "global", round, {})
+    assert selector.round == 4 and selector.value == pytest.approx(0.65)
+    assert [candidate["value"] for candidate in selector.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
+
+
+@pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
+def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
+    selector = ModelSelector(Message(), "selector", "median", rivals=rivals)
+    assert selector.rule == ("mean" if rivals else "median"), "reports say which decided"
+    for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
+        selector.update(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
+    assert selector.round == chosen
+
+
+def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
+    record = election("median", {1: 1.0}).record
+    assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]
+    assert record[0] == {"round": 1, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "L": 1.0}}
+
+
+def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
+    best, last = Best(Message(), "personal"), {"w": torch.tensor(9.0)}
+    assert best.chosen("median", last, 3) == (last, 3) and best.chosen("median", last) == (last, None)
+    best.offer(0.5, 2, {"w": torch.tensor(2.0)})
+    state, behind = best.chosen("median", last, 3)
+    assert state["w"] == 2 and behind == 2
+    assert best.chosen("last", last, 3) == (last, 3)
+
+
+def test_the_word_of_older_jobs() -> None:
+    assert build_hyper(ServerHyper, {"selection": "best"}).selection == "median"
+
+
+# ---- patience ------------------------------------------------------------------------------------------------------------
+
+
+def measured(*rounds: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
+    """Site -> model -> metric of round 0, 1, ..."""
+    return [
+        {"round": number, "sites": {site: {"validation": models} for site, models in sites.items()}} for number, sites in enumerate(rounds)
+    ]
+
+
+def of_one(*values: float | None) -> list[dict[str, Any]]:
+    return measured(*({"A": {"global": value}} for value in values))
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "after"),
+    [
+        ((0.9, 0.5, 0.6, 0.6, 0.5), 2, 5),  # best after two rounds, two more in vain, the fifth is trained when that is seen
+        ((0.9, 0.5, 0.6, 0.6, 0.5), 3, None),
+        ((0.9, 0.5, 0.4), 1, 3),  # the untrained model's 0.9 is no candidate
+        ((0.1, 0.2, 0.3, 0.4), 1, None),
+        ((0.9, 0.5, 0.4, 0.9, 0.9), 2, None),  # 0.9 came in time, and the one after it is the first in vain
+        ((0.9, 0.5, 0.4, 0.4, 0.9, 0.9), 2, 4),  # and here too late: the first end counts, whatever came later
+        ((None, None, None, None), 1, None),  # nobody can say
+        ((0.9,), 1, None),
+        ((), 1, None),
+    ],
+)
+def test_when_patience_is_over(values: tuple[float | None, ...], patience: int, after: int | None) -> None:
+    assert plateau(of_one(*values), patience) == after
+
+
+def test_patience_is_that_of_the_median_and_of_every_model() -> None:
+    def round_of(*votes: float, own: float) -> dict[str, dict[str, float | None]]:
+        return {site: {"global": vote, "personal": own} for site, vote in zip("ABL", votes, strict=True)}
+
+    liar = measured(*(round_of(0.5, 0.5, number / 10, own=0.1) for number in range(6)))
+    assert plateau(liar, 2) == 4, "one site of three keeps nobody going"
+    assert plateau(measured(*(round_of(0.5, 0.5, 0.5, own=number / 10) for number in range(6))), 2) is None
+    steps = of_one(0.9, 0.5, 0.4)
+    steps.insert(2, {"round": 1, "sites": {"A": {"loss": 0.3}}})
+    assert plateau(steps, 1) == 3, "a step that measures nothing is no round"
+
+
+# ---- the weighted mean -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hyper:
+    weighting: str = "samples"
+
+
+def state(value: float, count: int = 0) -> StateDict:
+    return {"w": torch.tensor([value]), "n": torch.tensor(count)}
+
+
+MODELS = {"A": SiteModel(state(1.0, 3), 10.0), "B": SiteModel(state(3.0, 8), 30.0)}
+
+
+def test_weighted_mean_by_hand() -> None:
+    mean = WeightedMean(Hyper()).shared(MODELS, 0)
+    assert mean["w"].tolist() == [2.5] and mean["n"].item() == 8, "a counter takes the largest value"
+    assert WeightedMean(Hyper("uniform")).shared(MODELS, 0)["w"].tolist() == [2.0]
+
+
+def test_a_reply_without_samples_is_refused_with_the_remedy() -> None:
+    replies = {"A": Message({"model": state(1.0)}, {"n_samples": 7}), "B": Message({"model": state(1.0)})}
+    with pytest.raises(UpdateError, match="n_samples"):
+        site_models(replies, "model")
