@@ -129,12 +129,12 @@ class TestContext:
     def test_shapes_of_the_sites_replies(self) -> None:
         plan = squares.plan_of(FedAvgSite, FedAvgServer)
         context = ServerContext(plan, squares.SEED, 3, phases=FedAvgSite.phases)
-        spec = context.answer("train", "model")
+        spec = context.reply_spec("train", "model")
         assert spec is not None and spec.tensors.keys() == squares.start().keys()
-        assert context.answer("train", "other") is None and context.answer("validate", "model") is None
+        assert context.reply_spec("train", "other") is None and context.reply_spec("validate", "model") is None
         for twice in (False, True):
             context = ServerContext(squares.plan_of(Echo, FedAvgServer, twice=twice), 0, 1, phases=Echo.phases)
-            assert (context.answer("train", "copy") is not None) == twice
+            assert (context.reply_spec("train", "copy") is not None) == twice
 
     def test_notes_are_collected_by_site(self) -> None:
         context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3)

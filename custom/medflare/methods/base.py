@@ -136,7 +136,7 @@ class ServerContext:
         """The inside sites."""
         return self.plan.sites
 
-    def answer(self, phase: str, entry: str) -> StateSpec | None:
+    def reply_spec(self, phase: str, entry: str) -> StateSpec | None:
         """Shapes of an entry of the sites' replies to a phase; None if the site algorithm declares no such entry."""
         for declared in (declared for declared in self.phases if declared.name == phase):
             for spec in (spec for spec in declared.answered(self.plan) if spec == entry):

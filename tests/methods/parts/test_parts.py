@@ -211,10 +211,10 @@ def test_a_gain_needs_sites_that_measured_both() -> None:
     assert [candidate["value"] for candidate in selector.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
 
 
-@pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
-def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
-    selector = ModelSelector(Message(), "selector", "median", rivals=rivals)
-    assert selector.rule == ("mean" if rivals else "median"), "reports say which decided"
+@pytest.mark.parametrize(("zero_sum", "chosen"), [(False, 1), (True, 3)])
+def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(zero_sum: bool, chosen: int) -> None:
+    selector = ModelSelector(Message(), "selector", "median", zero_sum=zero_sum)
+    assert selector.rule == ("mean" if zero_sum else "median"), "reports say which decided"
     for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
         selector.update(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
     assert selector.round == chosen

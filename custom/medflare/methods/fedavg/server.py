@@ -46,7 +46,7 @@ class FedAvgServer(ServerAlgorithm[G]):
             context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
         self.model = context.initial_state()
         self.best = ModelSelector(self.memory, "global", self.hyper.selection)
-        declared = context.answer("train", MODEL)
+        declared = context.reply_spec("train", MODEL)
         self._sent = list(self.model if declared is None else declared.tensors)  # entries that travel
 
     @property

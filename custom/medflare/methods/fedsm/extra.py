@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import param
 from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
@@ -121,6 +121,8 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
             else:
                 self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
                 self.memory.meta["frozen"] = incoming.meta
+        if ("labels" if labelled else "frozen") not in self.memory.meta:
+            raise StateError(f"site {self.site.name}: the selector cannot be trained before the finished models have come")
         if labelled:
             loss = self._best_model_loss()
         else:
@@ -183,21 +185,21 @@ class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
         return [*super().steps(), *extra]
 
     @property
-    def _have_models(self) -> list[str]:
+    def _sites_with_models(self) -> list[str]:
         """Sites that have the frozen models."""
-        return self.memory.meta.get("given", [])
+        return self.memory.meta.get("sites_with_models", [])
 
     def configure(self, step: Step, site: str) -> Message:
         """The site's models; in the selector's rounds the selector, and the frozen models if the site does not have them yet."""
         if step.phase != "train_selector":
             return Message({**super().configure(step, site).states, **self.personal.sent(site)})
-        models = Message() if site in self._have_models else self.configure_final(site)
+        models = Message() if site in self._sites_with_models else self.configure_final(site)
         return Message({**models.states, **self.selector.sent}, {**models.meta, UPDATE: 0})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The next models, or the next selector."""
         if step.phase == "train_selector":
-            self.memory.meta["given"] = sorted({*self._have_models, *replies})
+            self.memory.meta["sites_with_models"] = sorted({*self._sites_with_models, *replies})
             self.selector.step(replies)
         else:
             super().aggregate(step, replies)

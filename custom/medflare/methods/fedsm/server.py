@@ -40,7 +40,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
         self.ridge = is_ridge(context.plan)
         self.personal = ServerPersonal(context, self.memory, self.model)
         self.selector = ServerSelector(context, self.memory, len(context.sites))
-        self.best_selector = ModelSelector(self.memory, SELECTOR, self.hyper.selection, rivals=True)
+        self.best_selector = ModelSelector(self.memory, SELECTOR, self.hyper.selection, zero_sum=True)
         self.memory.meta |= {"gamma": 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma), "temperature": 1.0}
 
     @property

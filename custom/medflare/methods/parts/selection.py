@@ -89,15 +89,15 @@ class ModelSelector(Best):
         memory: of the server algorithm.
         name: of the model that is selected.
         rule: "mean", "paired" or the median, see `combined_score`.
-        rivals: whether one site's gain is another's loss, as with a network that tells sites apart. The plain mean over the sites then
+        zero_sum: whether one site's gain is another's loss, as with a network that tells sites apart. The plain mean over the sites then
             decides for any rule: by the median, a network that never recognizes one of three sites would be perfect. Ties, frequent with
             few images, go to the latest round.
     """
 
-    def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
-        super().__init__(memory, name, latest=rivals)
-        self.rivals = rivals
-        self.rule, self._votes = "mean" if rivals else rule, f"{name}/votes"
+    def __init__(self, memory: Message, name: str, rule: str, zero_sum: bool = False):
+        super().__init__(memory, name, latest=zero_sum)
+        self.zero_sum = zero_sum
+        self.rule, self._record_key = "mean" if zero_sum else rule, f"{name}/votes"
 
     def update(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
         """Offers a candidate with the sites' combined metric; round and state as for `offer`.
@@ -107,42 +107,42 @@ class ModelSelector(Best):
             role: of the model in "validation", for example "global".
         """
         values = {site: (reply.meta.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
-        votes = {site: value for site, value in values.items() if value is not None}
-        weights = {site: 1.0 if self.rivals else float(replies[site].meta.get("n_samples", 1)) for site in votes}
-        value = combined_score(votes, weights, self.rule)
+        metrics = {site: value for site, value in values.items() if value is not None}
+        weights = {site: 1.0 if self.zero_sum else float(replies[site].meta.get("n_samples", 1)) for site in metrics}
+        value = combined_score(metrics, weights, self.rule)
         if self.rule == "paired" and self.value is not None:
             kept = [candidate["votes"] for candidate in self.record if candidate["round"] == self.round]
-            value = paired_score(votes, kept[0], self.value) if kept else value
+            value = paired_score(metrics, kept[0], self.value) if kept else value
         self.offer(value, round, state)
         if round > 0:
-            self._memory.meta.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
+            self._memory.meta.setdefault(self._record_key, []).append({"round": round, "value": value, "votes": metrics})
 
     @property
     def record(self) -> list[dict[str, Any]]:
         """{"round": of training behind the candidate, "value": combined metric, "votes": site -> metric} of every candidate."""
-        return list(self._memory.meta.get(self._votes, []))
+        return list(self._memory.meta.get(self._record_key, []))
 
 
-def combined_score(votes: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
+def combined_score(metrics: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
     """The sites' metrics as one: by "mean" weighted by `samples`, by any other rule the median; None without any."""
     if rule != "mean":
-        return median(votes.values()) if votes else None
-    total = sum(samples[site] for site in votes)
-    return sum(value * samples[site] for site, value in votes.items()) / total if total > 0 else None
+        return median(metrics.values()) if metrics else None
+    total = sum(samples[site] for site in metrics)
+    return sum(value * samples[site] for site, value in metrics.items()) / total if total > 0 else None
 
 
-def paired_score(votes: Mapping[str, float], kept: Mapping[str, float], value: float) -> float | None:
+def paired_score(metrics: Mapping[str, float], kept: Mapping[str, float], value: float) -> float | None:
     """A candidate's score by the rule "paired": the kept model's `value` plus the sites' median gain over it; None without common sites.
 
     A median of metrics compares different sites if sites differ more than rounds do. A gain is one site's own, so a candidate replaces
     the kept model only if at least half of the sites do not lose.
 
     Args:
-        votes: site -> metric of the candidate.
+        metrics: site -> metric of the candidate.
         kept: site -> metric of the kept model.
         value: score of the kept model.
     """
-    gains = [votes[site] - kept[site] for site in sorted(votes.keys() & kept.keys())]
+    gains = [metrics[site] - kept[site] for site in sorted(metrics.keys() & kept.keys())]
     return value + median(gains) if gains else None
 
 
@@ -150,8 +150,8 @@ def images_behind(images: Mapping[str, int], rule: str) -> float:
     """Validation images that a selection rests on: by "mean" those of all sites (site -> images), else those of the median site.
 
     Examples:
-        >>> votes = {"A": 5, "B": 4, "C": 4}
-        >>> images_behind(votes, "median"), images_behind(votes, "mean"), images_behind({}, "median")
+        >>> metrics = {"A": 5, "B": 4, "C": 4}
+        >>> images_behind(metrics, "median"), images_behind(metrics, "mean"), images_behind({}, "median")
         (4, 13, 0)
     """
     if rule == "mean" or not images:

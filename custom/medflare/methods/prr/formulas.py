@@ -93,10 +93,10 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
     Returns:
         (C, C) float64, row = true class. Row and column of a class without samples are 1.
     """
-    known = counts > 0
-    amount = torch.where(known, counts, 1).to(torch.float64)
+    present = counts > 0
+    amount = torch.where(present, counts, 1).to(torch.float64)
     mask = (amount[None, :] / amount[:, None]).pow(beta).clamp(max=1.0)
-    return torch.where(known[None, :] & known[:, None], mask, 1.0)
+    return torch.where(present[None, :] & present[:, None], mask, 1.0)
 
 
 def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
@@ -114,9 +114,9 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
     """
     if local.shape != global_.shape:
         raise ValueError(f"local prototypes of shape {tuple(local.shape)} and global ones of {tuple(global_.shape)}; both are (C, D)")
-    known = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
+    present = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
     similarity = functional.cosine_similarity(local, global_, dim=1)
-    return torch.where(known, (1 + tau) / (similarity + tau).clamp(min=1e-3), 1.0)
+    return torch.where(present, (1 + tau) / (similarity + tau).clamp(min=1e-3), 1.0)
 
 
 def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tensor | None, beta: float) -> Tensor:

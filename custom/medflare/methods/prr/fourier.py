@@ -296,9 +296,9 @@ def aggregate_models(
     mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     for name in mixed:
-        own = [states[site][name].detach() for site in sites]
-        new = [allocate(weight.shape, weight.dtype) for weight in own]
-        weights, into = ([tensor.transpose(0, 1) if plan[name].inputs_first else tensor for tensor in part] for part in (own, new))
+        old = [states[site][name].detach() for site in sites]
+        new = [allocate(weight.shape, weight.dtype) for weight in old]
+        weights, into = ([tensor.transpose(0, 1) if plan[name].inputs_first else tensor for tensor in part] for part in (old, new))
         _aggregate_layer(weights, into, r, plan[name].kind == "classifier", Reading(components=components))
         for site, weight in zip(sites, new, strict=True):
             aggregated[site][name] = weight
