@@ -1,4 +1,4 @@
-"""A small run, written down once: three inside sites of which one is odd, one outside site."""
+"""Records of small runs: three inside sites, of which C has no metrics, and one outside site."""
 
 import dataclasses
 import math
@@ -32,33 +32,24 @@ def task() -> TaskConfig:
 
 @pytest.fixture
 def history() -> list[dict[str, Any]]:
-    """Two rounds and the look at the last models; site C has nothing to show in round 1."""
+    """Two rounds and the validation of the last models; site C does not reply in round 1."""
 
     def meta(loss: float | None, value: float | None) -> dict[str, Any]:
         return {"n_samples": 4, "loss": loss, "validation": {"global": value, "personal": None}}
 
+    def step(number: int, phase: str, seconds: float, **sites: dict[str, Any]) -> dict[str, Any]:
+        return {"step": number, "phase": phase, "round": number, "seconds": seconds, "sites": sites}
+
     return [
-        {
-            "step": 0,
-            "phase": "train",
-            "round": 0,
-            "seconds": 1.5,
-            "sites": {"A": meta(0.9, 0.1), "B": meta(0.8, 0.2), "C": meta(0.7, 0.3)},
-        },
-        {"step": 1, "phase": "train", "round": 1, "seconds": 1.0, "sites": {"A": meta(0.5, 0.4), "B": meta(0.4, 0.5)}},
-        {
-            "step": 2,
-            "phase": "validate",
-            "round": 2,
-            "seconds": 0.2,
-            "sites": {"A": meta(None, 0.6), "B": meta(None, 0.7), "C": meta(None, None)},
-        },
+        step(0, "train", 1.5, A=meta(0.9, 0.1), B=meta(0.8, 0.2), C=meta(0.7, 0.3)),
+        step(1, "train", 1.0, A=meta(0.5, 0.4), B=meta(0.4, 0.5)),
+        step(2, "validate", 0.2, A=meta(None, 0.6), B=meta(None, 0.7), C=meta(None, None)),
     ]
 
 
 @pytest.fixture
 def classified(task: TaskConfig) -> RunRecord:
-    """Two sites inside and one outside on two classes; X keeps its counts back."""
+    """Two inside sites and one outside site, two classes; X keeps its counts back."""
 
     def scores(value: float) -> dict[str, float]:
         return {"accuracy": value, "auc_macro": value}
@@ -84,7 +75,7 @@ def classified(task: TaskConfig) -> RunRecord:
 
 @pytest.fixture
 def selecting(record: RunRecord) -> RunRecord:
-    """The record of a super model: B keeps its numbers back, C reports none, X is outside."""
+    """The record of a super model: B keeps its counts back, C reports no counts, X is outside."""
     taken: dict[str, dict[str, Any]] = {"A": {"A": 2, "B": 1}, "B": {"A": None, "B": None}, "C": {"C": "many"}, "X": {"A": 9, "B": 0}}
     sites = {
         name: dataclasses.replace(site, reports={"deployed": {"selector": taken[name]}} if name in taken else {})

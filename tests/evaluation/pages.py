@@ -1,4 +1,4 @@
-"""What a page must be that nobody opens in a browser here: well-formed and complete by itself."""
+"""Checks of an HTML page without a browser: it is well-formed and self-contained."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ _ADDRESSES: Final = ("src", "href", "xlink:href", "srcset", "action", "data", "p
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced and collects the tables' cells and the text."""
+    """Checks that tags are balanced; collects the cells of tables, captions, text and tags."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -51,11 +51,7 @@ class Page(HTMLParser):
 
 
 def faults(html: str) -> list[str]:
-    """Names that are used twice or not there, and addresses that a page would fetch; empty for a page as it should be.
-
-    Args:
-        html: the page.
-    """
+    """Ids that are used twice or missing, and addresses that the page would fetch; empty for a correct page."""
     page = Page(html)
     ids = Counter(attributes["id"] for _, attributes in page.tags if "id" in attributes)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', html))

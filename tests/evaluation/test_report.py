@@ -202,8 +202,8 @@ def test_counts_of_other_classes_are_left_out(classified: RunRecord) -> None:
 
 def test_roc_curves_of_every_site(classified: RunRecord) -> None:
     tables = class_tables(build_results(classified))
-    assert [of_model.model for of_model in tables] == ["deployed", "global"]
-    text = text_of(roc_curves(tables[0].sensitivities, "roc"))
+    assert [of_model["model"] for of_model in tables] == ["deployed", "global"]
+    text = text_of(roc_curves(tables[0]["sensitivities"], "roc"))
     assert all(word in text for word in ("<ill>", "A", "B", "sensitivity"))
     assert roc_curves({}, "roc") is None
 

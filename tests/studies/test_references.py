@@ -1,4 +1,4 @@
-"""The references of a study: what they train on and with what, and the best answer that looks at no image."""
+"""The references of a study: what they train on and with what, and the best answer that ignores the image."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
 
 
 def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
-    """PRR's loss and deputy without another site: what is left of its lead here does not come from the exchange."""
+    """PRR with its loss and deputy, without another site."""
     task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
     last = {"server": {"selection": "last"}}
     results = single_site(Setting(task, ("site-1", "site-2"), rounds=2), 0, hyper=last | {"site": {"cpa": "local"}}, method="prr")
@@ -43,7 +43,7 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
 
 
 def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
-    """The networks are equal, the numbers are not; a site outside has both too."""
+    """The networks are equal, the metrics are not; an outside site has both models too."""
     task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
     results = batch_statistics(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
@@ -58,7 +58,7 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
     assert results["traffic"] == plain["traffic"]
 
 
-def test_sites_alone_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(method: str, setting: Setting, seed: int, sites: list[str], **_: Any) -> dict[str, Any]:
         means = {role: {"deployed": {"dice": None}} for role in ("inside", "outside")}
         value = {"deployed": {"dice": 0.5 if sites == ["A"] else None}}
@@ -97,8 +97,8 @@ def grades(*of: int) -> Split:
     return labelled(torch.tensor(of, dtype=torch.long))
 
 
-def test_a_class_is_chosen_by_the_training_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A's own majority is 0, everybody's is 2."""
+def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The majority of A's images is 0, of all images 2."""
     data = {
         "A": SiteData(grades(0, 0, 2), grades(2), grades(0, 0, 2, 2)),
         "B": SiteData(grades(2, 2, 2), grades(2), grades(2, 0)),
@@ -114,15 +114,15 @@ def test_a_class_is_chosen_by_the_training_images_alone(monkeypatch: pytest.Monk
         "X": {"global": 0.75, "personal": None, "deployed": 0.75},
     }
     assert results["method"] == CONSTANT and results["rounds"] == 5
-    assert results["sites"]["A"]["metrics"]["global"]["auc_macro"] == 0.5, "equal scores order nothing"
+    assert results["sites"]["A"]["metrics"]["global"]["auc_macro"] == 0.5, "all scores are equal"
     assert results["scores"]["A"]["personal"]["probabilities"][0] == pytest.approx([2 / 3, 0, 1 / 3], abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [(8, 1.0), (2, 2 * 2 / (2 + 4))],  # the mean of the training masks, or what comes nearest to it
+    [(8, 1.0), (2, 2 * 2 / (2 + 4))],  # the test masks equal the mean training mask, or have half of its rows
 )
-def test_the_mean_mask_is_taken_where_it_is_best_on_validation(monkeypatch: pytest.MonkeyPatch, rows: int, expected: float) -> None:
+def test_the_constant_mask_is_the_best_on_validation_images(monkeypatch: pytest.MonkeyPatch, rows: int, expected: float) -> None:
     def masks(filled: int, count: int) -> Split:
         target = torch.zeros(count, 16, 16, dtype=torch.long)
         target[:, :filled] = 1
@@ -134,11 +134,11 @@ def test_the_mean_mask_is_taken_where_it_is_best_on_validation(monkeypatch: pyte
     assert results["sites"]["A"]["metrics"]["deployed"]["dice"] == pytest.approx(expected)
 
 
-def test_answers_of_segmentation() -> None:
+def test_constant_predictions_of_segmentation() -> None:
     targets = torch.tensor([[[1, 0]], [[1, 0]]])
     binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1, image_mode="resize")
     several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, image_mode="resize")
     assert [answer.flatten().tolist() for answer in constant_predictions(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
     assert [answer.flatten().tolist() for answer in constant_predictions(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
     binary.image_mode = "patch"
-    assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]
+    assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of different sizes have no mean"  # type: ignore[arg-type]

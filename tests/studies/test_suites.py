@@ -1,4 +1,4 @@
-"""A table of a paper is one command: its rows run, kept, and laid beside the paper's numbers with every setting that differs."""
+"""Suites: the rows of a paper's table are run, kept, and shown beside the paper's numbers with every setting that differs."""
 
 import json
 import re
@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
 
 
 def written(folder: Path, **changes: Any) -> str:
-    """The tiny suite with some settings changed."""
+    """A JSON file of `TINY` with some settings changed."""
     task, suite = folder / "task.json", folder / "suite.json"
     task.write_text(json.dumps(SEGMENTATION))
     suite.write_text(json.dumps({**TINY, "task": str(task), **changes}))
@@ -43,7 +43,7 @@ def written(folder: Path, **changes: Any) -> str:
 
 @cache
 def check(row: str, task: str) -> None:
-    """Refuses a row that its task cannot have; once each, since networks are built for it and tables have rows in common."""
+    """Raises ConfigError if a task cannot have a row; cached, since networks are built and suites share rows."""
     Candidate.parse(row).check(load_task(task))
 
 
@@ -61,13 +61,13 @@ def test_every_suite_can_run(name: str) -> None:
     assert any(suite.numbers[row] for row in suite.methods) or "numbers are not legible" in suite.source
 
 
-def test_the_page_names_every_suite() -> None:
+def test_the_documentation_names_every_suite() -> None:
     page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.split("\n## Suites\n")[1].splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(suites())
 
 
-def test_means_of_the_papers_are_those_of_their_columns() -> None:
+def test_means_in_the_suites_are_means_of_their_columns() -> None:
     for name in suites():
         suite = load_suite(name)
         for row, numbers in suite.numbers.items():
@@ -102,7 +102,7 @@ def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path]
     assert "- batch_size of the task: 8, the suite has 4" in other
 
 
-def test_a_suite_leaves_out_one_site_and_shows_all_columns_where_no_number_is_known(
+def test_a_suite_with_a_left_out_site_and_without_legible_numbers(
     tmp_path: Path, make_site: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in "ABC":
@@ -121,7 +121,7 @@ def test_a_suite_leaves_out_one_site_and_shows_all_columns_where_no_number_is_kn
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "token"),
     [
         ({"settings": {"rounds": 1, "metric": "dice", "leave_out": ["BB"]}}, "BB"),
         ({"settings": {"rounds": 1, "metric": "dice", "leave_one_out": True, "leave_out": ["B"]}}, "leave_one_out"),
@@ -132,12 +132,12 @@ def test_a_suite_leaves_out_one_site_and_shows_all_columns_where_no_number_is_kn
         ({"seed": 1}, "seed"),
     ],
 )
-def test_a_wrong_suite_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_a_wrong_suite_raises_an_error(changes: dict[str, Any], token: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=token):
         load_suite(written(tmp_path, **changes))
 
 
-def test_an_option_that_the_suite_decides_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_the_suite_sets_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = written(tmp_path)
     for options in (["fedavg"], ["--leave-one-out"], ["--reference", "all"], ["--selection", "last"]):
         assert main(["study", *options, "--suite", suite, "--out", str(tmp_path / "out")]) == 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -54,7 +54,8 @@ def template(name: str) -> "Template":
 
     loader = PackageLoader("medflare.evaluation")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(label=metric_label, setting=format_setting)
+    environment.filters.update(label=metric_label, setting=format_setting, bytes=format_bytes, seconds=format_seconds)
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.globals.update(zip=zip, shown=format_metric, best=is_best, lower_is_better=lower_is_better)
     return environment.get_template(name)
 
@@ -123,7 +124,7 @@ def render_report(
         for model, content in site.get("reports", {}).items():
             reports.setdefault(model, {})[name] = _flattened(content)
     inside = [name for name, site in sites.items() if site["role"] == "inside"]
-    selector, costs = results.get("selector"), results.get("costs", {})
+    selector = results.get("selector")
     counts = selector["confusion"] if selector else {}
     return template("report.html").render(
         results=results,
@@ -145,24 +146,9 @@ def render_report(
         confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
         reports={model: _by_site(rows) for model, rows in reports.items()},
         tables={title: _by_site(rows) for title, rows in results.get("tables", {}).items()},
-        pictures=_encoded(pictures or {}),
-        classes=[(tables, roc_curves(tables.sensitivities, f"roc-{place}")) for place, tables in enumerate(class_tables(results))],
-        costs=[
-            [site, format_bytes(costs[site]["down_bytes"]), format_bytes(costs[site]["up_bytes"]), format_seconds(costs[site]["seconds"])]
-            for site in sites
-            if site in costs
-        ],
-        privacy={name: _privacy_cost(site["privacy"]) for name, site in sites.items() if "privacy" in site},
-        seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
+        pictures=pictures or {},
+        classes=[(tables, roc_curves(tables["sensitivities"], f"roc-{place}")) for place, tables in enumerate(class_tables(results))],
     )
-
-
-def _privacy_cost(cost: Mapping[str, Any]) -> str:
-    return f"ε = {format_metric('', cost['epsilon'])} at δ = {cost['delta']:g}, {cost['steps']} steps"
-
-
-def _encoded(pictures: Mapping[str, bytes]) -> dict[str, str]:
-    return {title: base64.b64encode(content).decode() for title, content in pictures.items()}
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -217,34 +203,15 @@ def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
 
 # -- confusion counts and ROC curves -----------------------------------------------------------------------------------------
 
-Matrix: TypeAlias = tuple[str, tuple[str, ...], list[list[int]]]  # title, classes, images (truth in rows, prediction in columns)
 
-
-@dataclass(frozen=True)
-class ClassTables:
-    """What is shown of one model's classes.
-
-    Attributes:
-        model: heading; equal models share it.
-        pooled: confusion matrices of all sites of a role together.
-        single: of each site.
-        curves: classes with a ROC curve.
-        areas: rows of site, then area and interval for each of `curves`.
-        sensitivities: class -> site -> sensitivities, see `tasks.classes.FALSE_ALARMS`.
-    """
-
-    model: str
-    pooled: list[Matrix]
-    single: list[Matrix]
-    curves: tuple[str, ...]
-    areas: list[list[str]]
-    sensitivities: dict[str, dict[str, list[float]]]
-
-
-def class_tables(results: Mapping[str, Any]) -> list[ClassTables]:
+def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Confusion matrices and ROC areas of every model that differs from the others, the deployed one first.
 
     A site without counts (it keeps them back), or with counts of other classes, is left out.
+
+    Returns:
+        "model": heading; "pooled", "single": (title, classes, counts) of all sites of a role, and of each site; "curves": classes with a
+            ROC curve; "areas": rows of site, then the area of each curve; "sensitivities": class -> site -> sensitivities.
     """
     task, sites = results["configuration"]["task"], ordered_sites(results)
     if task.get("kind") != "classification":
@@ -272,8 +239,9 @@ def class_tables(results: Mapping[str, Any]) -> list[ClassTables]:
             for curve, content in zip(curves, report["roc"], strict=True):
                 if content["sensitivity"]:
                     sensitivities.setdefault(curve, {})[site] = content["sensitivity"]
-        tables.append(ClassTables(heading, together, single, curves, areas, sensitivities))
-    return sorted(tables, key=lambda table: "deployed" not in table.model.split(" = "))
+        matrices = {"pooled": together, "single": single}
+        tables.append({"model": heading, **matrices, "curves": curves, "areas": areas, "sensitivities": sensitivities})
+    return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
 
 
 def _area(curve: Mapping[str, Any]) -> str:
@@ -290,12 +258,10 @@ class SiteReport:
     """What a site knows of its final models.
 
     Attributes:
-        role: "inside" or "outside".
         n: split -> images.
         metrics: model -> metric -> test value, None where undefined.
         cases: model -> scores of single patients.
         pictures: title -> PNG file.
-        events: of the final evaluation.
     """
 
     method: str
@@ -325,8 +291,8 @@ def render_site_report(report: SiteReport) -> str:
     tables = class_tables(results)
     lines: dict[str, dict[str, list[float]]] = {}  # class -> model -> the site's ROC curve
     for table in tables:
-        for curve, by_site in table.sensitivities.items():
-            lines.setdefault(curve, {})[table.model] = by_site[report.site]
+        for curve, by_site in table["sensitivities"].items():
+            lines.setdefault(curve, {})[table["model"]] = by_site[report.site]
     return template("site.html").render(
         report=report,
         metrics=metric_names(results),
@@ -338,7 +304,7 @@ def render_site_report(report: SiteReport) -> str:
         plot=patients_plot(values, intervals, value_label(task)),
         classes=tables,
         curves=roc_curves(lines, "roc"),
-        pictures=_encoded(report.pictures),
+        pictures=report.pictures,
     )
 
 

@@ -188,14 +188,11 @@ def run_study(
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs = [_Job(candidate, setting, seed, outside) for seed in seeds for candidate in candidates for outside in splits]
-    runs = read_runs(out)
+    completed = {name: run for name, run in read_runs(out).items() if run["status"] == COMPLETED}
     for job in jobs:
-        if runs.get(job.name, {}).get("status") == COMPLETED:
-            _check_same(out, job, runs[job.name])
-    missing = [job for job in jobs if runs.get(job.name, {}).get("status") != COMPLETED]
-    for job in missing:
-        if job.name in runs:
-            say(f"{job.name} had failed and is run again: {runs[job.name]['reason']}")
+        if job.name in completed:
+            _check_same(out, job, completed[job.name])
+    missing = [job for job in jobs if job.name not in completed]
     write_rows(out, (candidate.label for candidate in candidates))
     for done, (job, results) in enumerate(_finished(missing, processes), start=1):
         write_run(out, job.name, results)

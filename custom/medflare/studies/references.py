@@ -98,9 +98,8 @@ def recorded_run(
 def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
     """The best answer that ignores the image, see `training.constant`; nothing is trained.
 
-    Returns:
-        A results dict: "global" comes from the training images of all inside sites, "personal" from a site's own. Inside sites deploy
-        the personal answer, outside sites the global one.
+    "global" comes from the training images of all inside sites, "personal" from a site's own. Inside sites deploy the personal answer,
+    outside sites the global one.
     """
     started, task = time.monotonic(), replace(setting.task, resplit=seed)
     roles = {site: "outside" if site in outside else "inside" for site in setting.sites}
@@ -126,14 +125,7 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) ->
 def single_site(
     setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None, method: str = TRAINED_AS
 ) -> dict[str, Any]:
-    """Every inside site trains alone, as a federation of one, and is tested on its own images.
-
-    Args:
-        method: what each site runs. What the method gains beyond this row comes from the other sites.
-
-    Returns:
-        One results dict of all sites.
-    """
+    """Every inside site runs `method` alone, as a federation of one, and is tested on its own images: one results dict of all sites."""
     runs = {site: recorded_run(method, setting, seed, [site], **(hyper or {})) for site in setting.sites if site not in outside}
     merged = next(iter(runs.values()))
     merged["sites"] = {site: run["sites"][site] for site, run in runs.items()}

@@ -292,11 +292,7 @@ class StudyTables:
 
 
 def task_of(groups: Groups) -> Mapping[str, Any]:
-    """The task's configuration, from the first run that has one.
-
-    Raises:
-        StateError: no run has one.
-    """
+    """The task's configuration, from the first run that has one; raises StateError if none has."""
     task = next((run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"]), None)
     if task is None:
         raise StateError("no run of this study has a task; see the reason in each results.json")
@@ -349,15 +345,7 @@ def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "p
 
 
 def recalls(counts: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Site -> share of its images that the selector assigned to it.
-
-    Args:
-        counts: site -> assigned site -> images.
-
-    Examples:
-        >>> recalls({"A": {"A": 3, "B": 1}, "B": {"A": 2, "B": 2}, "C": {}})
-        {'A': 0.75, 'B': 0.5}
-    """
+    """Site -> share of its images that the selector assigned to it; `counts`: site -> assigned site -> images."""
     return {site: row.get(site, 0) / sum(row.values()) for site, row in counts.items() if sum(row.values())}
 
 
