@@ -36,7 +36,7 @@ EVENTS = {
 
 def test_each_fault_is_named_and_the_others_go_on(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
     """One round for each fault that FLARE's own FedAvg lets pass or dies of."""
-    settings = {"rounds": len(FAULTS), "seed": 1, "min_sites": 1, "step_timeout": 20.0, "heartbeat_timeout": 30.0}
+    settings = {"rounds": len(FAULTS), "seed": 1, "min_sites": 1, "step_timeout": 20.0, "heartbeat_timeout": 15.0}
     job = build_job("fedavg", tiny_task, out=tmp_path / "job", **settings)
     use_executor(job, FAULTY, "FaultyExecutor", faults={"bad": "all", "dead": "die", "late": "slow"}, seconds=30.0)
     simulation = simulate(job, "-c", ",".join(SITES), "-t", str(len(SITES))).wait()

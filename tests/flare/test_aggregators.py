@@ -13,8 +13,6 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from medflare.core.errors import UpdateError
 from medflare.flare.aggregators import (
-    ConsistencyAggregator,
-    FourierAggregator,
     MethodAggregator,
     OwnPartFilter,
     SharpnessAggregator,
@@ -22,7 +20,6 @@ from medflare.flare.aggregators import (
     WeightedAggregator,
     own_part,
 )
-from medflare.methods.prr.fourier import fourier_aggregate
 
 
 def sent(site: str, params: dict[str, Any], samples: int = 1, **metrics: float) -> FLModel:
@@ -62,27 +59,6 @@ def test_soft_pull_gives_every_site_its_own_part_and_newcomers_the_mean() -> Non
     joined = aggregated(SoftPullAggregator({"lam": 0.7}), *models).params
     pulled = {site: own_part(joined, site)["w"].item() for site in ("site-1", "site-2", "site-3", "site-9")}
     assert pulled == pytest.approx({"site-1": 0.7 + 0.15 * 5, "site-2": 2.0, "site-3": 2.1 + 0.15 * 3, "site-9": 14 / 6})
-
-
-def test_fourier_aggregation_by_shape() -> None:
-    generator = torch.Generator().manual_seed(0)
-    states = {site: {"conv": torch.randn(4, 3, 3, 3, generator=generator), "bias": torch.randn(4, generator=generator)} for site in "ab"}
-    for state in states.values():
-        state["head"] = torch.randn(2, 4, generator=generator)
-    joined = aggregated(FourierAggregator(num_rounds=10), *(sent(site, state) for site, state in states.items())).params
-    expected = fourier_aggregate(torch.stack([states[site]["conv"] for site in "ab"]), 0.35)
-    assert torch.equal(own_part(joined, "b")["conv"], expected[1])
-    assert torch.allclose(own_part(joined, "a")["bias"], (states["a"]["bias"] + states["b"]["bias"]) / 2)
-    assert torch.allclose(own_part(joined, "new")["head"], (states["a"]["head"] + states["b"]["head"]) / 2)
-
-
-def test_consistency_turns_down_the_site_that_goes_its_own_way() -> None:
-    aggregator = ConsistencyAggregator()
-    start = {"w": torch.zeros(2)}
-    assert torch.equal(aggregated(aggregator, *(sent(site, start) for site in "abc")).params["w"], start["w"])
-    along, across = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}
-    result = aggregated(aggregator, sent("a", along), sent("b", along), sent("c", across)).params["w"]
-    assert result[1] < 1 / 3 < result[0] / 2
 
 
 def test_sharpness_weighs_by_score_and_looks_back() -> None:

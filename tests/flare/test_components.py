@@ -171,12 +171,6 @@ def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: P
     assert (JobComponents().validate(str(app))[0] == "") == name.startswith("lab_nets")
 
 
-def test_what_cannot_be_read_is_refused(party: Path) -> None:
-    app = party / "4711" / "app_site-1"
-    (app / "config" / "task.json").write_text("{")
-    assert "refused" in JobComponents().validate(str(app))[0]
-
-
 def test_a_job_that_brings_code_is_left_to_flares_own_policy(party: Path) -> None:
     app = party / "4711" / "app_site-1"
     change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": "mine.Widget"}))
@@ -220,11 +214,3 @@ def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(party: Path, monkey
     monkeypatch.setattr(Path, "is_mount", lambda path: path == run)
     assert private_folder(run) == run / "medflare"
     assert asked(party, {"path": EXECUTOR}) == "" and EXECUTOR in (run / "audit.log").read_text() and not (party / "audit.log").exists()
-
-
-def test_what_an_earlier_medflare_kept_is_found(party: Path) -> None:
-    run = party / "4711"
-    (run / "medflare").mkdir()
-    assert find_private_folder(run) == run / "medflare"
-    private_folder(run).mkdir(parents=True)
-    assert find_private_folder(run) == private_folder(run)

@@ -1,7 +1,6 @@
 """What medflare changes in FLARE's internals works, and FLARE still has it: a failure after an upgrade says which patch to revisit."""
 
 import inspect
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -92,27 +91,6 @@ def test_simulator_ports_are_free_and_not_handed_out_by_the_system(monkeypatch: 
         draws = iter([port, port, 12_345, 12_346])
         monkeypatch.setattr("random.SystemRandom.choice", lambda *_: next(draws))
         assert quiet_ports(1)[0] in (12_345, 12_346), "a port in use is not taken"
-
-
-def test_a_forked_copy_of_the_socket_accepts_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    close = socket.socket.close
-
-    def copied(self: socket.socket) -> None:
-        copies.append(os.dup(self.fileno()))
-        close(self)
-
-    with monkeypatch.context() as forking:
-        forking.setattr(socket.socket, "close", copied)
-        ports = quiet_ports(2)
-    try:
-        for port in ports:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("localhost", port))
-    finally:
-        for copy in copies:
-            os.close(copy)
-    assert len(copies) >= len(ports)
 
 
 def test_the_simulator_takes_its_ports_from_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:

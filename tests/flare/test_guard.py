@@ -3,7 +3,6 @@
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.federation.settings import META_LIMIT
 from medflare.federation.update_validation.rounding import Rounding
-from medflare.flare.guard import OutboundGuard, outbound_limits, planned
+from medflare.flare.guard import OutboundGuard, outbound_limits
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.privacy import UpdatePrivacy
@@ -259,15 +258,6 @@ def test_a_job_that_names_result_filters_is_refused_and_none_of_them_runs(contex
         assert "patients" not in result
 
 
-def test_a_report_that_a_full_disk_left_empty_begins_with_its_columns(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
-    path = Path(spec.folder) / "outbound.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    for _ in range(2):
-        OutboundGuard().process(to_shareable(update), context)
-    assert [row["sent"] for row in report(spec)] == ["yes"] * 8
-
-
 def rounded(spec: ParticipantSpec, update: Message) -> tuple[Message, Message]:
     """(what the server sends of weights that are 0.5 smaller than the site's, what the site answers), with weights rounded."""
     plan = get_method("fedavg").plan(load_task(Path(spec.task_file)), (SITE, "other"), {})
@@ -293,29 +283,6 @@ def test_headers_carry_no_data(context: FLContext, update: Message) -> None:
     shareable = to_shareable(update)
     shareable.set_header("notes", torch.ones(4))
     assert "notes" in kept_back(OutboundGuard().process(shareable, context))
-
-
-def test_what_the_site_works_by_is_read_once_in_a_job(
-    context: FLContext, spec: ParticipantSpec, update: Message, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It holds the weights that a task starts from, which may be gigabytes. Who enrols anew may do so among other sites."""
-    read: list[ParticipantSpec] = []
-
-    def noted(found: ParticipantSpec) -> object:
-        read.append(found)
-        return planned(found)
-
-    monkeypatch.setattr("medflare.flare.guard.planned", noted)
-    guard = OutboundGuard()
-    for _ in range(3):
-        assert guard.process(to_shareable(update), context).get_return_code() == ReturnCode.OK
-    assert read == [spec]
-    context.set_prop(SITE_TASK, SiteTask("enrol", 0, to_shareable(Message()), spec), private=True, sticky=False)
-    guard.process(to_shareable(Message({}, {"n": {"train": 3}})), context)
-    other = replace(spec, method="fedprox")
-    for one in (spec, other, other):
-        guard.process(to_shareable(update), prepared(one, Message()))
-    assert read == [spec, spec, other]
 
 
 def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, spec: ParticipantSpec, update: Message) -> None:

@@ -81,14 +81,7 @@ def test_no_second_root_while_the_locked_key_is_offline(tmp_path: Path, state: P
     assert not list(state.iterdir()) and [path.name for path in other.iterdir()] == ["cert.json"]
 
 
-def test_another_project_whose_key_is_offline_stops_nobody(tmp_path: Path) -> None:
-    (tmp_path / "another/state").mkdir(parents=True)
-    (tmp_path / "another/prod_00").mkdir()
-    done = _run("bash", SCRIPTS / "provision.sh", "--leave-root-key", SCRIPTS / "project.yml", tmp_path)
-    assert done.returncode == 0 and (tmp_path / "medflare/prod_00/site-1/local/resources.json").exists(), done.stderr
-
-
-@pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", "[]", '{"salt": "AAAA", "token": 3}', "\udcff"])
+@pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", '{"salt": "AAAA", "token": 3}'])
 def test_a_damaged_file_is_named_and_stays(tmp_path: Path, state: Path, content: str) -> None:
     script = (sys.executable, SCRIPTS / "root_key.py")
     _run(*script, "lock", tmp_path)
@@ -102,18 +95,3 @@ def test_a_damaged_file_is_named_and_stays(tmp_path: Path, state: Path, content:
         done = _run(*script, action, tmp_path)
         assert done.returncode == 1 and str(state / "cert.json") in done.stderr
     assert (state / "cert.json.locked").read_bytes() == whole
-
-
-def test_on_a_full_disk_nothing_changes(tmp_path: Path, state: Path) -> None:
-    script = f"ulimit -f 0; trap '' XFSZ; exec '{sys.executable}' -B '{SCRIPTS / 'root_key.py'}'"
-    for action, kept in (("lock", "cert.json"), ("unlock", "cert.json.locked")):
-        done = _run("bash", "-c", f"{script} {action} '{tmp_path}'")
-        assert done.returncode == 1 and str(state / kept) in done.stderr
-        assert [path.name for path in state.iterdir()] == [kept]
-        _run(sys.executable, SCRIPTS / "root_key.py", "lock", tmp_path)
-
-
-def test_a_workspace_that_is_not_there(tmp_path: Path) -> None:
-    script = (sys.executable, SCRIPTS / "root_key.py")
-    assert _run(*script, "lock", tmp_path / "nowhere").returncode == 1
-    assert _run(*script, "unlock", tmp_path / "nowhere").returncode == 0, "the first provisioning makes it"

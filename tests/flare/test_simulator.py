@@ -3,14 +3,11 @@
 import inspect
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-import psutil
 import pytest
 from nvflare.private.fed.app.simulator import simulator_worker
 
@@ -18,7 +15,7 @@ from helpers.waiting import eventually
 from medflare.core.errors import MedflareError
 from medflare.flare import simulator
 from medflare.flare.participants import ParticipantSpec
-from medflare.flare.simulator import Host, SimulatorHost, SiteProcesses, limit_spinning
+from medflare.flare.simulator import Host, SimulatorHost, limit_spinning
 
 SPEC = {"name": "A", "method": "fedavg", "server_algorithm": "", "seed": 0, "task_file": "", "local_file": "", "folder": ""}
 
@@ -94,28 +91,3 @@ def test_openmp_threads_sleep_soon_unless_the_user_has_chosen(chosen: dict[str, 
     limit_spinning(environment)
     spins = {} if chosen.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {"GOMP_SPINCOUNT": "1000"}
     assert environment == chosen | spins
-
-
-def site_process(site: str) -> "subprocess.Popen[bytes]":
-    """A process with the command line of a site's."""
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-o", "workspace", "--client", site, "--port", "1"])
-
-
-def test_a_process_that_is_killed_is_dead_and_one_that_never_was_is_not() -> None:
-    watched = SiteProcesses()
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "--client"])
-    processes = {site: site_process(site) for site in ("A", "B")}
-    try:
-        assert watched.dead() == set()
-        processes["A"].kill()
-        assert eventually(lambda: watched.dead() == {"A"}, seconds=10), "nobody has waited for it yet"
-        processes["A"].wait()
-        processes["C"] = site_process("C")
-        assert eventually(lambda: watched.dead() == {"A"}, seconds=10)
-        processes["D"] = site_process("A")
-        assert eventually(lambda: watched.dead() == set(), seconds=10), "its next task has another process"
-    finally:
-        for process in (other, *processes.values()):
-            process.kill()
-            process.wait()
-    assert not [child for child in psutil.Process().children() if "--client" in child.cmdline()]

@@ -23,7 +23,6 @@ from medflare.core.errors import Aborted, ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import memory_mapped
 from medflare.federation.exchange import Reply
-from medflare.flare import liveness
 from medflare.flare import tasks as steps
 from medflare.flare.liveness import Liveness
 from medflare.flare.messages import error_reply, register_decomposers, to_message, to_shareable
@@ -92,7 +91,7 @@ def received(reply: Reply) -> Message:
 
 
 def exchange(controller: FakeController, *, outside: tuple[str, ...] = (), **settings: Any) -> TaskExchange:
-    alive = Liveness(settings.pop("heartbeat_timeout", LONG), settings.pop("dead", None))
+    alive = Liveness(settings.pop("heartbeat_timeout", LONG))
     options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "stop_reason": lambda: "asked to", "say": lambda line: None, **settings}
     options |= {"outside": outside, "members": lambda: list(controller.behaviours), "liveness": alive}
     return TaskExchange(controller, FLContext(), Signal(), **options)
@@ -240,23 +239,6 @@ def test_a_site_that_flare_has_lost_is_not_waited_for() -> None:
     controller = FakeController(CS=answers(), DU=never_fetches)
     controller.disconnected.add("DU")
     assert exchange(controller)(STEP, requests(controller))["DU"].kind == "missing"
-
-
-def test_a_site_whose_process_died_is_missing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_PROCESS_CHECK", 0.05)
-    controller = FakeController(CS=later(0.3, answers()), DU=never_answers, FG=never_fetches)
-    tasks = exchange(controller, step_timeout=0.8, dead=lambda: {"DU", "FG"})
-    replies = tasks(STEP, requests(controller))
-    assert replies["CS"].message is not None and replies["DU"].kind == "missing"
-    assert replies["FG"].kind == "late", "with fewer threads than sites it has no process until its turn comes"
-    assert tasks.present(4) == ["CS", "FG"]
-    controller.behaviours["DU"] = never_fetches
-    tasks.step_timeout = LONG
-    started = time.monotonic()
-    assert tasks(Step("finalize", 4), {"DU": Message({})})["DU"].kind == "missing", "a dead site is not waited for a second time"
-    assert time.monotonic() - started < LONG / 2
-    tasks.liveness.heard_from("DU")
-    assert "DU" in tasks.present(5)
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------------

@@ -158,25 +158,20 @@ def test_curves_reach_tensorboard(run: Tracking, tmp_path: Path) -> None:
     assert not list((tmp_path / "tb_events").rglob("aggregation_score*"))
 
 
-def test_events_stand_before_the_line_of_their_step() -> None:
-    events = EventLog()
-    told = Progress(events)
-    told.say("round 0")
+def test_lines_and_events_once_and_in_order_in_log_and_statistics() -> None:
+    events, logged = EventLog(), list[str]()
+    progress = Progress(events, logged.append)
+    progress.say("round 0")
     events.add("missing", "no sign of life", site="B", round=1)
-    told.say("round 1")
+    progress.say("round 1")
     events.add("warning", "nearly over")
-    expected = ["round 0", "missing: B (round 1): no sign of life", "round 1", "warning: nearly over"]
-    assert told.to_dict() == {"count": 4, "lines": expected}
-    assert told.to_dict()["count"] == 4, "an event is told once"
-
-
-def test_a_long_run_keeps_its_last_lines_and_counts_all() -> None:
-    told = Progress(EventLog())
+    lines = ["round 0", "missing: B (round 1): no sign of life", "round 1", "warning: nearly over"]
+    assert progress.to_dict() == {"count": 4, "lines": lines} == progress.to_dict()
+    assert logged == ["round 0", "medflare: noted: missing: B (round 1): no sign of life", "round 1"]
     for number in range(2 * tracking._LINES):
-        told.say(str(number))
-    found = told.to_dict()
-    assert found["count"] == 2 * tracking._LINES and found["lines"][-1] == str(found["count"] - 1)
-    assert len(found["lines"]) == tracking._LINES
+        progress.say(str(number))
+    last = progress.to_dict()
+    assert last["count"] == 4 + 2 * tracking._LINES and len(last["lines"]) == tracking._LINES
 
 
 def test_flare_is_told_when_it_asks() -> None:
@@ -185,12 +180,3 @@ def test_flare_is_told_when_it_asks() -> None:
     fl_ctx.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector, private=True, sticky=False)
     controller.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, fl_ctx)
     assert collector.info == {"medflare": {"count": 0, "lines": []}}
-
-
-def test_events_go_to_the_log_before_the_line_of_their_step() -> None:
-    events, logged = EventLog(), list[str]()
-    told = Progress(events, logged.append)
-    events.add("rejected", "its vote does not count", site="B", round=0)
-    told.say("round 0")
-    told.say("round 1")
-    assert logged == ["medflare: noted: rejected: B (round 0): its vote does not count", "round 0", "round 1"]

@@ -31,7 +31,7 @@ from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread,
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK, Liveness
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import interrupted_id
-from medflare.flare.simulator import SimulatorHost, SiteProcesses, limit_spinning
+from medflare.flare.simulator import SimulatorHost, limit_spinning
 from medflare.flare.tracking import GROUP, Progress, Tracking
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class MedflareController(Controller):
         self._events = EventLog()
         self._progress = Progress(self._events)
         self._exchange: TaskExchange | None = None
-        self._site_processes: SiteProcesses | None = None
         self._stop_reason = ""
         self._late: Counter[str] = Counter()
         share_cleanup_thread()
@@ -138,7 +137,7 @@ class MedflareController(Controller):
             say=self._progress.say,
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
-            liveness=Liveness(self.heartbeat_timeout, None if self._site_processes is None else self._site_processes.dead),
+            liveness=Liveness(self.heartbeat_timeout),
         )
         try:
             try:
@@ -260,7 +259,6 @@ class MedflareController(Controller):
 
     def _start_host(self, fl_ctx: FLContext) -> None:
         """In the simulator: start the host of the sites' workers; without a host each site's process computes itself."""
-        self._site_processes = SiteProcesses()
         limit_spinning(os.environ)
         try:
             SimulatorHost(os.getpid()).start(self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", "")))

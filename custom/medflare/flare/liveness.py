@@ -7,7 +7,6 @@ as soon as there is.
 
 import threading
 import time
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,6 @@ _INTERVAL = 2.0  # seconds between two heartbeats
 _TRANSPORT = 5.0  # seconds that a request and its answer may take on the network
 _UNREACHABLE = 60.0  # seconds after which a site that cannot reach the server polls anyway
 _RETRY = 0.5  # seconds between two attempts to reach the server
-_PROCESS_CHECK = 1.0  # seconds between two looks at the sites' processes in the simulator
 _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
@@ -82,27 +80,20 @@ class Liveness:
 
     Attributes:
         heartbeat_timeout: seconds without a sign of life after which a site is lost.
-        dead: returns the sites whose process has ended; only the simulator can see processes.
         heard: site -> when the server last heard from it, on the monotonic clock.
         lost: sites that are given up until the server hears from them again.
-        died: those of them whose process has ended.
         not_ready: sites whose enrollment timed out; they are present again when they ask for work.
     """
 
     heartbeat_timeout: float
-    dead: Callable[[], Collection[str]] | None = None
     heard: dict[str, float] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
-    died: set[str] = field(default_factory=set)
     not_ready: set[str] = field(default_factory=set)
-    _without_process: Collection[str] = ()
-    _checked: float = field(default_factory=time.monotonic)
 
     def heard_from(self, site: str) -> None:
         """The server heard from the site just now."""
         self.heard[site] = time.monotonic()
         self.lost.discard(site)
-        self.died.discard(site)
 
     def asks_for_work(self, site: str) -> None:
         """The site asks for work, so it has finished reading its images."""
@@ -117,27 +108,15 @@ class Liveness:
         """Seconds since the server heard from the site, or since the latest of `moments`, whichever is less."""
         return time.monotonic() - max(self.heard.get(site, 0.0), *moments)
 
-    def check_processes(self) -> None:
-        """Look at the sites' processes once a second; a result holds until the next call, since a site may get another process."""
-        due = self.dead is not None and time.monotonic() - self._checked > _PROCESS_CHECK
-        self._without_process = self.dead() if self.dead is not None and due else ()
-        self._checked = time.monotonic() if due else self._checked
+    def gone(self, site: str, fetched: bool, sent: float, busy: float) -> bool:
+        """Whether a site that has a task is lost.
 
-    def gone(self, site: str, step: str, fetched: bool, sent: float, busy: float) -> str:
-        """Why a site that has a task cannot be expected to reply; "" as long as it can.
-
-        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites). Then it has no
-        process, and its silence counts only while no other site is at work.
+        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites): its silence
+        counts only while no other site is at work.
 
         Args:
-            step: the step's name, for the reason.
             fetched: whether the site has fetched its task.
             sent: when the task was sent, on the monotonic clock.
             busy: when any site was last at work, on the monotonic clock.
         """
-        if fetched and site in self._without_process:
-            self.died.add(site)
-        if site in self.died:
-            return f"its process died; {step} goes on without the site"
-        silence = self.silence(site, sent if fetched else max(sent, busy))
-        return f"no sign of life in {step}; going on without the site" if silence > self.heartbeat_timeout else ""
+        return self.silence(site, sent if fetched else max(sent, busy)) > self.heartbeat_timeout

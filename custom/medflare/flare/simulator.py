@@ -26,7 +26,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Client, Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from nvflare.apis.shareable import Shareable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from medflare.federation.participant import Participant
 
 _PACKAGES = Path(__file__).resolve().parents[2]  # a job may carry this package; only FLARE's processes have it in their sys.path then
-_SITE_OPTION: Final = "--client"  # of the command line of a site's process, before the site's name
 _ABORT_CHECK = 0.1  # seconds between two looks at the abort signal
 _TICK = 1.0  # seconds after which host and workers check which processes are alive
 _IDLE = 60.0  # seconds without a task after which a worker ends, so that with many sites not all stay in memory
@@ -135,31 +134,6 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """
     if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         environment["GOMP_SPINCOUNT"] = "1000"  # GNU OpenMP's own value if there are more threads than cores
-
-
-class SiteProcesses:
-    """The simulator's site processes, as the process that starts them sees them."""
-
-    def __init__(self) -> None:
-        self._simulator = psutil.Process()
-        self._seen: set[str] = set()
-        self._dead: set[str] = set()
-
-    def dead(self) -> set[str]:
-        """Sites that had a process at an earlier look and have none now.
-
-        While a process starts, nobody can tell whose it is: then the result of the last look holds.
-        """
-        commands = []
-        for child in self._simulator.children():
-            with suppress(psutil.Error):  # it has just ended
-                if child.status() != psutil.STATUS_ZOMBIE:
-                    commands.append(child.cmdline())
-        if [] not in commands:
-            alive = {words[words.index(_SITE_OPTION) + 1] for words in commands if _SITE_OPTION in words[:-1]}
-            self._seen |= alive
-            self._dead = self._seen - alive
-        return self._dead
 
 
 # -- the host and its workers --------------------------------------------------------------------------------------------------

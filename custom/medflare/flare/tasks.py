@@ -204,19 +204,16 @@ class TaskExchange:
                     if step.phase == ENROL:
                         self.liveness.not_ready |= pending.keys()
                     return missing
-                self.liveness.check_processes()
-                gone = {site: reason for site, site_task in pending.items() if (reason := self._gone(name, site, site_task, busy))}
-                self.liveness.lost |= gone.keys()
-                missing |= {site: Reply(problem=reason, kind="missing") for site, reason in gone.items()}
+                gone = {site for site, site_task in pending.items() if self._gone(site, site_task, busy)}
+                self.liveness.lost |= gone
+                missing |= {site: Reply(problem=f"no sign of life in {name}; going on without the site", kind="missing") for site in gone}
                 if any(site_task.fetched is not None for site, site_task in pending.items() if site not in gone):
                     busy = time.monotonic()
                 self._changed.wait(_POLL)
 
-    def _gone(self, step: str, site: str, site_task: _SiteTask, busy: float) -> str:
-        """Why a site cannot be expected to reply; "" as long as it can."""
-        if self.controller.get_client_disconnect_time(site):
-            return f"no sign of life in {step}; going on without the site"
-        return self.liveness.gone(site, step, site_task.fetched is not None, site_task.sent, busy)
+    def _gone(self, site: str, site_task: _SiteTask, busy: float) -> bool:
+        disconnected = bool(self.controller.get_client_disconnect_time(site))
+        return disconnected or self.liveness.gone(site, site_task.fetched is not None, site_task.sent, busy)
 
 
 def read_reply(shareable: Shareable) -> Reply:

@@ -42,13 +42,6 @@ def test_every_line_is_said_once_as_it_comes() -> None:
     )
 
 
-def test_a_job_that_waits_says_what_for() -> None:
-    tried = [f"2026-11-22 08:15:{second}: connected sites (1) < min_sites (2)" for second in (10, 20)]
-    served = Served(SUBMITTED, SUBMITTED, SUBMITTED, RUNNING, COMPLETED, history=([], tried[:1], tried, tried, tried))
-    waiting = "id SUBMITTED, waits: connected sites (1) < min_sites (2)"
-    assert followed(served)[1] == ["id SUBMITTED", waiting, "id RUNNING", "id FINISHED:COMPLETED"]
-
-
 def test_lines_that_are_kept_no_more_are_not_missed_in_count() -> None:
     _, said = followed(Served(RUNNING, RUNNING, COMPLETED, stats=(told("a", "b"), told("d", "e", count=5))))
     assert said[1:5] == ["a", "b", "d", "e"]
@@ -110,11 +103,6 @@ def test_who_has_watched_long_enough_is_told_that_the_job_goes_on() -> None:
     assert not ended and said[-1].startswith("id is still RUNNING")
 
 
-@pytest.mark.parametrize("stats", [{}, {"medflare": "?"}])
-def test_a_job_that_says_nothing_is_followed_by_its_state(stats: dict[str, Any]) -> None:
-    assert followed(Served(RUNNING, COMPLETED, stats=(stats,)))[1] == ["id RUNNING", "id FINISHED:COMPLETED"]
-
-
 class Restarted:
     """What opens sessions with a server that goes away: a Served for each that it lets in, an error for each that it does not."""
 
@@ -173,9 +161,6 @@ def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.Mon
 
 LINES = (
     "site A stops: the step takes longer than the 5 minutes of its bounds.minutes",
-    "site A trains with differential privacy only (privacy in its local/medflare.json), this job without: set dp_noise",
-    "site A does not take what the server sent for 'train' of round 0: missing entry 'model'",
-    "site A was asked to work before it enrolled, or its state is gone",
     "the process that worked on 'train' of round 3 died",
 )
 
@@ -199,12 +184,6 @@ def test_every_kind_of_line_is_explained(
     text = logged(ConfigError(line), tmp_path, caplog, monkeypatch)
     (said,) = explanations([("A", text)])
     assert said.startswith("A ") and said.endswith(line)
-
-
-def test_the_party_is_not_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = logged(ConfigError("site A: data root data does not exist"), tmp_path, caplog, monkeypatch)
-    (said,) = explanations([("A", text)])
-    assert "site A" not in said and said.endswith("data root data does not exist")
 
 
 def test_an_unexpected_error_is_explained_by_its_kind_alone(
