@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from medflare.core.packages import installed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -117,15 +119,17 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
 
 
 def _hd95(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-    return boundary_distance(predicted, truth)
+    return boundary_distance(predicted, truth) if installed("scipy") else _nan(predicted)
 
 
 def _hd95_mm(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-    return _nan(predicted) if spacing is None else boundary_distance(predicted, truth, spacing)
+    return boundary_distance(predicted, truth, spacing) if spacing is not None and installed("scipy") else _nan(predicted)
 
 
 def _surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-    return _nan(predicted) if spacing is None else surface_dice(predicted, truth, spacing, task.surface_tolerance)
+    if spacing is None or not installed("scipy"):
+        return _nan(predicted)
+    return surface_dice(predicted, truth, spacing, task.surface_tolerance)
 
 
 def _nan(masks: "Tensor") -> "Tensor":
