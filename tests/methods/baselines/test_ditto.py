@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.ditto import METHOD, DittoSite
@@ -51,13 +50,6 @@ def test_the_global_model_is_fedavgs(squares: ModuleType) -> None:
         )
 
 
-def test_without_lam_the_personal_model_is_trained_alone(squares: ModuleType) -> None:
-    alone, among = (squares.federation(DittoSite, FedAvgServer, sites=sites, lam=0.0) for sites in (("A",), ("A", "B", "C")))
-    assert squares.equal(alone.algorithms["A"].personal, among.algorithms["A"].personal)
-    drawn = squares.federation(DittoSite, FedAvgServer, lam=1.0)
-    assert not squares.equal(drawn.algorithms["A"].personal, among.algorithms["A"].personal)
-
-
 def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: ModuleType) -> None:
     played = squares.federation(DittoSite, FedAvgServer)
     for turn in played.log:
@@ -86,9 +78,3 @@ def test_a_site_without_a_personal_model_uses_the_global_one(squares: ModuleType
     algorithm = squares.algorithm(DittoSite, name)
     assert algorithm.finalize(Message({"model": squares.start()})).keys() == {"global", "deployed"}
     assert algorithm.validate(3, Message({"model": squares.start()})).meta["validation"]["personal"] is None
-
-
-@pytest.mark.parametrize(("values", "words"), [({"lam": -0.1}, "lam"), ({"dp_noise": 1.0}, "dp_noise")])
-def test_what_it_refuses(values: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        METHOD.check(values)

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from helpers.fixture_types import Golden
-from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.baselines.fedprox import METHOD, FedProxSite
+from medflare.methods.baselines.fedprox import FedProxSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.parts.proximal import proximal_term
@@ -52,9 +51,3 @@ def test_proximal_gradient_by_hand() -> None:
 def test_without_mu_it_is_fedavg(squares: ModuleType) -> None:
     prox = squares.federation(FedProxSite, FedAvgServer, rounds=3, mu=0.0)
     assert squares.equal(prox.model, squares.federation(FedAvgSite, FedAvgServer, rounds=3).model)
-
-
-@pytest.mark.parametrize(("values", "words"), [({"mu": -1}, "mu"), ({"dp_noise": 1.0}, "dp_noise")])
-def test_what_it_refuses(values: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        METHOD.check(values)

@@ -3,11 +3,9 @@
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.fedrep import METHOD, FedRepSite
@@ -62,9 +60,3 @@ def test_the_head_is_the_local_part(squares: ModuleType) -> None:
     body, head = parts(squares.start())
     assert METHOD.site_class.manifest("train", plan)["model"].tensors.keys() == body.keys()
     assert METHOD.site_class.manifest("share", plan)["local"].tensors.keys() == head.keys()
-
-
-@pytest.mark.parametrize("values", [{"head_epochs": -1}, {"body_epochs": -1}, {"dp_noise": 1.0}])
-def test_what_it_refuses(values: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        METHOD.check(values)

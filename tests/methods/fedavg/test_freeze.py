@@ -7,7 +7,6 @@ import torch
 
 from helpers.small_tasks import INSTANCE_UNET, small_task
 from medflare.core.errors import ConfigError
-from medflare.methods.baselines.fedprox import FedProxSite
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.networks.catalogue import initial_network
@@ -58,12 +57,6 @@ def test_the_trainable_part_has_its_own_moments() -> None:
     assert len(kept["optimizer/model/part"]) < len(kept["optimizer/model"])
 
 
-def test_the_proximal_term_works_with_frozen_parts() -> None:
-    log, server, _ = play(small_task(**FROZEN), FedProxSite, mu=10.0)
-    assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train", "validate"]
-    assert all(tensor.isfinite().all() for tensor in server.model.values())
-
-
 @pytest.mark.parametrize(
     ("method", "hyper", "freeze", "token"),
     [
@@ -77,8 +70,3 @@ def test_the_proximal_term_works_with_frozen_parts() -> None:
 def test_errors(method: str, hyper: dict[str, Any], freeze: Any, token: str) -> None:
     with pytest.raises(ConfigError, match=token):
         get_method(method).check(hyper, small_task(freeze=freeze, network=INSTANCE_UNET))
-
-
-def test_it_works_with_robust_rules() -> None:
-    get_method("robust").check({}, small_task(**FROZEN))
-    get_method("fedavg", server="robust").check({}, small_task(**FROZEN))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
@@ -122,14 +121,6 @@ class TestStrength:
         actual = channel_deviations([images[:5], images[5:]])
         assert actual == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
         assert channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
-
-    def test_strength_is_in_deviations_of_the_sites_images(self) -> None:
-        algorithm = squares.algorithm(FedDAGSite)
-        deviation, images = algorithm.unit, stacked(algorithm.site.data.train).images
-        assert deviation.shape == (1, 1, 1) and deviation.item() == pytest.approx(images.std(correction=0).item())
-        assert algorithm.memory.meta["deviations"] == pytest.approx([deviation.item()])
-        reply = algorithm.perform("train", 0, Message({"model": squares.start()}))
-        assert "deviations" not in reply.meta
 
     @pytest.mark.parametrize("train_on", ["both", "perturbation"])
     def test_unit_scales_the_perturbation(self, train_on: str) -> None:

@@ -12,7 +12,6 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
-from medflare.methods.baselines.moon import MoonSite
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
@@ -67,11 +66,6 @@ class TestPerturbation:
 
         assert loss(moved) > loss(model)
 
-    def test_training_is_that_of_the_site_algorithm(self) -> None:
-        plain, _ = squares.trained(FedAvgSite)
-        assert squares.equal(squares.trained(SHASite)[0], plain)
-        assert squares.equal(squares.trained(SHAMoonSite, server_class=SHAServer)[0], squares.trained(MoonSite)[0])
-
     def test_without_rho_nothing_more_is_sent(self) -> None:
         for hyper in ({"rho": 0.0}, {"sha": False}):
             assert squares.algorithm(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
@@ -125,11 +119,6 @@ class TestAggregation:
 
 
 class TestServer:
-    def test_a_round_has_two_phases_unless_sha_is_off(self) -> None:
-        phases = [(step.phase, step.round) for step in squares.server(SHAServer, rounds=2).steps()]
-        assert phases == [("train", 0), ("score", 0), ("train", 1), ("score", 1), ("validate", 2)]
-        assert [step.phase for step in squares.server(SHAServer, rounds=2, sha=False).steps()] == ["train", "train", "validate"]
-
     def test_every_site_gets_the_perturbed_models_of_the_others(self) -> None:
         server = squares.server(SHAServer)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))

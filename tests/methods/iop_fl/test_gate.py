@@ -10,7 +10,7 @@ from medflare.core.hyper import build_hyper
 from medflare.federation.final_models import evaluated
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD, outside
-from medflare.methods.iop_fl.formulas import agreeing, image_spread, window_radius
+from medflare.methods.iop_fl.formulas import agreeing, image_spread
 from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, summarize, test_time_loss
 from medflare.methods.iop_fl.site import IOPHyper
 from medflare.training.site import Site
@@ -32,13 +32,6 @@ def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
     model._probabilities = model._at_start = lambda images: images  # type: ignore[method-assign]
     clean, noisy, _ = model._predictions(images, "key")
     torch.testing.assert_close((noisy - clean).flatten(1).std(dim=1), 0.5 * image_spread(images).flatten(), rtol=0.1, atol=1e-6)
-
-
-def test_the_window_is_a_fraction_of_the_side() -> None:
-    assert [window_radius([side, 2 * side]) for side in (384, 128, 64, 8)] == [10, 3, 2, 1]
-    p = torch.rand(1, 1, 64, 64)
-    by_share, by_pixels = (build_hyper(IOPHyper, {"radius": radius, "objective": "paper"}) for radius in ("auto", 2))
-    assert test_time_loss(p, p, SEGMENTATION, by_share, p) == test_time_loss(p, p, SEGMENTATION, by_pixels, p)
 
 
 def costs(objective: str) -> list[float]:

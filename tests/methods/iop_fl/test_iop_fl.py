@@ -1,15 +1,12 @@
 """IOP-FL's algorithms inside, on small generated images: the local adapted model and what is sent of it."""
 
-from typing import Any
-
 import pytest
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.core.errors import StateError
 from medflare.core.manifest import violation
 from medflare.core.states import blend, copy_state
 from medflare.methods import iop_fl
 from medflare.methods.base import Step
-from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.server import IOPServer
@@ -69,9 +66,3 @@ def test_a_site_without_a_round_has_nothing_to_submit() -> None:
     algorithm = squares.algorithms(IOPSite)["A"]
     with pytest.raises(StateError, match="site A"):
         algorithm.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
-
-
-@pytest.mark.parametrize(("name", "value"), [("tau", 1.5), ("radius", -1), ("routing", "none")])
-def test_bad_settings_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        get_method("iop_fl").check({name: value})
