@@ -79,7 +79,7 @@ class FingerprintServer(ServerAlgorithm[Any]):
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Keep the fingerprints; an event names each site without one."""
         kept = {site: reply.meta[FINGERPRINT] for site, reply in replies.items() if reply.meta.get(FINGERPRINT)}
-        for site in replies.keys() - kept.keys():
+        for site in sorted(replies.keys() - kept.keys()):
             text = "sends no fingerprint: fewer patients than its minimum_patients"
             self.context.events.add("warning", text, site=site, round=step.round)
         self.memory.meta["fingerprints"] = {
