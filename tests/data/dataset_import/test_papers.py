@@ -16,7 +16,8 @@ from medflare.cli import main
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import check_patients, read_datalist, site_folders
 from medflare.data.dataset_import.papers.catalogue import PREPARATIONS, get_preparation
-from medflare.data.dataset_import.papers.preparing import Choices, prepare
+from medflare.data.dataset_import.papers.pathology import patch_corner
+from medflare.data.dataset_import.papers.preparing import prepare
 from medflare.studies.suites import load_suite, suites
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
@@ -110,10 +111,10 @@ def test_counts_are_laid_beside_the_papers(tmp_path: Path) -> None:
     prepared = prepare(get_preparation("prostate"), root, tmp_path / "DATA")
     assert "5 (30)" in prepared.table and "RUNMC has 5 images, published are 30" in prepared.warnings
     with pytest.raises(DataError, match="BIDMC"):
-        prepare(get_preparation("prostate"), root, tmp_path / "strict", Choices(strict=True))
+        prepare(get_preparation("prostate"), root, tmp_path / "strict", strict=True)
     assert not (tmp_path / "strict").exists()
     fitting = replace(get_preparation("prostate"), counts={"HK": {"images": 5, "patients": 5}}, total=30)
-    assert prepare(fitting, root, tmp_path / "fits", Choices(strict=True)).warnings == ()
+    assert prepare(fitting, root, tmp_path / "fits", strict=True).warnings == ()
 
 
 def test_lesions_that_flamby_divides_are_told_and_can_be_kept_together(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_lesions_that_flamby_divides_are_told_and_can_be_kept_together(tmp_path:
     assert all("patient" not in entry for entry in found["test"])
     trained = {entry.get("patient") for entry in found["training"]} - {None}
     assert trained and not trained & {entry.get("patient") for entry in found["validation"]}
-    again = prepare(get_preparation("fed_isic2019"), root, tmp_path / "clean", Choices(redraw=True))
+    again = prepare(get_preparation("fed_isic2019"), root, tmp_path / "clean", redraw=True)
     assert not any("two splits" in warning for warning in again.warnings)
     sides = [{entry["patient"] for entry in entries} for entries in listed(tmp_path / "clean" / "BCN").values()]
     assert sum(map(len, sides)) == len(set().union(*sides)) == 10
@@ -172,7 +173,7 @@ def test_one_class_is_left_out_and_one_cohort_never_trains(tmp_path: Path) -> No
     }
     found = listed(tmp_path / "DATA" / "vienna_dias")
     assert len(found["test"]) == 18 and not found["training"] and not found["validation"]
-    redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", Choices(redraw=True))
+    redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", redraw=True)
     assert {item.split for item in redrawn.sites["vienna_dias"]} == {"test"} and "18 (427)" in redrawn.table
     assert [item.label for item in prepared.sites["msk"] if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")] == [2, 1]
 
@@ -222,7 +223,8 @@ def annotated(root: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (lambda found: found["images"][0].update(width="wide"), "row 1"),
         (lambda found: found["annotations"][0].update(category_id=3), "row 1"),
         (lambda found: found["annotations"][0].update(image_id=9), "row 1"),
-        (lambda found: found["annotations"][2].update(bbox=[110, 30, 160, 80]), "002.tiff"),
+        (lambda found: found["annotations"][2].update(bbox=[110, 30, 160, 80]), "row 3"),
+        (lambda found: found["images"][0].update(file_name="355.tiff"), "355.tiff"),
         (lambda found: found["images"][1].update(file_name="400.tiff"), "400.tiff"),
         (lambda found: found["images"][1].update(height=120), "002.tiff"),
         (lambda found: found["annotations"][1].update(id=1), "1.png"),
@@ -235,20 +237,25 @@ def test_wrong_annotations_of_cells_are_one_line(change: Callable[[dict[str, Any
     assert "\n" not in str(error.value) and not (tmp_path / "DATA").exists()
 
 
-def test_an_image_of_no_tumour_is_refused(tmp_path: Path) -> None:
-    root = annotated(tmp_path / "from", lambda found: found["images"][0].update(file_name="355.tiff"))
-    (root / "images/001.tiff").rename(root / "images/355.tiff")
-    with pytest.raises(DataError, match="row 1"):
-        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+@pytest.mark.parametrize(
+    ("box", "corner"),
+    [
+        ((10, 10, 20, 20), (11, 11)),
+        ((10, 10, 21, 21), (11, 11)),  # a centre between pixels
+        ((0, 0, 2, 2), (0, 0)),
+        ((38, 28, 40, 30), (32, 22)),
+        ((-3, 10, 1, 20), (0, 11)),
+        ((39, 29, 49, 39), (32, 22)),
+    ],
+)
+def test_patches_are_within_the_image(box: tuple[float, ...], corner: tuple[int, int]) -> None:
+    assert patch_corner(box, (40, 30), 8) == corner
 
 
-def test_a_picture_that_ends_too_early_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    root = paper_releases.midog2022(tmp_path / "from")
-    file = root / "images/251.tiff"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(DataError, match=r"251\.tiff"):
-        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
-    assert not (tmp_path / "DATA").exists()
+@pytest.mark.parametrize("box", [(10, 10, 20), (10, 10, 5, 20), (10, float("nan"), 20, 20), (40, 10, 50, 20), (10, -9, 20, 0)])
+def test_boxes_outside_of_the_image_are_refused(box: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError):
+        patch_corner(box, (40, 30), 8)
 
 
 def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None:
@@ -282,8 +289,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"written: {tmp_path}/DATA/HK/datalist.json" in said and "published counts: IOP-FL" in said
     assert (tmp_path / "DATA/HK/HK/Case00.nii.gz").stat().st_nlink == 1
     assert main(["data", "prepare", "prostate", *options]) == 1
-    assert "exists; keep it, or write it anew with --force" in capsys.readouterr().err
+    assert "--force" in capsys.readouterr().err
     assert main(["data", "prepare", "prostate"]) == 1
-    assert "give NAME, --from DOWNLOADS and --to DATA" in capsys.readouterr().err
+    assert "--from" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="prostat"):
         get_preparation("prostat")

@@ -1,4 +1,9 @@
-"""A task proposed from the fingerprints of its sites by the rules of nnU-Net, each choice with its reason."""
+"""A segmentation task planned from the fingerprints of its sites by nnU-Net's rules, each choice with its reason.
+
+Isensee et al., "nnU-Net: a self-configuring method for deep learning-based biomedical image segmentation", Nature Methods 18, 203-211,
+2021, "rule-based parameters". Numbers that the paper leaves open are those of github.com/MIC-DKFZ/nnUNet, version 2, commits 017de4a
+(experiment planner) and 04f3cfc (network topology). Differences from either are marked.
+"""
 
 import dataclasses
 import json
@@ -10,20 +15,27 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from medflare.core.errors import ConfigError
-from medflare.data.checking import rules
 from medflare.data.checking.fingerprint import DatasetFingerprint, Spread
 from medflare.data.geometry import format_shape
 from medflare.networks.dry_run import check_network, step_bytes
 from medflare.tasks.config import load_task
 
 Modality: TypeAlias = Literal["mr", "ct", "photo"]
+Sides: TypeAlias = tuple[int, ...]
 
-_LEAST_LEVELS: Final = 3  # of MONAI's DynUNet
-_SOURCE: Final = "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
-_COUNTED: Final = 0.5  # of the memory, that what `step_bytes` counts may fill
-_MOST_PATCHES: Final = 8  # that an image gives in an epoch
-_KNOWN: Final = (0, 10, 50, 90, 100)  # percentiles of a `Spread`
-# What `load_task` wants to see beside what is learnt, before anything is decided.
+_ANISOTROPY: Final = 3  # ratio from which the coarsest axis is treated separately
+_MIN_SIDE: Final = 4  # of the smallest feature map
+_MIN_BATCH: Final = 2
+_MIN_LEVELS: Final = 3  # of MONAI's DynUNet
+_BATCH_SHARE: Final = 0.05  # of all voxels, at most, in one batch
+_MANY_ZEROS: Final = 0.25  # share of zeros from which intensities are normalised without them; nnU-Net uses the share that cropping removes
+_FIRST_PATCH: Final = {2: 2048**2, 3: 256**3}  # pixels or voxels of the patch that is then made smaller
+_MAX_FEATURES: Final = {2: 512, 3: 320}
+_MAX_PATCHES: Final = 8  # per image and epoch
+_COUNTED: Final = 0.5  # share of the memory for what `step_bytes` counts
+_PERCENTILES: Final = (0, 10, 50, 90, 100)  # of a `Spread`
+_HALF_TURN: Final = 3.1416
+# Settings that `load_task` requires, before they are decided.
 UNDECIDED: Final = {
     "network": {"name": "unet"},
     "loss": {"name": "dice"},
@@ -35,7 +47,7 @@ UNDECIDED: Final = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting of the proposed task and why it has this value."""
+    """A setting of the proposed task, and the reason for its value."""
 
     setting: str
     value: Any
@@ -47,111 +59,244 @@ class Plan:
     """A proposed task.
 
     Attributes:
-        settings: as a task's JSON file has them; `load_task` takes them.
-        choices: those that the fingerprints decided, in the order of the decisions.
-        source: whose rules they follow; "" where every reason stands alone.
-        warnings: what no choice mends, one line each.
+        settings: as in a task's JSON file.
+        choices: the settings with their reasons, in the order of the decisions.
+        source: of the rules; "" if there is none.
+        warnings: one line each.
     """
 
     settings: dict[str, Any]
     choices: tuple[Choice, ...]
-    source: str = _SOURCE
+    source: str = "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
     warnings: tuple[str, ...] = ()
 
     def render(self) -> str:
-        """Two lines for every choice, whose rules they follow, and the warnings."""
+        """Two lines for every choice, the source of the rules, and the warnings."""
         lines = [f"{choice.setting}: {json.dumps(choice.value)}\n    {choice.reason}" for choice in self.choices]
         return "\n".join([*lines, *filter(None, [self.source]), *(f"warning: {warning}" for warning in self.warnings)])
 
 
+# -- nnU-Net's rules -------------------------------------------------------------------------------------------------------
+
+
+def target_spacing(median: Sequence[float], tenth: Sequence[float], extent: Sequence[float]) -> tuple[float, ...]:
+    """Millimetres between voxels after resampling: the median of each axis.
+
+    A coarsest axis that is `anisotropic` takes the 10th percentile of its spacings, but is not finer than the second coarsest axis.
+
+    Args:
+        median: of the spacings, by axis.
+        tenth: 10th percentile of the spacings, by axis.
+        extent: median extent of the volumes in millimetres, by axis.
+
+    Examples:
+        >>> target_spacing((0.8, 0.8, 1.5), (0.7, 0.7, 1.0), (320, 320, 150))
+        (0.8, 0.8, 1.5)
+        >>> target_spacing((0.8, 0.8, 5.0), (0.7, 0.7, 3.0), (320, 320, 150))
+        (0.8, 0.8, 3.0)
+        >>> target_spacing((0.8, 0.8, 5.0), (0.7, 0.7, 0.6), (320, 320, 150))
+        (0.8, 0.8, 0.8)
+    """
+    target = list(median)
+    if anisotropic(median, extent):
+        coarsest = int(np.argmax(median))
+        target[coarsest] = max(tenth[coarsest], sorted(median)[-2])
+    return tuple(target)
+
+
+def anisotropic(spacing: Sequence[float], extent: Sequence[float]) -> bool:
+    """Whether one axis is over three times as coarse as the next one and has less than a third of the voxels of any other.
+
+    Examples:
+        >>> anisotropic((1, 1, 5), (200, 200, 100)), anisotropic((1, 1, 5), (200, 200, 1000)), anisotropic((4, 4, 1), (200, 200, 100))
+        (True, False, False)
+    """
+    coarsest = int(np.argmax(spacing))
+    voxels = np.divide(extent, spacing)
+    is_coarse = spacing[coarsest] > _ANISOTROPY * sorted(spacing)[-2]
+    return bool(is_coarse and _ANISOTROPY * voxels[coarsest] < np.delete(voxels, coarsest).min())
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The levels of a U-Net: convolution kernels and strides (1 in the first level), by level and axis."""
+
+    kernels: tuple[Sides, ...]
+    strides: tuple[Sides, ...]
+
+    @property
+    def divisors(self) -> Sides:
+        """Divisors of the sides of a patch: 2 ** poolings, by axis."""
+        return tuple(math.prod(column) for column in zip(*self.strides, strict=True))
+
+    def padded(self, size: Sequence[int]) -> Sides:
+        """The next larger size that the network takes."""
+        return tuple(math.ceil(side / divisor) * divisor for side, divisor in zip(size, self.divisors, strict=True))
+
+
+def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
+    """How often each axis is pooled, and with which kernels.
+
+    Levels are added while an axis of 8 voxels or more is left. Of those, the axes are pooled whose spacing is within a factor of 2 of
+    their finest; a single axis only from 12 voxels. Kernels are 3 along an axis from the level on where its spacing is within a factor of
+    2 of the finest, 1 before, and 3 in the last level. Different from the published program, they are also 3 after a pooling of the axis:
+    otherwise volumes that are coarse in two axes and short in the third would have kernels of 1.
+
+    Args:
+        size: sides of a patch.
+        spacing: millimetres between its voxels (1 each if unknown).
+
+    Examples:
+        >>> topology((32, 32), (1, 1)).strides
+        ((1, 1), (2, 2), (2, 2), (2, 2))
+        >>> topology((32, 32, 8), (1, 1, 3)).strides
+        ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 1))
+        >>> topology((32, 32, 8), (1, 1, 3)).kernels
+        ((3, 3, 1), (3, 3, 3), (3, 3, 3), (3, 3, 3))
+        >>> topology((32, 32, 12), (8, 8, 1)).kernels
+        ((1, 1, 3), (1, 1, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3))
+    """
+    sides, gaps, axes = list(size), list(spacing), range(len(size))
+    kernel: Sides = (1,) * len(size)
+    kernels, strides = [], [(1,) * len(size)]
+    while True:
+        kernel = tuple(3 if kernel[axis] == 3 or gaps[axis] < 2 * min(gaps) else 1 for axis in axes)
+        kernels.append(kernel)
+        large = [axis for axis in axes if sides[axis] >= 2 * _MIN_SIDE]
+        pooled = [axis for axis in large if gaps[axis] < 2 * min(gaps[other] for other in large)]
+        if not pooled or (len(pooled) == 1 and sides[pooled[0]] < 3 * _MIN_SIDE):
+            return Topology((*kernels[:-1], (3,) * len(size)), tuple(strides))
+        strides.append(tuple(2 if axis in pooled else 1 for axis in axes))
+        for axis in pooled:
+            sides[axis], gaps[axis] = math.ceil(sides[axis] / 2), 2 * gaps[axis]
+        kernel = tuple(max(width, 3 if axis in pooled else 1) for axis, width in enumerate(kernel))
+
+
+def first_patch(median: Sequence[float], spacing: Sequence[float]) -> Sides:
+    """The first patch: equally long in millimetres along all axes, 256 ** 3 voxels or 2048 ** 2 pixels, within the median image.
+
+    Examples:
+        >>> first_patch((512, 512, 100), (0.8, 0.8, 5.0)), first_patch((3000, 500), (1, 1))
+        ((472, 472, 75), (2048, 500))
+    """
+    density = [1 / side for side in spacing]
+    scale = (_FIRST_PATCH[len(density)] / math.prod(density)) ** (1 / len(density))
+    return tuple(min(round(scale * side), round(full)) for side, full in zip(density, median, strict=True))
+
+
+def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[float]) -> Sides:
+    """The next smaller patch: the axis that is longest relative to the median loses one step, the divisor of the smaller patch.
+
+    Examples:
+        >>> smaller((128, 128, 128), (150, 190, 160), (1, 1, 1)), smaller((256, 64, 64), (256, 64, 64), (1, 1, 1))
+        ((112, 128, 128), (256, 64, 56))
+    """
+    longest = max(range(len(size)), key=lambda axis: (size[axis] / median[axis], axis))
+
+    def shortened(step: int) -> Sides:
+        return tuple(max(1, side - step) if axis == longest else side for axis, side in enumerate(size))
+
+    step = topology(shortened(topology(size, spacing).divisors[longest]), spacing).divisors[longest]
+    return topology(shortened(step), spacing).padded(shortened(step))
+
+
+def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequence[int]) -> int:
+    """As many patches as fit into memory, but at most 5 % of all voxels, and at least 2.
+
+    Args:
+        fitting: the number of patches that fit into memory.
+        images: training images of the smallest site, since a batch is drawn at one site (nnU-Net: all images).
+        median: sides of the median image.
+        patch: sides of a patch.
+
+    Examples:
+        >>> batch_size(40, 100, (100, 100), (50, 50)), batch_size(7, 100, (100, 100), (50, 50)), batch_size(7, 3, (100, 100), (50, 50))
+        (20, 7, 2)
+    """
+    share = _BATCH_SHARE * images * math.prod(median) / math.prod(patch)
+    return max(_MIN_BATCH, min(fitting, round(share)))
+
+
+# -- a task for several sites ----------------------------------------------------------------------------------------------
+
+
 def plan(
-    found: Sequence[DatasetFingerprint],
+    sites: Sequence[DatasetFingerprint],
     *,
     modality: Modality = "mr",
     memory: float = 8.0,
     voxels: bool = False,
     name: str | None = None,
 ) -> Plan:
-    """A task for sites whose images are like this.
+    """A segmentation task for sites with these fingerprints.
 
     Args:
-        found: one or more fingerprints, made with one task.
-        modality: "ct" where intensities are Hounsfield units, "photo" for photographs, "mr" for everything whose numbers have no unit.
-        memory: GiB of the smallest device that trains.
-        voxels: plan as if nobody knew the spacing of volumes: for files whose millimetres are not to be trusted.
-        name: of the task; None: the name of the one that the images were looked at with, and "_planned".
+        sites: one or more fingerprints, made with one task.
+        modality: "ct" for Hounsfield units, "photo" for photographs, "mr" for intensities without a unit.
+        memory: GiB of the smallest training device.
+        voxels: ignore the spacings of the files.
+        name: of the task; None: the name of the fingerprints' task with "_planned".
 
     Raises:
-        ConfigError: fingerprints that do not belong together, a task without masks, images that are too small for a U-Net, or too little
-            memory.
+        ConfigError: fingerprints of different tasks, a task without masks, images that are too small for a U-Net, or too little memory.
     """
     if not 0 < memory < math.inf:
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
-    learnt = _learnt(found)
-    geometry = _geometry(found, learnt["spatial_dims"], voxels)
-    fixed = [*geometry.choices, intensity(found, modality), _augment(geometry), *_TRAINING]
-    settings = learnt | {"name": name or f"{learnt['name']}_planned", "batch_size": rules.LEAST_BATCH}
-    settings |= {choice.setting: choice.value for choice in fixed}
-    sized = _sized(found, settings, geometry, memory)
+    learnt = _common_settings(sites)
+    geometry = _plan_geometry(sites, learnt["spatial_dims"], voxels)
+    training = [intensity(sites, modality), _augment(geometry), *_TRAINING]
+    settings = learnt | {"name": name or f"{learnt['name']}_planned", "batch_size": _MIN_BATCH}
+    settings |= {choice.setting: choice.value for choice in (*geometry.choices, *training)}
+    sized = _plan_sizes(sites, settings, geometry, memory)
     settings |= {choice.setting: choice.value for choice in sized}
     check_network(load_task(settings))
-    return Plan(settings, (*geometry.choices, *sized, *fixed[len(geometry.choices) :]))
-
-
-# -- sites together --------------------------------------------------------------------------------------------------------
+    return Plan(settings, (*geometry.choices, *sized, *training))
 
 
 def pooled(spreads: Sequence[Spread], images: Sequence[int], percentile: float) -> tuple[float, ...]:
-    """A percentile over the images of all sites together, by axis.
-
-    Between the five numbers that are known of a site its images are taken to lie evenly.
+    """A percentile over the images of all sites, by axis; between the five percentiles of a site its images are interpolated.
 
     Examples:
-        >>> one, other = (Spread(*[(side, 2 * side)] * 5) for side in (10.0, 20.0))
-        >>> pooled([one, other], [3, 2], 50), pooled([one, other], [2, 3], 50)
+        >>> first, second = (Spread(*[(side, 2 * side)] * 5) for side in (10.0, 20.0))
+        >>> pooled([first, second], [3, 2], 50), pooled([first, second], [2, 3], 50)
         ((10.0, 20.0), (20.0, 40.0))
     """
     grid = np.linspace(0, 100, 1001)
     weights = np.repeat(np.asarray(images, np.float64), grid.size)
 
     def axis(number: int) -> float:
-        known = [[row[number] for row in dataclasses.astuple(spread)] for spread in spreads]
-        values = np.concatenate([np.interp(grid, _KNOWN, row) for row in known])
+        rows = [[row[number] for row in dataclasses.astuple(spread)] for spread in spreads]
+        values = np.concatenate([np.interp(grid, _PERCENTILES, row) for row in rows])
         return float(np.quantile(values, percentile / 100, weights=weights, method="inverted_cdf"))
 
     return tuple(axis(number) for number in range(len(spreads[0].median)))
 
 
-def _mean(found: Sequence[DatasetFingerprint], numbers: Sequence[float]) -> float:
-    """Of a number of each site, by its images."""
-    return float(np.average(numbers, weights=[item.images for item in found]))
+def _mean(sites: Sequence[DatasetFingerprint], numbers: Sequence[float]) -> float:
+    """The mean of a number of each site, weighted by images."""
+    return float(np.average(numbers, weights=[site.images for site in sites]))
 
 
-def _learnt(found: Sequence[DatasetFingerprint]) -> dict[str, Any]:
-    """What all of them were made with."""
-    if not found:
+def _common_settings(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
+    """The settings of the task that all fingerprints were made with."""
+    if not sites:
         raise ConfigError("no fingerprint to plan from; write one with medflare data fingerprint")
-    first = found[0]
-    for item in found:
-        task = load_task({**item.learnt, **UNDECIDED, "size": [1] * (3 if item.learnt.get("spatial_dims") == 3 else 2)})
+    learnt = sites[0].learnt
+    for site in sites:
+        task = load_task({**site.learnt, **UNDECIDED, "size": [1] * (3 if site.learnt.get("spatial_dims") == 3 else 2)})
         if task.kind != "segmentation":
-            raise ConfigError(f"site {item.site}: task {task.name} classifies, the rules are for masks; use medflare task init")
-        axes = {len(spread.median) for spread in (item.sizes, item.spacings, item.extents) if spread is not None}
-        if axes != {task.spatial_dims} or len(item.channels) != task.image_channels:
-            raise ConfigError(f"site {item.site}: axes or channels are not those of task {task.name}; write the fingerprint anew")
-        for setting in sorted({*first.learnt, *item.learnt}):
-            if item.learnt.get(setting) != first.learnt.get(setting):
-                values = f"{item.learnt.get(setting)!r}, site {first.site} with {first.learnt.get(setting)!r}"
-                raise ConfigError(f"site {item.site}: looked at with {setting} {values}; write the fingerprints with one task")
-    return first.learnt
-
-
-# -- geometry --------------------------------------------------------------------------------------------------------------
+            raise ConfigError(f"site {site.site}: task {task.name} is a classification, the rules are for masks; use medflare task init")
+        axes = {len(spread.median) for spread in (site.sizes, site.spacings, site.extents) if spread is not None}
+        if axes != {task.spatial_dims} or len(site.channels) != task.image_channels:
+            raise ConfigError(f"site {site.site}: axes or channels are not those of task {task.name}; write the fingerprint again")
+        if different := [setting for setting in sorted({*learnt, *site.learnt}) if site.learnt.get(setting) != learnt.get(setting)]:
+            raise ConfigError(f"site {site.site}: {different[0]} differs from site {sites[0].site}; write the fingerprints with one task")
+    return learnt
 
 
 @dataclass(frozen=True)
 class _Geometry:
-    """Sides of the median image after resampling, its spacing (1 each where nobody knows), whether that is anisotropic; and the choices."""
+    """Sides of the median image after resampling, its spacing (1 each if unknown), whether that is anisotropic; and the choices."""
 
     median: tuple[int, ...]
     spacing: tuple[float, ...]
@@ -159,158 +304,141 @@ class _Geometry:
     choices: tuple[Choice, ...]
 
 
-def _geometry(found: Sequence[DatasetFingerprint], dimensions: int, voxels: bool) -> _Geometry:
-    images = [item.images for item in found]
-    spacings = [item.spacings for item in found if item.spacings is not None]
-    extents = [item.extents for item in found if item.extents is not None]
-    fit = Choice("image_mode", "patch", "images keep their resolution, a window slides over them; nnU-Net trains on patches everywhere")
-    if dimensions == 2 or voxels or min(len(spacings), len(extents)) < len(found):
-        sizes = [item.sizes for item in found]
-        median = tuple(max(1, round(side)) for side in pooled(sizes, images, 50))
-        why = "the files' millimetres are not to be used" if voxels else "at least one file does not say how far its voxels lie apart"
-        stored = Choice("spacing", None, f"as stored, none are resampled: {why}")
-        return _Geometry(median, (1.0,) * dimensions, False, (fit,) if dimensions == 2 else (stored, fit))
+def _plan_geometry(sites: Sequence[DatasetFingerprint], dimensions: int, voxels: bool) -> _Geometry:
+    images = [site.images for site in sites]
+    spacings = [site.spacings for site in sites if site.spacings is not None]
+    extents = [site.extents for site in sites if site.extents is not None]
+    mode = Choice("image_mode", "patch", "images keep their resolution, a window slides over them; nnU-Net always trains on patches")
+    if dimensions == 2 or voxels or min(len(spacings), len(extents)) < len(sites):
+        median = tuple(max(1, round(side)) for side in pooled([site.sizes for site in sites], images, 50))
+        why = "the spacings of the files are ignored" if voxels else "at least one file has no spacing"
+        stored = Choice("spacing", None, f"as stored, without resampling: {why}")
+        return _Geometry(median, (1.0,) * dimensions, False, (mode,) if dimensions == 2 else (stored, mode))
     middle, tenth, extent = pooled(spacings, images, 50), pooled(spacings, images, 10), pooled(extents, images, 50)
-    spacing = tuple(round(side, 4) for side in rules.target_spacing(middle, tenth, extent))
+    spacing = tuple(round(side, 4) for side in target_spacing(middle, tenth, extent))
     median = tuple(max(1, round(length / side)) for length, side in zip(extent, spacing, strict=True))
-    special = rules.anisotropic(middle, extent)
+    is_anisotropic = anisotropic(middle, extent)
     reason = "median spacing in millimetres of the training images, by axis"
-    if special:
-        reason += f"; the coarsest axis (median {max(middle):g}) the 10th percentile, since it is over {rules.ANISOTROPY} times as coarse"
-    return _Geometry(median, spacing, special, (Choice("spacing", list(spacing), reason), fit))
+    if is_anisotropic:
+        reason += f"; the coarsest axis (median {max(middle):g}) has its 10th percentile, since it is over {_ANISOTROPY} times as coarse"
+    return _Geometry(median, spacing, is_anisotropic, (Choice("spacing", list(spacing), reason), mode))
 
 
-# -- what memory decides ---------------------------------------------------------------------------------------------------
-
-
-def _sized(found: Sequence[DatasetFingerprint], settings: dict[str, Any], geometry: _Geometry, memory: float) -> list[Choice]:
-    """Patch, network and batch."""
+def _plan_sizes(sites: Sequence[DatasetFingerprint], settings: dict[str, Any], geometry: _Geometry, memory: float) -> list[Choice]:
+    """Patch, network and batch, which memory decides."""
     budget = memory * 2**30 * _COUNTED
-    size, network = _fitting(settings, geometry, budget, memory)
-    patches = max(1, min(_MOST_PATCHES, math.ceil(math.prod(geometry.median) / math.prod(size))))
+    size, network = _largest_patch(settings, geometry, budget, memory)
+    patches = max(1, min(_MAX_PATCHES, math.ceil(math.prod(geometry.median) / math.prod(size))))
     task = load_task(settings | {"size": size, "network": network})
-    one, two = (step_bytes(task, batch) for batch in (1, 2))
-    smallest = min(item.images for item in found)
-    batch = rules.batch_size(int((budget - one) // (two - one)) + 1, smallest, geometry.median, size)
-    needed = (one + (batch - 1) * (two - one)) / 2**30
+    first, second = (step_bytes(task, batch) for batch in (1, 2))
+    smallest = min(site.images for site in sites)
+    batch = batch_size(int((budget - first) // (second - first)) + 1, smallest, geometry.median, size)
+    needed = (first + (batch - 1) * (second - first)) / 2**30
     whole = all(side >= full for side, full in zip(size, geometry.median, strict=True))
-    median = f"the median image, {format_shape(geometry.median)}"
-    cut = "whole" if whole else f"as long in millimetres along all axes, made smaller until two fit into {memory:g} GiB"
+    cut = "whole" if whole else f"equally long in millimetres along all axes, made smaller until two patches fit into {memory:g} GiB"
     return [
-        Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings"),
+        Choice("size", size, f"the median image, {format_shape(geometry.median)}, {cut}; sides divisible by 2 ** poolings"),
         Choice(
             "network",
             network,
-            f"U-Net of {len(network['strides'])} levels: an axis is halved while {rules.LEAST_SIDE} voxels remain and its spacing is "
+            f"U-Net of {len(network['strides'])} levels: an axis is halved while {_MIN_SIDE} voxels remain and its spacing is "
             "within a factor of 2 of the finest; 32 feature maps, doubled to at most 320 (3-D) or 512 (2-D)",
         ),
         Choice(
             "batch_size",
             batch,
-            f"at least {rules.LEAST_BATCH}, as many as fit and show at most {rules.BATCH_SHARE:.0%} of the voxels of the smallest site "
-            f"({smallest} images); a step takes about {needed:.2g} GiB, the rest of the memory is left for what that does not count",
+            f"at least {_MIN_BATCH}, as many as fit and at most {_BATCH_SHARE:.0%} of the voxels of the smallest site ({smallest} "
+            f"images); a step takes about {needed:.2g} GiB, the rest of the memory is for what this estimate leaves out",
         ),
-        Choice("patches_per_image", patches, f"patches that cover a median image, at most {_MOST_PATCHES} (medflare's own rule)"),
+        Choice("patches_per_image", patches, f"patches that cover a median image, at most {_MAX_PATCHES} (medflare's own rule)"),
     ]
 
 
-def _fitting(settings: dict[str, Any], geometry: _Geometry, budget: float, memory: float) -> tuple[list[int], dict[str, Any]]:
-    """The largest patch of which two fit, and its network."""
-    first = rules.first_patch(geometry.median, geometry.spacing)
-    size = largest = rules.topology(first, geometry.spacing).padded(first)
+def _largest_patch(settings: dict[str, Any], geometry: _Geometry, budget: float, memory: float) -> tuple[list[int], dict[str, Any]]:
+    """The largest patch of which two fit into `budget` bytes, and its network (MONAI's DynUNet)."""
+    first = first_patch(geometry.median, geometry.spacing)
+    size = largest = topology(first, geometry.spacing).padded(first)
     while True:
-        levels = rules.topology(size, geometry.spacing)
-        if len(levels.strides) < _LEAST_LEVELS and size == largest:
+        levels = topology(size, geometry.spacing)
+        strides = [list(row) for row in levels.strides]
+        if len(strides) < _MIN_LEVELS and size == largest:
             raise ConfigError(
-                f"the median image is {format_shape(geometry.median)}, too small for {_LEAST_LEVELS} levels; write the task by hand"
+                f"the median image is {format_shape(geometry.median)}, too small for {_MIN_LEVELS} levels; write the task by hand"
             )
-        if len(levels.strides) < _LEAST_LEVELS:
-            trusted = "" if set(geometry.spacing) == {1.0} else ", or plan with --voxels where the files' millimetres are not to be trusted"
-            raise ConfigError(f"no patch with {_LEAST_LEVELS} levels fits into {memory:g} GiB; give more with --memory{trusted}")
-        network = _dynunet(levels)
-        if step_bytes(load_task(settings | {"size": list(size), "network": network}), rules.LEAST_BATCH) <= budget:
+        if len(strides) < _MIN_LEVELS:
+            raise ConfigError(
+                f"no patch with {_MIN_LEVELS} levels fits into {memory:g} GiB; give more --memory, or --voxels if spacings are wrong"
+            )
+        network = {
+            "name": "DynUNet",
+            "kernel_size": [list(row) for row in levels.kernels],
+            "strides": strides,
+            "upsample_kernel_size": strides[1:],
+            "filters": [min(32 * 2**level, _MAX_FEATURES[len(size)]) for level in range(len(strides))],
+        }
+        if step_bytes(load_task(settings | {"size": list(size), "network": network}), _MIN_BATCH) <= budget:
             return list(size), network
-        size = rules.smaller(size, geometry.median, geometry.spacing)
+        size = smaller(size, geometry.median, geometry.spacing)
 
 
-def _dynunet(levels: rules.Topology) -> dict[str, Any]:
-    """MONAI's network of nnU-Net with these levels."""
-    strides = [list(row) for row in levels.strides]
-    return {
-        "name": "DynUNet",
-        "kernel_size": [list(row) for row in levels.kernels],
-        "strides": strides,
-        "upsample_kernel_size": strides[1:],
-        "filters": list(rules.features(len(strides), len(strides[0]))),
-    }
-
-
-# -- intensities and training ----------------------------------------------------------------------------------------------
-
-
-def intensity(found: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
+def intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     """The intensity transform.
 
     Raises:
         ConfigError: CT without foreground, or with several channels.
     """
     if modality == "ct":
-        return _of_ct(found)
+        return _ct_intensity(sites)
     if modality == "photo":
-        highest = max(channel.overall.p99_5 for item in found for channel in item.channels)
+        highest = max(channel.overall.p99_5 for site in sites for channel in site.channels)
         top = 255 if highest <= 255 else 65535
         scale = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": top, "b_min": 0.0, "b_max": 1.0, "clip": True}
-        return Choice("intensity", scale, f"photographs: the range of their numbers, 0 to {top}, becomes 0 to 1, the same for all")
-    zeros = _mean(found, [item.zeros for item in found])
-    without = zeros > rules.CROPPED
-    reason = "no unit: every channel of every image to mean 0 and deviation 1"
-    reason += f", zeros left out since they are {zeros:.0%} of the voxels" if without else f"; zeros ({zeros:.0%}) count"
-    return Choice("intensity", {"name": "NormalizeIntensity", "nonzero": without, "channel_wise": True}, reason)
+        return Choice("intensity", scale, f"photographs: 0 to {top} becomes 0 to 1, the same for all")
+    zeros = _mean(sites, [site.zeros for site in sites])
+    nonzero = zeros > _MANY_ZEROS
+    reason = f"no unit: every channel of every image to mean 0 and deviation 1, zeros ({zeros:.0%}) {'left out' if nonzero else 'included'}"
+    return Choice("intensity", {"name": "NormalizeIntensity", "nonzero": nonzero, "channel_wise": True}, reason)
 
 
-def _of_ct(found: Sequence[DatasetFingerprint]) -> Choice:
-    """Clipping and scaling by the foreground of all sites together."""
-    shown = [(item, channel.foreground) for item in found for channel in item.channels[:1] if channel.foreground is not None]
-    if any(len(item.channels) > 1 for item in found) or not shown:
+def _ct_intensity(sites: Sequence[DatasetFingerprint]) -> Choice:
+    """Clipping and scaling by the foreground of all sites."""
+    shown = [site for site in sites if site.channels[0].foreground is not None]
+    inside = [values for site in shown if (values := site.channels[0].foreground) is not None]
+    if any(len(site.channels) > 1 for site in sites) or not shown:
         raise ConfigError("modality ct needs one channel and training images with foreground; take mr, or write intensity by hand")
-    sites, inside = [item for item, _ in shown], [values for _, values in shown]
-    low, high = (round(_mean(sites, numbers), 2) for numbers in ([v.p0_5 for v in inside], [v.p99_5 for v in inside]))
-    mean = _mean(sites, [values.mean for values in inside])
-    deviation = math.sqrt(max(_mean(sites, [values.deviation**2 + values.mean**2 for values in inside]) - mean**2, 0.0))
+    low, high = (round(_mean(shown, numbers), 2) for numbers in ([v.p0_5 for v in inside], [v.p99_5 for v in inside]))
+    mean = _mean(shown, [values.mean for values in inside])
+    deviation = math.sqrt(max(_mean(shown, [values.deviation**2 + values.mean**2 for values in inside]) - mean**2, 0.0))
     if high <= low or deviation == 0:
         raise ConfigError(f"modality ct: the foreground has one intensity only ({mean:g}); take mr, or write intensity by hand")
     ends = {"b_min": round((low - mean) / deviation, 4), "b_max": round((high - mean) / deviation, 4)}
     scale = {"name": "ScaleIntensityRange", "a_min": low, "a_max": high, **ends, "clip": True}
-    scaled = f"minus its mean ({mean:.4g}), over its deviation ({deviation:.4g})"
-    return Choice("intensity", scale, f"CT: clipped to the foreground's 0.5 and 99.5 percentiles, then {scaled}, the same for all")
+    reason = f"CT: clipped to the foreground's 0.5 and 99.5 percentiles, minus its mean ({mean:.4g}), over its deviation ({deviation:.4g})"
+    return Choice("intensity", scale, reason)
 
 
 def _augment(geometry: _Geometry) -> Choice:
-    """Rotation is the one that depends on geometry."""
+    """nnU-Net's augmentation; the rotation depends on the geometry."""
     axes = len(geometry.median)
-    rotate, turned = [_HALF_TURN], "by any angle"
+    rotate, angle = [_HALF_TURN], "by any angle"
     if geometry.anisotropic:
-        coarsest = max(range(axes), key=lambda axis: geometry.spacing[axis])
-        rotate, turned = [_HALF_TURN if axis == coarsest else 0.0 for axis in range(axes)], "in the plane of the fine axes alone"
+        coarsest = int(np.argmax(geometry.spacing))
+        rotate, angle = [_HALF_TURN if axis == coarsest else 0.0 for axis in range(axes)], "in the plane of the fine axes alone"
     elif axes == 3:
-        rotate, turned = [_HALF_TURN / 6] * axes, "by 30 degrees about every axis"
+        rotate, angle = [_HALF_TURN / 6] * axes, "by 30 degrees about every axis"
     transforms = [
         {"name": "RandAffine", "prob": 0.2, "rotate_range": rotate, "scale_range": [[-0.3, 0.4]] * axes, "padding_mode": "zeros"},
-        *_PHOTOMETRIC,
+        {"name": "RandGaussianNoise", "prob": 0.15, "std": 0.1},
+        {"name": "RandGaussianSmooth", "prob": 0.2, "sigma_x": [0.5, 1.5], "sigma_y": [0.5, 1.5], "sigma_z": [0.5, 1.5]},
+        {"name": "RandScaleIntensity", "prob": 0.15, "factors": [-0.3, 0.3]},
+        {"name": "RandScaleIntensityFixedMean", "prob": 0.15, "factors": [-0.35, 0.5]},
+        {"name": "RandAdjustContrast", "prob": 0.3, "gamma": [0.7, 1.5]},
         {"name": "RandSimulateLowResolution", "prob": 0.25, "upsample_mode": "bilinear" if axes == 2 else "trilinear"},
         *({"name": "RandFlip", "prob": 0.5, "spatial_axis": axis} for axis in range(axes)),
     ]
-    return Choice("augment", transforms, f"nnU-Net's own, under MONAI's names; rotation {turned}, mirroring along all axes")
+    return Choice("augment", transforms, f"nnU-Net's own, under MONAI's names; rotation {angle}, mirroring along all axes")
 
 
-_HALF_TURN: Final = 3.1416
-_PHOTOMETRIC: Final = (
-    {"name": "RandGaussianNoise", "prob": 0.15, "std": 0.1},
-    {"name": "RandGaussianSmooth", "prob": 0.2, "sigma_x": [0.5, 1.5], "sigma_y": [0.5, 1.5], "sigma_z": [0.5, 1.5]},
-    {"name": "RandScaleIntensity", "prob": 0.15, "factors": [-0.3, 0.3]},
-    {"name": "RandScaleIntensityFixedMean", "prob": 0.15, "factors": [-0.35, 0.5]},
-    {"name": "RandAdjustContrast", "prob": 0.3, "gamma": [0.7, 1.5]},
-)
 _TRAINING: Final = (
     Choice("loss", {"name": "dice_ce", "batch": True}, "Dice and cross entropy, summed; Dice pools the batch, as patches may be empty"),
     Choice(

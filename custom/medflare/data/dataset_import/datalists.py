@@ -1,36 +1,48 @@
-"""From a downloaded folder to the datalists of one site or several: recognised, checked, split by patient, written."""
+"""From a downloaded folder to the datalists of one or several sites: patients, sites and splits, and the files of each site."""
 
+import filecmp
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from medflare.core.errors import DataError
+import numpy as np
+import pandas as pd
+from PIL import Image
+from sklearn.model_selection import StratifiedGroupKFold
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.core.rng import numpy_random_state
+from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SHARES, SPLITS
-from medflare.data.dataset_import.finding import Item, holdings
-from medflare.data.dataset_import.layouts import Found, recognise
-from medflare.data.dataset_import.partition import deal, draw_splits, with_patients
-from medflare.data.dataset_import.tables import GUESSED, Columns
-from medflare.data.dataset_import.writing import bring_files, folder_of, refuse_existing, usable_items, write_datalist
+from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, class_folders, pair_masks, parse_name, scan_folder
+from medflare.data.dataset_import.tables import GUESSED, Columns, names_images, read_table
+from medflare.data.progress import counted
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What was said about a folder; every wish may be left out.
+class ImportOptions:
+    """Options of `import_folder`.
 
     Attributes:
-        kind: "segmentation", "classification", or "" for what is there.
-        table: the table that holds the labels.
+        kind: "segmentation", "classification", or "" for what the folder has.
+        table: the table with the labels.
         columns: of the table.
-        patient: regular expression, see `dealing.with_patients`.
-        sites: how many simulated sites the patients are dealt to; None: one site.
-        shares: split -> its share of the patients, in any unit; None for `datalist.SHARES`.
-        seed: of the draws.
-        redraw: draw all splits, also where the folder names some.
-        skip: leave out what is incomplete or damaged.
-        out: folder of the datalists, with the files as hard links; None: the images' own folder.
-        copy: files are copied there and not linked.
-        force: datalists that exist are written anew.
+        patient: regular expression, see `assign_patients`.
+        sites: number of simulated sites that the patients are distributed over; None: one site.
+        shares: split -> its share of the patients; None: `datalist.SHARES`.
+        seed: of the random splits and sites.
+        redraw: ignore the splits that the folder names.
+        skip: leave out images without mask or label.
+        out: folder for the datalists and hard links to the files; None: the folder of the images.
+        copy: copy the files to `out`.
+        force: replace existing datalists.
     """
 
     kind: str = ""
@@ -48,98 +60,341 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Written:
+class ImportReport:
     """The datalists that were written.
 
     Attributes:
-        found: what the folder held.
-        sites: site, or "" where there is one folder -> its images with their splits.
-        home: where the datalists lie: a site's folder, or the folder of all of them.
-        warnings: what may spoil results, one line each.
-        left_out: what was skipped, one line each.
+        dataset: the content of the folder.
+        sites: site, or "" if there is one folder -> its images with their splits.
+        home: a site's folder, or the folder of all sites.
+        warnings: one line each.
     """
 
-    found: Found
+    dataset: Dataset
     sites: Mapping[str, Sequence[Item]]
     home: Path
     warnings: tuple[str, ...]
-    left_out: tuple[str, ...]
 
     def render(self) -> str:
-        """What was recognised and a table of what was made."""
-        total = sum(map(len, self.sites.values()))
-        names = list(self.found.labels.values()) if self.found.kind == "classification" else []
-        rows = [["site"] * ("" not in self.sites) + ["split", "images", "patients", *names]]
-        for site, items in self.sites.items():
-            for split in SPLITS:
-                chosen = [item for item in items if item.split == split]
-                patients = len({item.patient or item.files for item in chosen})
-                shown = [item.label if isinstance(item.label, list) else [item.label == n for n in range(len(names))] for item in chosen]
-                counts = [sum(map(bool, column)) for column in zip(*shown, strict=True)] if shown and names else [0] * len(names)
-                rows.append([site] * bool(site) + [split, *map(str, (len(chosen), patients, *counts))])
-        lines = [f"{total} images, {self.found.kind} ({self.found.by})", "", aligned(rows, words=1 if "" in self.sites else 2), ""]
-        lines += [f"note: {note}" for note in self.found.notes]
-        lines += [f"left out: {line}" for line in self.left_out]
+        """The layout, and a table of images and patients by site and split."""
+        names = list(self.dataset.labels.values()) if self.dataset.kind == "classification" else []
+        lines = [f"{sum(map(len, self.sites.values()))} images, {self.dataset.kind} ({self.dataset.layout})", ""]
+        lines += [_counts(self.sites, names).to_string(index=False), ""]
+        lines += [f"note: {note}" for note in self.dataset.notes]
+        lines += [f"left out: {line}" for line in self.dataset.missing]
         lines += [f"WARNING: {warning}" for warning in self.warnings]
-        return "\n".join([*lines, *(f"written: {folder_of(self.home, site) / FILE}" for site in self.sites)])
+        return "\n".join([*lines, *(f"written: {self.home / site / FILE}" for site in self.sites)])
 
 
-def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """A table as text, the first row its header; so many columns are words, the others numbers on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(text.ljust(width) if n < words else text.rjust(width) for n, (text, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
-    return "\n".join(map(str.rstrip, lines))
+def _counts(sites: Mapping[str, Sequence[Item]], classes: Sequence[str]) -> pd.DataFrame:
+    rows = []
+    for site, items in sites.items():
+        for split in SPLITS:
+            chosen = [item for item in items if item.split == split]
+            row = {"split": split, "images": len(chosen), "patients": len(set(map(_patient, chosen)))}
+            for number, name in enumerate(classes):
+                row[name] = sum(item.label[number] if isinstance(item.label, list) else item.label == number for item in chosen)
+            rows.append(({"site": site} if site else {}) | row)
+    return pd.DataFrame(rows)
 
 
-def init(root: Path, wishes: Wishes = Wishes()) -> Written:
-    """Makes the datalists of a folder of images; nothing is written before everything fits.
+def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = None, columns: Columns = GUESSED) -> Dataset:
+    """The images of a folder with labels or masks: of a table that names them, otherwise masks by name, otherwise a folder per class.
 
     Raises:
-        ConfigError: a wish that means nothing.
-        DataError: a folder that is not understood, incomplete or damaged images, patients in two splits, or datalists that exist.
+        DataError: the layout is unknown or ambiguous.
     """
-    apart = wishes.sites is not None or bool(wishes.columns.site)
-    if apart and wishes.out is None:
+    requested = table is not None or columns != GUESSED
+    tables = [table] if table else [path for path in folder.tables if requested or names_images(path, folder)]
+    if len(tables) > 1:
+        raise DataError(f"{folder.root}: {len(tables)} tables ({', '.join(map(folder.relative, tables))}); choose one with --table")
+    if requested and not tables:
+        raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table")
+    if tables:
+        return read_table(tables[0], folder, columns, kind=kind)
+    names = {image: parse_name(image.relative_to(folder.root)) for image in folder.images}
+    notes = [f"{folder.relative(path)} is not used: it names no image of the folder" for path in folder.tables]
+    masks = sum(name.mask for name in names.values())
+    if kind == "segmentation" or (masks and kind != "classification"):
+        dataset = pair_masks(folder, names)
+    else:
+        dataset = class_folders(folder, [image for image in folder.images if not names[image].mask], any_number=kind == "classification")
+        notes += [f"{masks} masks are not used"] if masks else []
+    return replace(dataset, notes=(*notes, *dataset.notes))
+
+
+def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> ImportReport:
+    """Write the datalists of a folder of images; nothing is written before all checks pass.
+
+    Raises:
+        ConfigError: an option is wrong.
+        DataError: an unknown layout, incomplete images, a patient in two splits, or datalists that exist.
+    """
+    if (options.sites is not None or options.columns.site) and options.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
-    if wishes.out is not None and wishes.out.resolve().is_relative_to(root.resolve()):
-        raise DataError(f"{wishes.out} lies in {root}, where its files would be taken for images; take another --out")
-    held = holdings(root)
-    found = recognise(held, kind=wishes.kind, table=wishes.table, columns=wishes.columns)
-    usable, damaged = usable_items(found.items, held.root)
-    bad = [*found.missing, *damaged]
-    if bad and (not wishes.skip or not usable):
-        raise DataError(f"{root}: {len(bad)} of {len(bad) + len(usable)} are not usable, the first: {bad[0]}; mend them, or say --skip")
-    known, warning = with_patients(usable, held, wishes.patient)
-    if wishes.redraw:
-        known = [replace(item, split="") for item in known]
-    shares = wishes.shares or SHARES
+    if options.out is not None and options.out.resolve().is_relative_to(root.resolve()):
+        raise DataError(f"{options.out} is in {root}, so its files would be imported again; take another --out")
+    folder = scan_folder(root)
+    dataset = find_dataset(folder, kind=options.kind, table=options.table, columns=options.columns)
+    if dataset.missing and not (options.skip and dataset.items):
+        total = len(dataset.missing) + len(dataset.items)
+        raise DataError(
+            f"{root}: {len(dataset.missing)} of {total} are incomplete, the first: {dataset.missing[0]}; complete them, or --skip"
+        )
+    check_files(dataset.items, root)
+    items, warning = assign_patients(dataset.items, folder, options.patient)
+    if options.redraw:
+        items = [replace(item, split="") for item in items]
     sites = {
-        site: draw_splits(items, site, shares, wishes.seed) for site, items in _by_site(known, wishes.sites, wishes.columns, wishes.seed)
+        site: draw_splits(site_items, site, options.shares or SHARES, options.seed)
+        for site, site_items in _items_by_site(items, options).items()
     }
-    home = root if wishes.out is None else wishes.out
-    refuse_existing(home, sites, force=wishes.force)
-    tables = {"labels": found.labels, "channel_names": found.channels}
-    for site, items in sites.items():
-        folder = folder_of(home, site)
-        if wishes.out is not None:
-            bring_files(folder, items, held.root, copy=wishes.copy)
-        write_datalist(folder, items, held.root, tables=tables)
-    return Written(found, sites, home, (warning,) if warning else (), tuple(bad))
+    home = options.out or root
+    check_target(home, sites, force=options.force)
+    header = {"labels": dataset.labels, "channel_names": dataset.channels}
+    for site, site_items in sites.items():
+        if options.out is not None:
+            place_files(home / site, site_items, root, copy=options.copy)
+        write_datalist(home / site, site_items, root, header=header)
+    return ImportReport(dataset, sites, home, (warning,) if warning else ())
 
 
-def _by_site(items: list[Item], sites: int | None, columns: Columns, seed: int) -> list[tuple[str, list[Item]]]:
-    if not columns.site:
-        return [("", items)] if sites is None else list(deal(items, sites, seed).items())
-    names: dict[str, str] = {}  # folder -> the first name that gives it
-    found: dict[str, list[Item]] = {}
+# -- patients, sites and splits --------------------------------------------------------------------------------------------
+
+
+def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "") -> tuple[list[Item], str]:
+    """The images with their patients: by the pattern, otherwise by the table, otherwise by DICOM's PatientID.
+
+    Args:
+        items: the images.
+        folder: their files.
+        pattern: regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
+
+    Returns:
+        The images, and a warning if no patient is known, otherwise "".
+
+    Raises:
+        ConfigError: not a regular expression.
+        DataError: it does not match a name, or some images have no patient.
+    """
+    if pattern:
+        try:
+            expression = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"--patient '{pattern}': not a regular expression ({error}); for example '^(p\\d+)'") from error
+        assigned = []
+        for item in items:
+            name = folder.relative(item.first) if "/" in pattern else item.first.name
+            match = expression.search(name)
+            patient = match[1 if expression.groups else 0] if match else ""
+            if not patient:
+                raise DataError(f"--patient '{pattern}' does not match {name!r}; correct the expression")
+            assigned.append(replace(item, patient=patient))
+        return assigned, ""
+    assigned = [replace(item, patient=item.patient or folder.patients.get(item.first, "")) for item in items]
+    without = [item for item in assigned if not item.patient]
+    if without and len(without) < len(items):
+        first = folder.relative(without[0].first)
+        raise DataError(
+            f"{len(without)} of {len(items)} images have no patient, the first: {first}; complete them, or give --patient '^(p\\d+)'"
+        )
+    warning = (
+        "patients are unknown: each image counts as a patient, and two images of one person may be in different splits; "
+        "give --patient '^(p\\d+)' or --patient-column"
+    )
+    return assigned, warning if without else ""
+
+
+def parse_shares(text: str) -> dict[str, float]:
+    """Split -> share of the patients, from three numbers such as "70,10,20".
+
+    Raises:
+        ConfigError: not three numbers above 0.
+    """
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(SPLITS) or not all(0 < number < float("inf") for number in numbers):
+        raise ConfigError(f"--shares {text!r}: give three numbers above 0 for {', '.join(SPLITS)}, for example 70,10,20")
+    return dict(zip(SPLITS, numbers, strict=True))
+
+
+def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, list[Item]]:
+    """Site -> images: by the column, or patients distributed over simulated sites; "" for one site."""
+    if options.sites is not None:
+        if options.sites < 1:
+            raise ConfigError(f"--sites {options.sites}: give 1 or more")
+        numbers = _folds(items, options.sites, [f"{item.split} {item.stratum}" for item in items], options.seed, "sites")
+        return {
+            f"site-{site + 1}": [item for item, number in zip(items, numbers, strict=True) if number == site]
+            for site in range(options.sites)
+        }
+    if not options.columns.site:
+        return {"": list(items)}
+    names: dict[str, str] = {}  # folder -> name in the table
+    by_site: defaultdict[str, list[Item]] = defaultdict(list)
     for item in items:
         folder = re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown"
-        if (first := names.setdefault(folder, item.site)) != item.site:
-            raise DataError(
-                f"--site-column {columns.site}: {first!r} and {item.site!r} would both be the folder {folder}; write one name for one site"
-            )
-        found.setdefault(folder, []).append(item)
-    return sorted(found.items())
+        if (other := names.setdefault(folder, item.site)) != item.site:
+            raise DataError(f"--site-column: {other!r} and {item.site!r} would both be the folder {folder}; write one name per site")
+        by_site[folder].append(item)
+    return dict(sorted(by_site.items()))
+
+
+def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], seed: int) -> list[Item]:
+    """The images with their splits; a split that no image has is drawn from the training patients, stratified by class.
+
+    Args:
+        items: of one site, with their patients.
+        site: its name, a key of the random draw.
+        shares: split -> its share of the patients; a split that is not in it is not drawn.
+        seed: of the random draw.
+
+    Raises:
+        DataError: a patient in two splits, or too few patients.
+    """
+    drawn = [replace(item, split=item.split or "training") for item in items]
+    first_of: dict[str, Item] = {}
+    for item in drawn:
+        first = first_of.setdefault(_patient(item), item)
+        if first.split != item.split:
+            both = f"{first.first.name} ({first.split}) and {item.first.name} ({item.split})"
+            raise DataError(f"patient {item.patient} is in two splits: {both}; draw new splits with --redraw")
+    if all(item.split == "test" for item in drawn):
+        return drawn  # a site that does not train
+    missing = [split for split in ("test", "validation") if split in shares and not any(item.split == split for item in drawn)]
+    rest = sum(shares[split] for split in ("training", *missing))
+    for split in missing:
+        pool = [row for row, item in enumerate(drawn) if item.split == "training"]
+        chosen = [drawn[row] for row in pool]
+        folds = max(2, min(round(rest / shares[split]), len(set(map(_patient, chosen)))))
+        numbers = _folds(chosen, folds, [item.stratum for item in chosen], seed, f"{site} {split}")
+        rest -= shares[split]
+        for row, fold in zip(pool, numbers, strict=True):
+            if fold == 0:
+                drawn[row] = replace(drawn[row], split=split)
+    return drawn
+
+
+def _folds(items: Sequence[Item], folds: int, strata: Sequence[str], seed: int, key: str) -> np.ndarray:
+    """The fold of every image, (n,): all images of a patient in one, each stratum with equal shares as far as patients allow."""
+    patients = list(map(_patient, items))
+    if len(set(patients)) < folds:
+        remedy = "add patients, use fewer --sites, or another --patient"
+        raise DataError(f"{key}: {len(set(patients))} patient(s) cannot be split in {folds}; {remedy}")
+    numbers = np.zeros(len(items), np.int64)
+    if folds == 1:
+        return numbers
+    classes = np.unique(strata, return_inverse=True)[1]
+    if np.bincount(classes).max() < folds:  # no class has enough images for every fold
+        classes = np.zeros_like(classes)
+    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=numpy_random_state(seed, "data init", key))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The least populated class", UserWarning)  # the printed table shows the counts
+        for fold, (_, rows) in enumerate(splitter.split(numbers, classes, patients)):
+            numbers[rows] = fold
+    if len(np.unique(numbers)) < folds:
+        raise DataError(f"{key}: the patients' numbers of images are too uneven for {folds} parts; use fewer, or other --shares")
+    return numbers
+
+
+def _patient(item: Item) -> str:
+    return item.patient or str(item.first)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def check_files(items: Iterable[Item], root: Path) -> None:
+    """Check that every file exists and no image is listed twice.
+
+    Raises:
+        DataError: otherwise.
+    """
+    listed: set[Path] = set()
+    for item in items:
+        for file in (*filter(None, item.files), *item.masks):
+            if file not in item.rendered and not file.exists():
+                raise DataError(f"{file}: file not found")
+        if item.first in listed:
+            raise DataError(f"{root}: {item.first.relative_to(root).as_posix()} is listed twice")
+        listed.add(item.first)
+
+
+def check_target(home: Path, sites: Iterable[str], *, force: bool) -> None:
+    """Check that no datalist is overwritten, and that no other sites are in the folder: their patients may be the same.
+
+    Raises:
+        DataError: otherwise.
+    """
+    names = list(sites)
+    for site in names:
+        path = home / site / FILE
+        if path.exists() and not force:
+            raise DataError(f"{path} exists; keep it, or replace it with --force")
+    others = sorted(path.parent for path in home.glob(f"*/{FILE}") if path.parent.name not in names)
+    if others and "" not in names:
+        raise DataError(f"{others[0]} is a site of an earlier import; remove it, or take another folder")
+
+
+def write_datalist(
+    folder: Path, items: Sequence[Item], root: Path, *, splits: Sequence[str] = SPLITS, header: Mapping[str, Any] | None = None
+) -> None:
+    """Write a site's datalist.json.
+
+    Args:
+        folder: of the site; its files have the same relative paths as in `root`.
+        items: the images with their splits.
+        root: folder of the import.
+        splits: the lists to write; a list that is missing is drawn when the data are read.
+        header: "labels" and "channel_names" of the Decathlon layout; empty ones are left out.
+    """
+
+    def relative(path: Path | None) -> str | None:
+        return None if path is None else path.relative_to(root).as_posix()
+
+    def entry(item: Item) -> dict[str, Any]:
+        masks = [relative(mask) for mask in item.masks]
+        label = (masks if isinstance(item.label, list) else masks[0]) if masks else item.label
+        files = [relative(file) for file in item.files]
+        return {"image": files[0] if len(files) == 1 else files, "label": label} | ({"patient": item.patient} if item.patient else {})
+
+    content: dict[str, Any] = {"name": root.resolve().name}
+    content |= {name: dict(values) for name, values in (header or {}).items() if values}
+    content |= {split: [entry(item) for item in items if item.split == split] for split in splits}
+    write_json(folder / FILE, content)
+
+
+def place_files(folder: Path, items: Sequence[Item], root: Path, *, copy: bool) -> None:
+    """Put the files of a site into its folder, as hard links or copies; `Item.rendered` are written as PNG.
+
+    Raises:
+        DataError: another file is there, links are not possible, or a file cannot be rendered.
+    """
+    for item in counted(items, len(items), f"{folder}, images imported"):
+        for file in (*filter(None, item.files), *item.masks):
+            target = folder / file.relative_to(root)
+            if file in item.rendered:
+                content = BytesIO()
+                Image.fromarray(item.rendered[file]()).save(content, format="PNG")
+                write_atomically(target, content.getvalue())
+            else:
+                _place(file, target, copy)
+
+
+def _place(source: Path, target: Path, copy: bool) -> None:
+    """A hard link or a copy of a file, or of every file of a folder; never replaces another file."""
+    if source.is_dir():
+        for inner in sorted(source.iterdir()):
+            _place(inner, target / inner.name, copy)
+        return
+    if target.exists():
+        if not (target.samefile(source) or filecmp.cmp(source, target, shallow=False)):
+            raise DataError(f"{target} exists and differs from {source}; take an empty folder")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        (shutil.copyfile if copy else os.link)(source, target)
+    except OSError as error:
+        raise DataError(f"{target}: {error.strerror}; take a folder on the disk of the images, or copy them with --copy") from error

@@ -1,26 +1,25 @@
-"""A table of images: which column says what, and which file each row means."""
+"""A table of images (CSV or TSV): the columns, and the file that each row names."""
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from medflare.core.errors import DataError
+import pandas as pd
+
+from medflare.core.errors import DataError, one_line
 from medflare.core.settings import no_such
 from medflare.data.datalist import patient_id
-from medflare.data.dataset_import.finding import Holdings, Item, split_folder, split_named, words
+from medflare.data.dataset_import.folders import MAX_CLASSES, Dataset, ImageFolder, Item, sorted_labels, split_name, words
 from medflare.data.reading import stem
 
-_MOST_CLASSES: Final = 30  # a column with more different values says something else
-_EMPTY: Final = frozenset(("", "na", "nan", "none", "null"))
-_TRUTH: Final[Mapping[str, int]] = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1, "false": 0, "true": 1}
-# Column -> names that it goes by, the likelier first; compared as words.
-_GUESSES: Final[dict[str, tuple[str, ...]]] = {
+# Column -> names that it usually has, the most likely first; compared as words.
+_USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "image": ("image", "image path", "image file", "image name", "image id", "filename", "file name", "file", "path", "file path", "id"),
     "label": ("label", "class", "diagnosis", "dx", "category", "target", "grade", "retinopathy grade", "finding"),
     "mask": ("mask", "mask path", "mask file", "mask name", "segmentation"),
-    # lesions are of dermoscopy, where no patient is told: pictures of one lesion stay together
+    # dermoscopy: without a patient, the images of one lesion stay together
     "patient": ("patient", "patient id", "subject", "subject id", "participant id", "case", "case id", "lesion", "lesion id"),
     "split": ("split", "set", "subset"),
 }
@@ -28,14 +27,14 @@ _GUESSES: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column says what; "" is guessed by its name. Labels and masks may be several, one a structure or finding.
+    """Names of the columns; "" is recognised by its usual names. Labels and masks may be several, separated by commas.
 
     Attributes:
-        image: the file, by path, name or name without suffix.
-        label: its class.
-        mask: its mask file.
-        patient: whose it is.
-        site: where it is from; never guessed.
+        image: path of the file, its name, or its name without suffix.
+        label: the class; or one column of 0 and 1 per finding.
+        mask: the mask file; or one column per structure.
+        patient: ID of the patient.
+        site: name of the site; never guessed.
         split: training, validation or test.
     """
 
@@ -50,175 +49,149 @@ class Columns:
 GUESSED: Final = Columns()
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table that was read.
+def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
+    """A table with text in every cell, "" for missing values, without spaces around cells.
 
-    Attributes:
-        items: an image for every row that has all it needs.
-        labels: the names of the classes or structures, in the order of their numbers; empty where the table names none.
-        missing: rows that lack a file or a label, one line each.
-        by: the columns that were used, for people.
+    Raises:
+        DataError: not readable, no rows, or one of `columns` is missing.
     """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            head = file.readline()
+        separator = max(",;\t", key=head.count)
+        frame = pd.read_csv(path, sep=separator, dtype=str, encoding="utf-8-sig", index_col=False).fillna("")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: cannot be read as a table ({one_line(error)}); save it as CSV in UTF-8, or give another --table"
+        ) from error
+    if frame.empty:
+        raise DataError(f"{path}: a table without rows; give another --table")
+    if unknown := next((name for name in columns if name not in frame), None):
+        raise DataError(no_such("column", unknown, frame.columns, str(path)))
+    return frame.map(str.strip)
 
-    items: tuple[Item, ...]
-    labels: tuple[str, ...]
-    missing: tuple[str, ...]
-    by: str
 
-
-def read_table(path: Path, held: Holdings, columns: Columns, *, kind: str = "") -> Table:
+def read_table(path: Path, folder: ImageFolder, columns: Columns, *, kind: str = "") -> Dataset:
     """The images of a table.
 
     Args:
         path: a CSV or TSV file.
-        held: the folder's files.
-        columns: as far as they were said.
-        kind: "segmentation", "classification", or "" for what the columns suggest.
+        folder: the files.
+        columns: names of the columns, as far as they were given.
+        kind: "segmentation", "classification", or "" to choose by the columns.
 
     Raises:
-        DataError: no such column, none that can be guessed, or values that are no labels.
+        DataError: a column is missing, a cell names several files, or values that are no labels.
     """
-    rows = read_rows(path)
-    used = _used(path, list(rows[0]), columns, kind)
-    find = _Finder(held, path.parent)
+    frame = read_frame(path)
+    used = _used_columns(path, list(frame.columns), columns, kind)
+    find = _FileFinder(folder, path.parent)
+    labelled_by = used["mask"] or used["label"]
     items: list[Item] = []
     missing: list[str] = []
-    masked = bool(used["mask"])
-    for line, row in enumerate(rows, start=2):
-        cell = {what: row[names[0]].strip() if names else "" for what, names in used.items()}
-        cells = [row[column].strip() for column in used["mask"] or used["label"]]
+    for line, row in enumerate(frame.to_dict("records"), start=2):
+        cell = {name: row[listed[0]] if listed else "" for name, listed in used.items()}
+        label: list[Any] = [row[name] for name in labelled_by]
+        if used["mask"]:
+            label = [find(name, f"{path} line {line}") for name in label]
         image = find(cell["image"], f"{path} line {line}")
-        label: list[Any] = [find(name, f"{path} line {line}") for name in cells] if masked else cells
-        if image is None or None in label or any(text.lower() in _EMPTY for text in cells):
-            lacks = f"no file for {cell['image']!r}" if image is None else f"no {'mask' if masked else 'label'}"
-            missing.append(f"{path} line {line}: {lacks}")
+        if image is None or not all(label):
+            reason = f"no file for {cell['image']!r}" if image is None else f"no {'mask' if used['mask'] else 'label'}"
+            missing.append(f"{path} line {line}: {reason}")
             continue
-        patient, split = str(patient_id(cell["patient"])), split_named(cell["split"])
-        items.append(Item((image,), label[0] if masked and len(label) == 1 else label, patient, split, cell["site"]))
-    names = tuple(used["mask"]) if len(used["mask"]) > 1 else ()
-    if items and not masked:
-        labels, names = _labelled(path, [item.label for item in items], used["label"])
-        items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
-    return Table(tuple(items), names, tuple(missing), ", ".join(f"{what} {'+'.join(found)}" for what, found in used.items() if found))
+        items.append(Item((image,), label, str(patient_id(cell["patient"])), split_name(cell["split"]), cell["site"]))
+    names: list[str] = labelled_by if len(labelled_by) > 1 else []
+    labels: list[Any] = [item.label[0] if len(labelled_by) == 1 else item.label for item in items]
+    if items and not used["mask"]:
+        labels, names = _encode_labels(path, pd.DataFrame([item.label for item in items], columns=labelled_by))
+    labelled = tuple(Item(item.files, label, item.patient, item.split, item.site) for item, label in zip(items, labels, strict=True))
+    return Dataset(
+        "segmentation" if used["mask"] else "classification",
+        labelled,
+        {str(number): name for number, name in enumerate(names)},
+        f"{path.name}: " + ", ".join(f"{name} {'+'.join(listed)}" for name, listed in used.items() if listed),
+        missing=tuple(missing),
+    )
 
 
-def suits(path: Path, held: Holdings) -> bool:
-    """Whether a table speaks of the folder's images: columns that can be guessed, and a file for one of its first rows."""
+def names_images(path: Path, folder: ImageFolder) -> bool:
+    """Whether a table has the usual columns and names an image of the folder in its first rows."""
     try:
-        rows = read_rows(path)
-        used, find = _used(path, list(rows[0]), GUESSED, ""), _Finder(held, path.parent)
-        return any(find(row[used["image"][0]], str(path)) for row in rows[:20])
+        frame = read_frame(path)
+        (image,) = _used_columns(path, list(frame.columns), GUESSED, "")["image"]
+        find = _FileFinder(folder, path.parent)
+        return any(find(cell, str(path)) for cell in frame[image].head(20))
     except DataError:
         return False
 
 
-def read_rows(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
-    """The rows of a table, one at least.
-
-    Raises:
-        DataError: not readable, empty, or a column is missing.
-    """
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            head = file.readline()
-            file.seek(0)
-            rows = list(csv.DictReader(file, delimiter=max(",;\t", key=head.count), restval=""))
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{path}: not readable as a table ({error}); save it as CSV in UTF-8, or name another with --table") from error
-    if not rows:
-        raise DataError(f"{path}: a table without rows; name another with --table")
-    for row in rows:
-        row.pop(None, None)  # cells beyond the header
-    for name in columns:
-        if name not in rows[0]:
-            raise DataError(no_such("column", name, list(rows[0]), str(path)))
-    return rows
-
-
-def _used(path: Path, header: list[str], columns: Columns, kind: str) -> dict[str, list[str]]:
-    """What -> the columns that say it."""
+def _used_columns(path: Path, header: list[str], columns: Columns, kind: str) -> dict[str, list[str]]:
+    """Attribute of `Columns` -> the columns of the table; empty if there is none."""
     used: dict[str, list[str]] = {}
-    spelt = {" ".join(words(name)): name for name in reversed(header)}
-    for what in ("image", "label", "mask", "patient", "site", "split"):
-        said = [name.strip() for name in getattr(columns, what).split(",") if name.strip()]
-        for name in said:
-            if name not in header:
-                raise DataError(no_such("column", name, header, f"{path}: --{what}-column"))
-        used[what] = said or [spelt[guess] for guess in _GUESSES.get(what, ()) if guess in spelt][:1]
+    by_words = {" ".join(words(name)): name for name in reversed(header)}
+    for name in (field.name for field in fields(Columns)):
+        requested = [part.strip() for part in getattr(columns, name).split(",") if part.strip()]
+        if unknown := next((part for part in requested if part not in header), None):
+            raise DataError(no_such("column", unknown, header, f"{path}: --{name}-column"))
+        used[name] = requested or [by_words[usual] for usual in _USUAL_NAMES.get(name, ()) if usual in by_words][:1]
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if used["mask"] or kind == "segmentation":
         used["label"] = []
-    for what, found in (("image", used["image"]), ("label", used["label"] or used["mask"])):
-        if not found:
-            raise DataError(f"{path}: no column is named like the {what}; say --{what}-column, there are {', '.join(header)}")
+    for name, listed in (("image", used["image"]), ("mask" if kind == "segmentation" else "label", used["label"] or used["mask"])):
+        if not listed:
+            raise DataError(f"{path}: no column has a usual name for the {name}; give --{name}-column, one of {', '.join(header)}")
     return used
 
 
-class _Finder:
-    """The file that a cell means: by its path from the table or the folder, else by its name, with or without suffix.
+class _FileFinder:
+    """The image that a cell names: relative to the table or the folder, otherwise by the end of its path, with or without suffix.
 
-    Where the cell names folders, too, they must be the last ones of the file, or those of the file below the folder that was given the
-    last ones of the cell, and no other split may be named: `test/1.png` is not `train/1.png`.
+    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`.
     """
 
-    def __init__(self, held: Holdings, home: Path):
-        self._root, self._home, self._images = held.root, home, frozenset(held.images)
-        self._names: dict[str, list[Path]] = {}
-        for image in held.images:
+    def __init__(self, folder: ImageFolder, table_folder: Path):
+        self._folder, self._homes, self._images = folder, (table_folder, folder.root), frozenset(folder.images)
+        self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
+        self._by_path: dict[str, Path] = {}
+        for image in folder.images:
+            parts = [part.casefold() for part in image.relative_to(folder.root).parts[:-1]]
             for name in {image.name, stem(image)}:
-                self._names.setdefault(name, []).append(image)
+                for start in range(len(parts) + 1):
+                    self._by_end["/".join((*parts[start:], name))].append(image)
+                self._by_path["/".join((*parts, name))] = image
 
     def __call__(self, cell: str, place: str) -> Path | None:
-        text = cell.strip().replace("\\", "/").removeprefix("./")
-        if text.lower() in _EMPTY:
-            return None
-        for folder in (self._home, self._root):
-            if (folder / text) in self._images:
-                return folder / text
-        parent, _, name = text.rpartition("/")
-        folders = [part for part in parent.casefold().split("/") if part not in ("", ".", "..")]
-        found = [(common, path) for path in self._names.get(name, []) if (common := self._common(folders, path)) is not None]
-        best = [path for common, path in found if common == max(found)[0]]
-        if len(best) > 1:
-            both = " and ".join(path.relative_to(self._root).as_posix() for path in best[:2])
-            raise DataError(f"{place}: {cell!r} may be {both}; write the path in the table")
-        return best[0] if best else None
-
-    def _common(self, folders: Sequence[str], path: Path) -> int | None:
-        """How many folders cell and file have in common from the end; None where they contradict each other."""
-        inner = [part.casefold() for part in path.parent.relative_to(self._root).parts]
-        below = [self._root.resolve().name.casefold(), *inner]
-        for shorter, longer in ((folders, below), (below, folders), (inner, folders)):
-            if list(shorter) == list(longer)[len(longer) - len(shorter) :] and len(shorter) <= len(longer):
-                first, second = (next(filter(None, map(split_folder, reversed(parts))), "") for parts in (folders, below))
-                return len(shorter) if not first or not second or first == second else None
-        return None
+        text = cell.replace("\\", "/")
+        exact = next((home / text for home in self._homes if text and home / text in self._images), None)
+        if exact is not None:
+            return exact
+        *folders, name = [part for part in text.split("/") if part not in ("", ".", "..")] or [""]
+        parts = (*(part.casefold() for part in folders), name)
+        if (whole := self._by_path.get("/".join(parts))) is not None:
+            return whole
+        ends = self._by_end.get("/".join(parts), [])
+        if len(ends) > 1:
+            both = " and ".join(map(self._folder.relative, ends[:2]))
+            raise DataError(f"{place}: {cell!r} can be {both}; write the whole path in the table")
+        if ends:
+            return ends[0]
+        return next((image for start in range(1, len(parts)) if (image := self._by_path.get("/".join(parts[start:])))), None)
 
 
-def _labelled(path: Path, cells: Sequence[Sequence[str]], columns: Sequence[str]) -> tuple[list[Any], tuple[str, ...]]:
-    """Cells as numbers, and the names of the numbers."""
-    if len(columns) == 1:
-        names = sorted_labels({row[0] for row in cells})
-        if len(names) > _MOST_CLASSES:
-            many = f"column {columns[0]} has {len(names)} different values, for example {names[0]!r} and {names[-1]!r}"
-            raise DataError(f"{path}: {many}; say which column holds the class with --label-column")
-        return [names.index(row[0]) for row in cells], tuple(names)
-    if wrong := next((cell for row in cells for cell in row if cell not in _TRUTH), None):
-        raise DataError(f"{path}: {wrong!r} in a column of {', '.join(columns)}; several label columns hold 0 or 1 each")
-    rows = [[_TRUTH[cell] for cell in row] for row in cells]
-    return ([row.index(1) for row in rows] if all(sum(row) == 1 for row in rows) else rows), tuple(columns)
-
-
-def sorted_labels(names: Iterable[str]) -> list[str]:
-    """Names of classes in the order of their numbers: as numbers where they are some, else by the alphabet.
-
-    Examples:
-        >>> sorted_labels({"10", "9"}), sorted_labels({"nv", "mel"})
-        (['9', '10'], ['mel', 'nv'])
-    """
-    try:
-        return sorted(names, key=float)
-    except ValueError:
-        return sorted(names)
+def _encode_labels(path: Path, cells: pd.DataFrame) -> tuple[list[Any], list[str]]:
+    """Labels as class numbers or lists of 0 and 1, and the names of the classes."""
+    if cells.shape[1] == 1:
+        column = cells.iloc[:, 0]
+        names = sorted_labels(column.unique())
+        if len(names) > MAX_CLASSES:
+            raise DataError(
+                f"{path}: column {column.name} has {len(names)} values, for example {names[0]!r}; name the class with --label-column"
+            )
+        return column.map(names.index).tolist(), names
+    numbers = cells.replace({"True": "1", "False": "0", "true": "1", "false": "0"}).apply(pd.to_numeric, errors="coerce")
+    if not numbers.isin((0, 1)).all(axis=None):
+        wrong = cells[~numbers.isin((0, 1))].stack().iloc[0]
+        raise DataError(f"{path}: {wrong!r} in a column of {', '.join(cells.columns)}; several label columns hold 0 or 1 each")
+    rows = numbers.astype(int).to_numpy()
+    return (rows.argmax(axis=1).tolist() if (rows.sum(axis=1) == 1).all() else rows.tolist()), list(cells.columns)

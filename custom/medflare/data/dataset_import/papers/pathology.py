@@ -1,44 +1,50 @@
 """Histology: the patches of Camelyon17-WILDS from five hospitals, and patches around the cells of MIDOG 2022 from five tumours."""
 
 import json
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from PIL import Image
+
 from medflare.core.errors import DataError
-from medflare.data.dataset_import.cutting import window_around
-from medflare.data.dataset_import.finding import Item
+from medflare.data.dataset_import.folders import Item
 from medflare.data.dataset_import.papers.preparing import (
     IMAGES,
     NO_TEST,
     PATIENTS,
+    SHARES_80_20,
     WITHOUT_TEST,
     Download,
     Preparation,
     expected,
     items_of,
 )
-from medflare.data.dataset_import.tables import read_rows
+from medflare.data.dataset_import.tables import read_frame
+from medflare.data.reading import explained
 
 _RELEASE: Final = Download("camelyon17_v1.0", "https://wilds.stanford.edu/datasets/#camelyon17")
 _COLUMNS: Final = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
-_CENTRES: Final = 5
 
 
 def find_camelyon(root: Path) -> list[Item]:
-    """The patches that metadata.csv lists, a site for each of its centres 0 ... 4."""
+    """The patches of metadata.csv, a site for each of its centres 0 ... 4."""
     release = expected(root, _RELEASE.what, ".", download=_RELEASE)
     table = expected(release, "metadata.csv", download=_RELEASE)
     patches = expected(release, "patches", download=_RELEASE)
 
     def item(row: Mapping[str, str]) -> Item:
         patient, node, x, y, tumor, centre = (int(row[name]) for name in _COLUMNS)
-        if tumor not in (0, 1) or not 0 <= centre < _CENTRES:
+        if tumor not in (0, 1) or not 0 <= centre < 5:
             raise ValueError(f"tumor {tumor}, center {centre}")
         name = f"patient_{patient:03}_node_{node}"
         return Item((patches / name / f"patch_{name}_x_{x}_y_{y}.png",), tumor, f"{patient:03}", "", f"center{centre}")
 
-    return items_of(table, read_rows(table, _COLUMNS), item)
+    return items_of(table, read_frame(table, _COLUMNS).to_dict("records"), item)
 
 
 CAMELYON: Final = Preparation(
@@ -51,14 +57,14 @@ CAMELYON: Final = Preparation(
     kind="classification",
     classes=("normal", "tumor"),
     unit="patches",
-    shares={"training": 0.8, "validation": 0.2},
+    shares=SHARES_80_20,
     splits=WITHOUT_TEST,
     counts={"center1": {IMAGES: 34_904}, "center2": {IMAGES: 85_054}},
     total=455_954,
     source="FedDAG, Sec. IV-A1 (all patches); WILDS, Sec. 4.1.2 (its validation and test hospital)",
     notes=(
-        "patients are kept in one split; WILDS and FedDAG split patches, so a patient's are on both sides",
-        "FedDAG trains on a random part of the patches; its size and the ratio of its split are not legible in the text at hand",
+        "patients are kept in one split; WILDS and FedDAG split patches, so patients are in several splits",
+        "FedDAG trains on a random part of the patches; its size and the ratio of its split are not legible in our copy of the paper",
         NO_TEST,
     ),
 )
@@ -66,13 +72,13 @@ CAMELYON: Final = Preparation(
 
 # -- MIDOG 2022 ------------------------------------------------------------------------------------------------------------
 
-_SIDE: Final = 96  # pixels of a patch; FedDAG resizes all images to 96 x 96, so that these stay as they are
+_SIDE: Final = 96  # pixels of a patch; FedDAG resizes all images to 96 x 96, so patches keep their resolution
 _PAGE: Final = "https://midog.deepmicroscopy.org/download-dataset/"
 _TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")  # of the TIFF files, of the PNG files, of 2021
 _ANNOTATIONS, _IMAGES = Download(_TABLES[0], _PAGE), Download("images 001 ... 354", _PAGE)
 _CLASSES: Final = ("hard_negative", "mitotic_figure")
 _CATEGORIES: Final = {1: "mitotic_figure", 2: "hard_negative"}
-# The numbers of each tumour's images; then come 51 of human melanoma, which nobody annotated.
+# The numbers of each tumour's images; 51 more images, of human melanoma, have no annotations.
 _NUMBERS: Final = {
     "human_breast_cancer": range(1, 151),
     "canine_lung_cancer": range(151, 195),
@@ -87,20 +93,62 @@ def find_midog(root: Path) -> list[Item]:
     table = expected(root, *_TABLES, download=_ANNOTATIONS)
     try:
         content: Any = json.loads(table.read_text(encoding="utf-8"))
-        pictures = {int(entry["id"]): entry for entry in content["images"]}
-        cells = list(content["annotations"])
+        images = {int(entry["id"]): (Path(entry["file_name"]).name, (entry["width"], entry["height"])) for entry in content["images"]}
+        cells = sorted(content["annotations"], key=lambda cell: int(cell["image_id"]))
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"{table}: no annotations of MIDOG 2022 ({error}); download it again") from error
+        raise DataError(f"{table}: not the annotations of MIDOG 2022 ({error}); download it again") from error
 
     def item(cell: Mapping[str, Any]) -> Item:
-        picture, label = pictures[int(cell["image_id"])], _CLASSES.index(_CATEGORIES[int(cell["category_id"])])
-        name = Path(picture["file_name"]).name
+        (name, size), label = images[int(cell["image_id"])], _CLASSES.index(_CATEGORIES[int(cell["category_id"])])
         source = expected(root, f"images/{name}", name, download=_IMAGES)
         (site,) = (tumour for tumour, numbers in _NUMBERS.items() if int(source.stem) in numbers)
-        window = window_around([float(side) for side in cell["bbox"]], source, (int(picture["width"]), int(picture["height"])), _SIDE)
-        return Item((root / "patches" / source.stem / f"{int(cell['id'])}.png",), label, source.stem, "", site, window)
+        if size != _opened(source).size:
+            raise ValueError(f"{source} is {_opened(source).size}, its annotations say {size}")
+        left, top = patch_corner([float(side) for side in cell["bbox"]], size, _SIDE)
+        patch = root / "patches" / source.stem / f"{int(cell['id'])}.png"
+        return Item((patch,), label, source.stem, "", site, {patch: partial(_patch, source, left, top)})
 
     return items_of(table, cells, item)
+
+
+def patch_corner(box: Sequence[float], size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Left column and top row of the square around a box; at the border of the image it is shifted inwards.
+
+    Args:
+        box: (x1, y1, x2, y2) in pixels; it may extend beyond the image.
+        size: width and height of the image in pixels.
+        side: of the square in pixels.
+
+    Raises:
+        ValueError: the box is empty or outside of the image, or the image is smaller than the square.
+
+    Examples:
+        >>> patch_corner((40, 60, 50, 70), (100, 80), 16), patch_corner((-9, 75, 11, 95), (100, 80), 16)
+        ((37, 57), (0, 64))
+    """
+    x1, y1, x2, y2 = box
+    width, height = size
+    if not (max(x1, 0) < min(x2, width) and max(y1, 0) < min(y2, height)) or min(size) < side:
+        raise ValueError(f"no patch of {side} x {side} around the box {list(box)} of an image of {width} x {height}")
+    left, top = (math.floor((x1 + x2 - side) / 2), math.floor((y1 + y2 - side) / 2))
+    return min(max(left, 0), width - side), min(max(top, 0), height - side)
+
+
+@lru_cache(maxsize=1)  # the patches of one image follow each other
+def _opened(source: Path) -> Image.Image:
+    with explained(source), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such images are large
+        return Image.open(source)
+
+
+@lru_cache(maxsize=1)
+def _pixels(source: Path) -> np.ndarray:
+    with explained(source):
+        return np.asarray(_opened(source).convert("RGB"))
+
+
+def _patch(source: Path, left: int, top: int) -> np.ndarray:
+    return np.ascontiguousarray(_pixels(source)[top : top + _SIDE, left : left + _SIDE])
 
 
 MIDOG: Final = Preparation(
@@ -113,14 +161,14 @@ MIDOG: Final = Preparation(
     kind="classification",
     classes=_CLASSES,
     unit="patches",
-    shares={"training": 0.8, "validation": 0.2},
+    shares=SHARES_80_20,
     splits=WITHOUT_TEST,
     counts={tumour: {PATIENTS: len(numbers)} for tumour, numbers in _NUMBERS.items()},
     total=20_552,
     source="the challenge's page as it is quoted: images of each tumour, 9501 mitotic figures; 11051 look-alikes, as others count them",
     notes=(
         f"FedDAG does not say what it classifies: here it is the annotated cells, each in a patch of {_SIDE} x {_SIDE} pixels",
-        "patches are cut at the images' own resolution and at their border shifted inwards; a patch may show other cells too",
+        "patches have the images' own resolution and are shifted inwards at the border; a patch may show other cells too",
         "every image is a patient; images 355 ... 405 (human melanoma) have no annotations and are left out",
         NO_TEST,
     ),

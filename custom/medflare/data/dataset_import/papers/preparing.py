@@ -1,41 +1,35 @@
-"""From the downloads of a paper to its sites: what to get, which sites it makes, what the paper counts, and the datalists.
+"""From the downloads of a paper to its sites. A recipe is a `Preparation`; the papers' recipes are in the other files of this folder."""
 
-A recipe is a `Preparation`; those of the papers are in the files beside this one.
-"""
-
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
+
+import pandas as pd
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import FILE, SPLITS
-from medflare.data.dataset_import.datalists import aligned
-from medflare.data.dataset_import.finding import Item
-from medflare.data.dataset_import.partition import draw_splits
-from medflare.data.dataset_import.writing import Recode, bring_files, folder_of, refuse_existing, usable_items, write_datalist
+from medflare.data.dataset_import.datalists import check_files, check_target, draw_splits, place_files, write_datalist
+from medflare.data.dataset_import.folders import Item
 
+# Names in `Preparation.counts`, besides classes.
 IMAGES: Final = "images"
 PATIENTS: Final = "patients"
-TRAINED_ON: Final = "not test"  # training and validation images together, where a paper has no validation images of its own
+TRAINED_ON: Final = "not test"  # training and validation images together, if a paper has no validation images of its own
 TEST: Final = "test"
-WITHOUT_TEST: Final = ("training", "validation")  # `splits` of data on which papers leave sites out
-NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
 
+WITHOUT_TEST: Final = ("training", "validation")  # `splits` of data whose papers leave sites out
+NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
+SHARES_80_20: Final = {"training": 0.8, "validation": 0.2}
+SHARES_70_10_20: Final = {"training": 0.7, "validation": 0.1, "test": 0.2}  # of PRR
+SHARES_50_25_25: Final = {"training": 0.5, "validation": 0.25, "test": 0.25}  # of FedSM
 
 Sites: TypeAlias = Mapping[str, Sequence[Item]]
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
 class Download:
-    """One thing to get.
-
-    Attributes:
-        what: its file or folder, as it lies below --from.
-        where: the page that offers it.
-    """
+    """A file or folder to download (its path below the folder of the downloads), and the page that offers it."""
 
     what: str
     where: str
@@ -47,24 +41,21 @@ class Preparation:
 
     Attributes:
         name: for the command line.
-        title: what it is, for people.
-        papers: whose experiments use it, with the table that describes the data.
-        licence: of the data, as its owners state it.
+        title: description.
+        papers: the tables that use the data.
+        licence: of the data, as their owners state it.
         downloads: what to get.
-        find: from the folder of the downloads to the images, each with its site; with its split where the download names one, and with
-            its patient where somebody says whose it is.
+        find: folder of the downloads -> images with their sites, and with split and patient if the download names them.
         kind: "segmentation" or "classification".
+        shares: split -> share of the patients, for splits that the download does not name.
         classes: of a classification, in the order of their numbers.
-        unit: what its images are: "images", "volumes" or "patches".
-        shares: split -> share of the patients, for the splits that the download does not name.
-        splits: lists that are written; one that is not there is drawn when the data are read, and an outside site without a test list is
-            tested on all its images.
-        counts: site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> what the paper counts; what nobody published is left out.
-        total: images of all sites together, where only that is published.
+        unit: "images", "volumes" or "patches".
+        splits: lists to write; a missing list is drawn when the data are read.
+        counts: site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> published number.
+        total: published number of images of all sites.
         source: of `counts` and `total`.
-        crossing: why a patient is in two splits or at two sites by the design of the published split; "" where that is a fault.
-        recode: see `writing.bring_files`.
-        notes: where this differs from the paper, one line each.
+        crossing: why the published split has a patient in two splits; "" if that is an error.
+        notes: differences from the paper, one line each.
     """
 
     name: str
@@ -82,18 +73,25 @@ class Preparation:
     total: int | None = None
     source: str = ""
     crossing: str = ""
-    recode: Recode | None = None
     notes: tuple[str, ...] = ()
 
-
-# -- what recipes find files and rows with ---------------------------------------------------------------------------------
+    def describe(self) -> str:
+        """The sites with their published numbers, the licence, and what to download."""
+        sizes = [
+            f"{site} {numbers.get(IMAGES, numbers.get(TRAINED_ON, 0) + numbers.get(TEST, 0))}" for site, numbers in self.counts.items()
+        ]
+        if any(PATIENTS in numbers for numbers in self.counts.values()):
+            sizes = [f"{site} of {numbers[PATIENTS]} patients" for site, numbers in self.counts.items()]
+        counted = "; ".join(filter(None, (", ".join(sizes), f"{self.total} in all" if self.total else ""))) or "not published"
+        lines = [f"{self.name}: {self.title}", f"  papers: {self.papers}", f"  {self.unit}: {counted}", f"  licence: {self.licence}"]
+        return "\n".join([*lines, *(f"  get {download.what}\n      from {download.where}" for download in self.downloads)])
 
 
 def expected(root: Path, *choices: str, download: Download) -> Path:
-    """The first of some places below the folder of the downloads that exists.
+    """The first path below `root` that exists.
 
     Raises:
-        DataError: none exists; says which was expected and where it is downloaded.
+        DataError: none exists; the message names the page to download from.
     """
     for choice in choices:
         if (root / choice).exists():
@@ -102,52 +100,30 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
 
 
 def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files of a folder by their endings in lower case, sorted; hidden ones are left out.
+    """Files with these endings in lower case, sorted, without hidden files.
 
     Raises:
         DataError: there is none.
     """
-    found = sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and not path.name.startswith("."))
-    if not found:
-        raise DataError(f"{folder}: holds no file that ends in {' or '.join(endings)}; unpack the download completely")
-    return found
+    files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and not path.name.startswith("."))
+    if not files:
+        raise DataError(f"{folder}: no file that ends in {' or '.join(endings)}; unpack the download completely")
+    return files
 
 
-def items_of(table: Path, rows: Sequence[Row], item: Callable[[Row], Item | None]) -> list[Item]:
-    """The images of a table's rows, or of a list's lines.
+def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
+    """The images of a table's rows; `item` returns None for a row that is left out.
 
     Raises:
-        DataError: such a row.
+        DataError: a row that the release does not have.
     """
-    found = []
+    items = []
     for number, row in enumerate(rows, start=1):
         try:
-            found.append(item(row))
+            items.append(item(row))
         except (LookupError, TypeError, ValueError, DataError) as error:
-            raise DataError(f"{table} row {number}: none of the release's ({error}); download it again") from error
-    return [image for image in found if image is not None]
-
-
-_COUNTED: Final = (IMAGES, PATIENTS, TRAINED_ON, TEST)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How a preparation is done.
-
-    Attributes:
-        strict: counts that differ from the paper's are an error.
-        redraw: all splits are drawn by patient, also where the download names some.
-        seed: of what is drawn.
-        copy: files are copied and not linked.
-        force: datalists that exist are written anew.
-    """
-
-    strict: bool = False
-    redraw: bool = False
-    seed: int = 0
-    copy: bool = False
-    force: bool = False
+            raise DataError(f"{table} row {number}: not as in the release ({error}); download it again") from error
+    return [image for image in items if image is not None]
 
 
 @dataclass(frozen=True)
@@ -155,11 +131,11 @@ class Prepared:
     """Sites that were written.
 
     Attributes:
-        preparation: of which data.
+        preparation: of the data.
         sites: site -> its images with their splits.
         home: folder of the sites.
-        table: what was found beside what the paper counts.
-        warnings: what may spoil a comparison, one line each.
+        table: numbers of images, beside the published ones.
+        warnings: differences from the paper, one line each.
     """
 
     preparation: Preparation
@@ -169,83 +145,92 @@ class Prepared:
     warnings: tuple[str, ...]
 
     def render(self) -> str:
-        """The table, what to beware of, and what was written."""
+        """The table, notes and warnings, and the files that were written."""
         lines = [self.preparation.title, "", self.table, ""]
         lines += [f"note: {note}" for note in self.preparation.notes]
         lines += [f"WARNING: {warning}" for warning in self.warnings]
-        return "\n".join([*lines, *(f"written: {folder_of(self.home, site) / FILE}" for site in self.sites)])
+        return "\n".join([*lines, *(f"written: {self.home / site / FILE}" for site in self.sites)])
 
 
-def prepare(preparation: Preparation, source: Path, target: Path, choices: Choices = Choices()) -> Prepared:
-    """Makes the sites of a paper from what was downloaded; nothing is written before everything fits.
+def prepare(
+    preparation: Preparation,
+    source: Path,
+    target: Path,
+    *,
+    strict: bool = False,
+    redraw: bool = False,
+    seed: int = 0,
+    copy: bool = False,
+    force: bool = False,
+) -> Prepared:
+    """Make the sites of a paper from its downloads; nothing is written before all checks pass.
 
     Args:
-        preparation: of which data.
+        preparation: of the data.
         source: folder of the downloads, unpacked.
-        target: folder of the sites; each has its files as hard links, or copies, and its datalist.json.
-        choices: see there.
+        target: folder of the sites; each gets its files as hard links and its datalist.json.
+        strict: whether counts that differ from the paper's are an error.
+        redraw: draw all splits by patient, also if the download names them.
+        seed: of the random draw.
+        copy: copy the files.
+        force: replace existing datalists.
 
     Raises:
-        DataError: something is missing or damaged, the same patient is in two splits or at two sites, counts differ (strict), or
-            datalists exist.
+        DataError: something is missing or damaged, a patient is in two splits or at two sites, counts differ (strict), or datalists exist.
     """
     if not source.is_dir():
         raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.what for download in preparation.downloads)}")
-    items, bad = usable_items(preparation.find(source), source)
-    if bad:
-        raise DataError(f"{source}: {len(bad)} of {len(bad) + len(items)} are not usable, the first: {bad[0]}; download them again")
-    sites: dict[str, list[Item]] = {}
-    for item in items:
-        sites.setdefault(item.site, []).append(item)
+    items = preparation.find(source)
+    check_files(items, source)
     counts = preparation.counts
-    if choices.redraw:
-        trained = {site for site, listed in sites.items() if any(item.split != "test" for item in listed)}
-        sites = {site: [replace(item, split="") if site in trained else item for item in listed] for site, listed in sites.items()}
+    if redraw:
+        trained = {item.site for item in items if item.split != "test"}
+        items = [replace(item, split="") if item.site in trained else item for item in items]
         counts = {site: {name: count for name, count in of.items() if name not in (TRAINED_ON, TEST)} for site, of in counts.items()}
-    leaks = leaks_of(sites)
+    sites = {site: [item for item in items if item.site == site] for site in sorted({item.site for item in items})}
+    leaks = patient_leaks(items)
     if leaks and not preparation.crossing:
-        raise DataError(f"{preparation.name}: {_first(leaks)}; a patient belongs to one split of one site")
-    warnings = (f"{preparation.crossing}: {_first(leaks)}; --redraw splits by patient",) if leaks else ()
-    rows, differing = beside_the_paper(preparation, counts, sites)
-    if differing and choices.strict:
-        raise DataError(f"{preparation.name}: {_first(differing)} ({preparation.source}); complete the download, or leave --strict out")
-    refuse_existing(target, sites, force=choices.force)
-    split = {site: _split(preparation, site, listed, choices.seed) for site, listed in sorted(sites.items())}
-    tables = {"labels": {str(number): name for number, name in enumerate(preparation.classes)}}
-    for site, listed in split.items():
-        brought = bring_files(folder_of(target, site), listed, source, copy=choices.copy, recode=preparation.recode)
-        write_datalist(folder_of(target, site), brought, source, splits=preparation.splits, tables=tables)
-    return Prepared(preparation, split, target, rows, (*warnings, *differing))
+        raise DataError(f"{preparation.name}: {_summary(leaks)}; a patient belongs to one split of one site")
+    warnings = (f"{preparation.crossing}: {_summary(leaks)}; --redraw splits by patient",) if leaks else ()
+    table, differences = compare_counts(preparation, counts, sites)
+    if differences and strict:
+        raise DataError(f"{preparation.name}: {_summary(differences)} ({preparation.source}); complete the download, or leave --strict out")
+    check_target(target, sites, force=force)
+    sites = {site: _with_splits(preparation, site, listed, seed) for site, listed in sites.items()}
+    header = {"labels": {str(number): name for number, name in enumerate(preparation.classes)}}
+    for site, listed in sites.items():
+        place_files(target / site, listed, source, copy=copy)
+        write_datalist(target / site, listed, source, splits=preparation.splits, header=header)
+    return Prepared(preparation, sites, target, table, (*warnings, *differences))
 
 
-def _first(lines: Sequence[str]) -> str:
+def _summary(lines: Sequence[str]) -> str:
     return lines[0] + (f", and {len(lines) - 1} more" if len(lines) > 1 else "")
 
 
-def leaks_of(sites: Sites) -> list[str]:
-    """A line for every patient whose images are in two splits or at two sites; a split that is not yet drawn counts as training.
+def patient_leaks(items: Iterable[Item]) -> list[str]:
+    """A line for every patient in two splits or at two sites; a split that is not drawn yet counts as training.
 
     Examples:
-        >>> a, b = (Item((Path(name),), 0, "p1", split) for name, split in (("a", "training"), ("b", "test")))
-        >>> leaks_of({"A": [a, b]}), leaks_of({"A": [a], "B": [a]})
+        >>> a, b = (Item((Path(name),), 0, "p1", split, "A") for name, split in (("a", "training"), ("b", "test")))
+        >>> patient_leaks([a, b]), patient_leaks([a, replace(a, site="B")])
         (['p1 is in two splits of A: a (training) and b (test)'], ['p1 is at two sites: a (A) and a (B)'])
     """
-    home: dict[str, tuple[str, str, str]] = {}
-    found: dict[str, str] = {}
-    for site, items in sites.items():
-        for item in items:
-            split, file = item.split or "training", item.first.name
-            place, first, other = home.setdefault(item.patient, (site, split, file))
-            if place != site:
-                found.setdefault(item.patient, f"{item.patient} is at two sites: {other} ({place}) and {file} ({site})")
-            elif first != split:
-                found.setdefault(item.patient, f"{item.patient} is in two splits of {site}: {other} ({first}) and {file} ({split})")
-    return [line for patient, line in found.items() if patient]
+    first_of: dict[str, Item] = {}
+    leaks: dict[str, str] = {}
+    for item in items:
+        first = first_of.setdefault(item.patient, item)
+        split, other = item.split or "training", first.split or "training"
+        if first.site != item.site:
+            leaks.setdefault(item.patient, f"at two sites: {first.first.name} ({first.site}) and {item.first.name} ({item.site})")
+        elif split != other:
+            leaks.setdefault(item.patient, f"in two splits of {item.site}: {first.first.name} ({other}) and {item.first.name} ({split})")
+    return [f"{patient} is {leak}" for patient, leak in leaks.items() if patient]
 
 
-def _split(preparation: Preparation, site: str, items: Sequence[Item], seed: int) -> list[Item]:
-    """The images of a site with their splits; a patient that the published test list divides is named in neither part."""
-    test, rest = ([item for item in items if (item.split == "test") == tested] for tested in (True, False))
+def _with_splits(preparation: Preparation, site: str, items: Sequence[Item], seed: int) -> list[Item]:
+    """The images of a site with their splits; images of a patient that the published split divides lose their patient."""
+    test, rest = ([item for item in items if (item.split == "test") == is_test] for is_test in (True, False))
     divided = {item.patient for item in test} & {item.patient for item in rest} - {""}
     if not divided:
         return draw_splits(items, site, preparation.shares, seed)
@@ -253,26 +238,24 @@ def _split(preparation: Preparation, site: str, items: Sequence[Item], seed: int
     return [replace(item, patient="") if item.patient in divided else item for item in (*draw_splits(rest, site, shares, seed), *test)]
 
 
-def beside_the_paper(preparation: Preparation, counts: Mapping[str, Mapping[str, int]], sites: Sites) -> tuple[str, list[str]]:
-    """What was found beside what was published.
+def compare_counts(preparation: Preparation, counts: Mapping[str, Mapping[str, int]], sites: Sites) -> tuple[str, list[str]]:
+    """Numbers of images beside the published ones.
 
     Returns:
-        A table, "found" or "found (published)" in a cell where they differ, and a line for every difference.
+        A table with "number" or "number (published)" in a cell if they differ, and a line for every difference.
     """
-    columns = [name for name in _COUNTED if name in (IMAGES, PATIENTS) or any(name in of for of in counts.values())]
-    columns += preparation.classes
-    rows, differing = [["site", *columns]], []
+    rows, differences = [], []
+    published = {name for numbers in counts.values() for name in numbers}
     for site in sorted({*sites, *counts}):
         items = sites.get(site, ())
-        labels = Counter(item.label for item in items if isinstance(item.label, int))
         test = sum(item.split == "test" for item in items)
-        people = len({item.patient or str(item.first) for item in items})
-        found = {IMAGES: len(items), PATIENTS: people, TRAINED_ON: len(items) - test, TEST: test}
-        found |= {name: labels[number] for number, name in enumerate(preparation.classes)}
-        off = {name: count for name, count in counts.get(site, {}).items() if found[name] != count}
-        rows.append([site, *(f"{found[name]} ({off[name]})" if name in off else str(found[name]) for name in columns)])
-        differing += [f"{site} has {found[name]} {name}, published are {count}" for name, count in off.items()]
+        number = {IMAGES: len(items), PATIENTS: len({item.patient or str(item.first) for item in items})}
+        number |= {name: value for name, value in ((TRAINED_ON, len(items) - test), (TEST, test)) if name in published}
+        number |= {name: sum(item.label == label for item in items) for label, name in enumerate(preparation.classes)}
+        off = {name: count for name, count in counts.get(site, {}).items() if number[name] != count}
+        rows.append({"site": site} | {name: f"{value} ({off[name]})" if name in off else str(value) for name, value in number.items()})
+        differences += [f"{site} has {number[name]} {name}, published are {count}" for name, count in off.items()]
     total = sum(map(len, sites.values()))
     if preparation.total not in (None, total):
-        differing.append(f"there are {total} {preparation.unit}, published are {preparation.total}")
-    return "\n".join([aligned(rows), f"published counts: {preparation.source or 'none'}"]), differing
+        differences.append(f"there are {total} {preparation.unit}, published are {preparation.total}")
+    return f"{pd.DataFrame(rows).to_string(index=False)}\npublished counts: {preparation.source or 'none'}", differences

@@ -1,15 +1,24 @@
-"""Prostate MRI: the six sites that came with SAML (Liu et al., MICCAI 2020), five of them for PRR, and FedSM's own six."""
+"""Prostate MRI: the six sites of SAML (Liu et al., MICCAI 2020), five of them for PRR, and FedSM's own six."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS
-from medflare.data.dataset_import.finding import Item, holdings
-from medflare.data.dataset_import.layouts import recognise
-from medflare.data.dataset_import.papers.preparing import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected, files_in
+from medflare.data.dataset_import.folders import Item, pair_masks, scan_folder
+from medflare.data.dataset_import.papers.preparing import (
+    IMAGES,
+    NO_TEST,
+    SHARES_50_25_25,
+    SHARES_70_10_20,
+    WITHOUT_TEST,
+    Download,
+    Preparation,
+    expected,
+    files_in,
+)
 
 # Site -> the names of its folder; the release was renamed once, ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
 _FOLDERS: Final = {
@@ -24,48 +33,35 @@ _VOLUMES: Final = {"RUNMC": 30, "BMC": 30, "I2CVB": 19, "UCL": 13, "BIDMC": 12, 
 _SAML: Final = Download("RUNMC, BMC, I2CVB, UCL, BIDMC, HK", "https://liuquande.github.io/SAML/")
 _FLARE: Final = Download("dataset (what NVFlare's examples/advanced/prostate/data_preparation makes)", "https://github.com/NVIDIA/NVFlare")
 _FEDSM: Final = ("I2CVB", "MSD", "NCI_ISBI_3T", "NCI_ISBI_Dx", "Promise12", "PROSTATEx")  # clients 1 ... 6
+_PRR: Final = ("RUNMC", "BMC", "UCL", "BIDMC", "HK")
 _MARK: Final = "_segmentation"
 _LICENCE: Final = "those of NCI-ISBI 2013, I2CVB and PROMISE12; research only"
 _SLICES: Final = "volumes are cut along their third axis when they are read; the paper's code feeds three neighbouring slices at once"
 
 
-def _saml(root: Path, sites: Sequence[str]) -> list[Item]:
-    """CaseNN.nii.gz with CaseNN_segmentation.nii.gz beside it, a folder for each site; the numbers of cases say nothing across sites."""
+def find_saml(root: Path, sites: Iterable[str] = _FOLDERS) -> list[Item]:
+    """CaseNN.nii.gz with CaseNN_segmentation.nii.gz beside it, a folder for each site; case numbers are of one site only."""
     items = []
     for site in sites:
-        folder = expected(root, *_FOLDERS[site], download=_SAML)
-        volumes = files_in(folder, (".nii.gz", ".nii"))
+        volumes = files_in(expected(root, *_FOLDERS[site], download=_SAML), (".nii.gz", ".nii"))
         masks = {path.name.lower().replace(_MARK, ""): path for path in volumes if _MARK in path.name.lower()}
         for volume in volumes:
-            if _MARK in volume.name.lower():
-                continue
-            mask = masks.get(volume.name.lower())
-            if mask is None:
-                raise DataError(f"{volume}: no mask {volume.name.replace('.nii', f'{_MARK}.nii')} beside it; unpack the download again")
-            items.append(Item((volume,), mask, f"{site} {volume.name.partition('.')[0]}", "", site))
+            if _MARK not in volume.name.lower():
+                if volume.name.lower() not in masks:
+                    raise DataError(f"{volume}: no file {volume.name.replace('.nii', f'{_MARK}.nii')}; unpack the download again")
+                items.append(Item((volume,), masks[volume.name.lower()], f"{site} {volume.name.partition('.')[0]}", "", site))
     return items
 
 
-def find_six(root: Path) -> list[Item]:
-    """The volumes of SAML's six sites."""
-    return _saml(root, tuple(_FOLDERS))
-
-
-def find_five(root: Path) -> list[Item]:
-    """The volumes of PRR's five sites, see `find_six`."""
-    return _saml(root, [site for site in _FOLDERS if site != "I2CVB"])
-
-
 def find_fedsm(root: Path) -> list[Item]:
-    """The volumes of FedSM's six sources, with masks by name as `medflare data init` finds them."""
+    """The volumes of FedSM's six sources, with masks by name."""
     dataset = expected(root, "dataset", download=_FLARE)
     items = []
     for site in _FEDSM:
-        folder = expected(dataset, site, site.upper(), download=_FLARE)
-        found = recognise(holdings(folder), kind="segmentation")
-        if found.missing:
-            raise DataError(f"{folder}: {len(found.missing)} incomplete, the first: {found.missing[0]}; convert the source again")
-        items += [replace(item, patient=f"{site} {item.first.name}", split="", site=site) for item in found.items]
+        pairs = pair_masks(scan_folder(expected(dataset, site, site.upper(), download=_FLARE)))
+        if pairs.missing:
+            raise DataError(f"{dataset / site}: {len(pairs.missing)} incomplete, the first: {pairs.missing[0]}; convert the source again")
+        items += [replace(item, patient=f"{site} {item.first.name}", split="", site=site) for item in pairs.items]
     return items
 
 
@@ -76,7 +72,7 @@ PREPARATIONS: Final = (
         papers="IOP-FL, Tables I-III; GRACE, Tables 1-4",
         licence=_LICENCE,
         downloads=(_SAML,),
-        find=find_six,
+        find=find_saml,
         kind="segmentation",
         unit="volumes",
         shares={"training": 0.84, "validation": 0.16},  # of IOP-FL's 64, 16 and 20 %
@@ -91,11 +87,11 @@ PREPARATIONS: Final = (
         papers="PRR, Table III",
         licence=_LICENCE,
         downloads=(_SAML,),
-        find=find_five,
+        find=partial(find_saml, sites=_PRR),
         kind="segmentation",
         unit="volumes",
-        shares=dict(zip(SPLITS, (0.7, 0.1, 0.2), strict=True)),
-        counts={site: {IMAGES: count} for site, count in _VOLUMES.items() if site != "I2CVB"},
+        shares=SHARES_70_10_20,
+        counts={site: {IMAGES: _VOLUMES[site]} for site in _PRR},
         source="PRR, Table I",
         notes=("volumes are cut along their third axis when they are read",),
     ),
@@ -108,7 +104,7 @@ PREPARATIONS: Final = (
         find=find_fedsm,
         kind="segmentation",
         unit="volumes",
-        shares=dict(zip(SPLITS, (0.5, 0.25, 0.25), strict=True)),
+        shares=SHARES_50_25_25,
         notes=("Table 2 of the paper counts slices that show the prostate, not volumes, so there is no count to compare",),
     ),
 )

@@ -1,0 +1,390 @@
+"""The images, masks and tables of a downloaded folder: which mask belongs to which image, and which folder is a class."""
+
+import json
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from medflare.core.errors import DataError
+from medflare.core.packages import require
+from medflare.data.datalist import FILE, patient_id
+from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, stem, suffix
+
+LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
+MAX_CLASSES: Final = 30  # more folders or values are probably not classes
+_TABLES: Final = (".csv", ".tsv")
+_IGNORED: Final = ("__MACOSX", "Thumbs.db")
+_HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
+
+_MASK: Final = frozenset(
+    ("mask", "masks", "label", "labels", "seg", "segs", "segmentation", "segmentations", "gt", "groundtruth", "truth", "annotations")
+)
+_IMAGE: Final = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "scan", "scans", "input"))
+_SPLITS: Final = {
+    **dict.fromkeys(("train", "training"), "training"),
+    **dict.fromkeys(("val", "valid", "validation"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_IGNORED_WORDS: Final = frozenset(("set", "data", "folder", "split", "ground", *_IMAGE, *_MASK))
+_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image to import.
+
+    Attributes:
+        files: of the image, one per channel, None for a missing channel; a single file has all channels.
+        label: a class number or a list of 0 and 1 (classification), a mask file or a list of them (segmentation).
+        patient: ID of the patient; "" if unknown.
+        split: "training", "validation", "test", or "" if it is to be drawn.
+        site: name of the site; "" if unknown.
+        rendered: files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3); written as PNG.
+    """
+
+    files: tuple[Path | None, ...]
+    label: Any
+    patient: str = ""
+    split: str = ""
+    site: str = ""
+    rendered: Mapping[Path, Callable[[], np.ndarray]] = field(default_factory=dict, compare=False)
+
+    @property
+    def first(self) -> Path:
+        """The first file of the image."""
+        return next(file for file in self.files if file is not None)
+
+    @property
+    def masks(self) -> list[Path]:
+        """The mask files; empty in classification."""
+        return [mask for mask in (self.label if isinstance(self.label, list) else [self.label]) if isinstance(mask, Path)]
+
+    @property
+    def stratum(self) -> str:
+        """The class, or the first positive finding, for stratified splits; "" in segmentation."""
+        if self.masks:
+            return ""
+        return str(self.label.index(1) if 1 in self.label else -1) if isinstance(self.label, list) else str(self.label)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The images of a folder with their labels.
+
+    Attributes:
+        kind: "segmentation" or "classification".
+        items: the images.
+        labels: {"0": name} as in Decathlon, or {name: 0} as in nnU-Net; empty if unknown.
+        channels: number of a channel as text -> its name; empty if unknown.
+        layout: the layout that was recognised.
+        notes: files that are not used, one line each.
+        missing: images without mask or label, and masks without image, one line each.
+    """
+
+    kind: str
+    items: tuple[Item, ...]
+    labels: Mapping[str, Any]
+    layout: str
+    channels: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The files of a folder.
+
+    Attributes:
+        root: the folder.
+        images: image files, and folders with one DICOM series, sorted.
+        tables: CSV and TSV files, sorted.
+        patients: DICOM image -> its PatientID, if the header has one.
+    """
+
+    root: Path
+    images: tuple[Path, ...]
+    tables: tuple[Path, ...]
+    patients: Mapping[Path, str]
+
+    def relative(self, path: Path) -> str:
+        """The path of a file within the folder."""
+        return path.relative_to(self.root).as_posix()
+
+
+def scan_folder(root: Path) -> ImageFolder:
+    """All images and tables below a folder, without hidden files and without folders that have a datalist.json.
+
+    Raises:
+        DataError: not a folder, no images, a damaged DICOM file, or slices of a DICOM series among other files.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
+    images: list[Path] = []
+    tables: list[Path] = []
+    patients: dict[Path, str] = {}
+    for place, folders, names in os.walk(root):
+        folder = Path(place)
+        folders[:] = [name for name in folders if not _is_ignored(name) and not (folder / name / FILE).is_file()]
+        files = [folder / name for name in sorted(names) if not _is_ignored(name)]
+        own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
+        own_tables = [file for file in files if suffix(file) in _TABLES]
+        slices = list(dicom_images(files))
+        if slices:
+            series = _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
+            images += series
+            patients |= {image: patient for image, patient in series.items() if patient}
+        images += own_images
+        tables += own_tables
+    if not images:
+        raise DataError(f"{root}: no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))}); give the folder of the images")
+    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients)
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name in _IGNORED
+
+
+def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> dict[Path, str]:
+    """DICOM images of a folder -> PatientID. The folder itself is the image if its files are the slices of one series."""
+    require("pydicom", f"{folder}: a DICOM image", DataError)
+    import pydicom
+
+    series: dict[Path, str] = {}
+    patients: dict[Path, str] = {}
+    for file in files:
+        with explained(file):
+            header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["SeriesInstanceUID", "PatientID"])
+        series[file], patients[file] = str(header.get("SeriesInstanceUID", file)), patient_id(str(header.get("PatientID", "") or ""))
+    uid, count = Counter(series.values()).most_common(1)[0]
+    if count == 1:
+        return patients
+    if count == len(files) and only_slices:
+        return {folder: patients[files[0]]}
+    first = next(file for file in files if series[file] == uid)
+    raise DataError(f"{folder}: {first.name} is one of {count} slices of a series beside other files; give each series its own folder")
+
+
+# -- names of files and folders --------------------------------------------------------------------------------------------
+
+
+class FileName(NamedTuple):
+    """The parts of an image's path.
+
+    Attributes:
+        folders: its folders without the words for images, masks and splits; an image and its mask have them in common.
+        name: its name in lower case without suffix and without the words for images and masks.
+        mask: whether it is a mask.
+        split: the split that a folder names, or "".
+    """
+
+    folders: tuple[str, ...]
+    name: str
+    mask: bool
+    split: str
+
+
+def words(name: str) -> list[str]:
+    """The words of a name in lower case.
+
+    Examples:
+        >>> words("images train"), words("ISIC2018_Task1_Training_GroundTruth")
+        (['images', 'train'], ['isic', '2018', 'task', '1', 'training', 'ground', 'truth'])
+    """
+    return [word.lower() for word in _WORD.findall(name)]
+
+
+def split_name(text: str) -> str:
+    """The split that a word means, or "".
+
+    Examples:
+        >>> split_name("Train"), split_name("val"), split_name("3")
+        ('training', 'validation', '')
+    """
+    return _SPLITS.get(text.strip().lower(), "")
+
+
+def split_folder(name: str) -> str:
+    """The split that a folder is named after, or "" if its name has other words.
+
+    Examples:
+        >>> split_folder("train"), split_folder("Test Set"), split_folder("test positive")
+        ('training', 'test', '')
+    """
+    splits = {_SPLITS.get(word, "") for word in words(name) if word not in _IGNORED_WORDS}
+    return splits.pop() if len(splits) == 1 else ""
+
+
+def parse_name(path: Path) -> FileName:
+    """The parts of a path within the folder.
+
+    Examples:
+        >>> parse_name(Path("imagesTr/a_0001.nii.gz"))
+        FileName(folders=(), name='a_0001', mask=False, split='training')
+        >>> parse_name(Path("p1/IMG_01_mask.png"))
+        FileName(folders=('p 1',), name='01', mask=True, split='')
+    """
+    mask, split, folders = False, "", []
+    for folder in path.parent.parts:
+        folder_words = words(
+            re.sub("^(images|labels)T([rs])$", lambda match: f"{match[1]} {'train' if match[2] == 'r' else 'test'}", folder)
+        )
+        mask = mask or not _MASK.isdisjoint(folder_words)
+        split = next((_SPLITS[word] for word in folder_words if word in _SPLITS), split)
+        folders.append(" ".join(word for word in folder_words if word not in _IGNORED_WORDS and word not in _SPLITS))
+    name = stem(path)
+    without_mask = _without(name, _MASK)
+    short = _without(without_mask, ("image", "img")).lower()
+    return FileName(tuple(filter(None, folders)), short, mask or without_mask != name, split)
+
+
+def _without(name: str, affixes: Iterable[str]) -> str:
+    """The name without one of the words at its start or end."""
+    listed = "|".join(sorted(affixes, key=len, reverse=True))
+    return re.sub(rf"^(?:{listed})[ _.-]+(?=.)|(?<=.)[ _.-]+(?:{listed})$", "", name, count=1, flags=re.IGNORECASE)
+
+
+# -- images and masks ------------------------------------------------------------------------------------------------------
+
+
+def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None) -> Dataset:
+    """Every mask with its image; the channels of an image may be in separate files.
+
+    An image has the mask of the same folders, name and split; otherwise the only unused mask of its name and split.
+
+    Raises:
+        DataError: no pairs, two masks of one image, or two images of one mask.
+    """
+    names = names or {image: parse_name(image.relative_to(folder.root)) for image in folder.images}
+    files_of, without = _assign_masks(folder, names)
+    items = {mask: files for mask, files in files_of.items() if files}
+    if not items:
+        raise DataError(f"{folder.root}: none of {len(files_of)} masks belongs to an image by its name; supported: {LAYOUTS}")
+    channels = sorted({channel for files in items.values() for channel in files})
+    if len(channels) > 1 and "" in channels:
+        raise DataError(f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; list them in a table")
+    splits = {mask: names[next(iter(files.values()))].split or names[mask].split for mask, files in items.items()}
+    unlabelled = [path for path in without if names[path].split == "test" and "test" not in splits.values()]
+    missing = [f"{folder.relative(path)}: no mask" for path in without if path not in unlabelled]
+    missing += [f"{folder.relative(mask)}: a mask without an image" for mask in files_of if mask not in items]
+    labels, channel_names = _read_header(folder)
+    return Dataset(
+        "segmentation",
+        tuple(Item(tuple(map(files.get, channels)), mask, split=splits[mask]) for mask, files in items.items()),
+        labels,
+        "images and masks by name" + (f", a file per channel ({', '.join(channels)})" if len(channels) > 1 else ""),
+        channel_names or {str(number): name for number, name in enumerate(channels) if name and not name.isdecimal()},
+        (f"{len(unlabelled)} test images without masks are not used",) if unlabelled else (),
+        tuple(missing),
+    )
+
+
+def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
+    """Mask -> channel -> image file; and the images without a mask."""
+    files_of: dict[Path, dict[str, Path]] = {path: {} for path, name in names.items() if name.mask}
+    by_name: defaultdict[str, list[Path]] = defaultdict(list)
+    for mask in files_of:
+        by_name[names[mask].name].append(mask)
+
+    def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
+        for name, channel in _names_and_channels(image, names[image].name):
+            fitting = [mask for mask in by_name[name] if mask in free and len({names[image].split, names[mask].split} - {""}) < 2]
+            if same_folders:
+                fitting = [mask for mask in fitting if names[mask].folders == names[image].folders]
+            fitting = [mask for mask in fitting if names[mask].split == names[image].split] or fitting
+            if len(fitting) > 1 and same_folders:
+                both = " and ".join(map(folder.relative, fitting[:2]))
+                raise DataError(f"{both}: two masks of one image; list them in a table, with --mask-column and a column for each")
+            if len(fitting) == 1:
+                if (other := files_of[fitting[0]].setdefault(channel, image)) is not image:
+                    both = f"{folder.relative(other)} and {folder.relative(image)} would both have the mask {folder.relative(fitting[0])}"
+                    raise DataError(f"{both}; use the same folder names for images and masks, or list them in a table")
+                return True
+        return False
+
+    images = [path for path, name in names.items() if not name.mask]
+    for same_folders in (True, False):
+        free = {mask for mask, files in files_of.items() if same_folders or not files}
+        images = [image for image in images if not assign(image, free, same_folders)]
+    return files_of, images
+
+
+def _names_and_channels(image: Path, name: str) -> list[tuple[str, str]]:
+    """The names that the mask of an image can have, with the channel that the file then is.
+
+    The suffix of a channel is a number of four digits (nnU-Net), or a word (`_flair`) in NIfTI files.
+    """
+    match = _CHANNEL.match(name)
+    if match is None or not (match[2].isdecimal() or suffix(image) in NIFTI):
+        return [(name, "")]
+    return [(name, ""), (match[1], match[2])]
+
+
+def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
+    """Labels and channel names of a dataset.json; empty if there is none."""
+    for path in (folder.root / _HEADER, *sorted(folder.root.glob(f"*/{_HEADER}"))):
+        if path.is_file():
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                channels = content.get("channel_names", content.get("modality")) or {}
+                return dict(content.get("labels") or {}), {str(number): str(name) for number, name in channels.items()}
+            except (AttributeError, ValueError) as error:
+                raise DataError(f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it") from error
+    return {}, {}
+
+
+# -- a folder per class ----------------------------------------------------------------------------------------------------
+
+
+def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False) -> Dataset:
+    """Images whose class is the name of a folder below the folder that all share; folders of splits do not count.
+
+    Args:
+        folder: the files.
+        images: of the folder, those that are classified.
+        any_number: whether there may be more than `MAX_CLASSES` classes.
+
+    Raises:
+        DataError: fewer than two classes, or too many.
+    """
+    images = list(images)
+    common = Path(os.path.commonpath([image.parent for image in images]))
+    items: list[tuple[str, Item]] = []
+    missing = []
+    for image in images:
+        split = next(filter(None, map(split_folder, image.relative_to(folder.root).parent.parts)), "")
+        classes = [part for part in image.relative_to(common).parent.parts if not split_folder(part)]
+        if classes:
+            items.append((classes[0], Item((image,), None, split=split)))
+        else:
+            missing.append(f"{folder.relative(image)}: in no class folder")
+    names = sorted_labels({name for name, _ in items})
+    if len(names) < 2:
+        tables = "".join(f"; {folder.relative(table)} names none of them" for table in folder.tables)
+        raise DataError(f"{folder.root}: {len(images)} images without masks or classes{tables}; supported: {LAYOUTS}")
+    if len(names) > MAX_CLASSES and not any_number:
+        raise DataError(
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) are many classes; if they are classes, give --kind classification"
+        )
+    labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
+    labels = {str(number): name for number, name in enumerate(names)}
+    return Dataset("classification", labelled, labels, f"a folder per class: {', '.join(names)}", missing=tuple(missing))
+
+
+def sorted_labels(names: Iterable[str]) -> list[str]:
+    """Class names in the order of their numbers: numerical if all are numbers, otherwise alphabetical.
+
+    Examples:
+        >>> sorted_labels({"10", "9"}), sorted_labels({"nv", "mel"})
+        (['9', '10'], ['mel', 'nv'])
+    """
+    try:
+        return sorted(names, key=float)
+    except ValueError:
+        return sorted(names)

@@ -1,0 +1,292 @@
+"""Downloaded folders become datalists, or an error of one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+
+from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from helpers.volume_sites import beside_a_series, dicom_series, write
+from medflare.core.errors import DataError
+from medflare.data.datalist import read_datalist
+from medflare.data.dataset_import.datalists import ImportOptions, import_folder
+from medflare.data.dataset_import.folders import scan_folder
+from medflare.data.dataset_import.tables import GUESSED, Columns, read_table
+
+
+def listed(root: Path) -> list[dict[str, Any]]:
+    """All entries of a folder's datalist."""
+    content = json.loads((root / "datalist.json").read_text())
+    return [entry for split in ("training", "validation", "test") for entry in content[split]]
+
+
+def error_of(root: Path, **options: Any) -> str:
+    """The error of one line, after which nothing was written."""
+    with pytest.raises(DataError) as error:
+        import_folder(root, ImportOptions(**options))
+    assert not (root / "datalist.json").exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_folder_per_class_below_folders_of_splits(tmp_path: Path) -> None:
+    classes(tmp_path / "pets" / "train", patients=12)
+    classes(tmp_path / "pets" / "Test Set", patients=4)
+    picture(tmp_path / "__MACOSX" / "cat" / "junk.png")
+    report = import_folder(tmp_path)
+    assert report.dataset.labels == {"0": "cat", "1": "dog"}
+    content = json.loads((tmp_path / "datalist.json").read_text())
+    assert len(content["test"]) == 8 and all("Test Set" in entry["image"] for entry in content["test"])
+    assert len(content["training"]) + len(content["validation"]) == 24 and content["validation"]
+    assert all(entry["label"] == ("dog" in entry["image"]) for entry in listed(tmp_path))
+    header, *_, test = report.render().splitlines()[2:6]
+    assert header.split() == ["split", "images", "patients", "cat", "dog"] and test.split() == ["test", "8", "8", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [
+        ("{n}.png", "{n}_mask.png"),
+        ("images/{n}.png", "masks/{n}.png"),
+        ("images_train/p1/{n}.png", "masks/p1/{n}.png"),
+        ("image/{n}.png", "label/mask_{n}.png"),
+        ("left/{n}.png", "masks/{n}.png"),
+        ("Task1_Training_Input/{n}.png", "Task1_Training_GroundTruth/{n}_segmentation.png"),
+    ],
+)
+def test_images_and_masks_by_name(image: str, label: str, tmp_path: Path) -> None:
+    import_folder(pairs(tmp_path, image=image, label=label))
+    entries = {entry["image"]: entry["label"] for entry in listed(tmp_path)}
+    assert entries == {image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)}
+    assert len(read_datalist(tmp_path, "segmentation")) == 10
+
+
+def test_splits_may_have_files_of_the_same_names(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        pairs(tmp_path / split, image="images/{n}.png", label="masks/{n}.png")
+    import_folder(tmp_path)
+    assert {(entry["image"], entry["label"]) for entry in listed(tmp_path)} == {
+        (f"{split}/images/IMG_{n:02}.png", f"{split}/masks/IMG_{n:02}.png") for split in ("train", "test") for n in range(10)
+    }
+    content = json.loads((tmp_path / "datalist.json").read_text())
+    assert all(entry["image"].startswith("test/") for entry in content["test"]) and len(content["test"]) == 10
+
+
+def test_masks_of_other_images_are_not_used(tmp_path: Path) -> None:
+    pairs(tmp_path, image="train/images/2021/{n}.png", label="train/masks/2021/{n}.png")
+    picture(tmp_path / "train" / "images" / "2022" / "IMG_01.png")  # the only mask of this name is of 2021
+    assert "2022/IMG_01.png: no mask" in error_of(tmp_path)
+    picture(tmp_path / "train" / "images" / "odd.png")
+    mask(tmp_path / "test" / "masks" / "odd.png")  # of another split
+    report = import_folder(tmp_path, ImportOptions(skip=True))
+    assert len({entry["label"] for entry in listed(tmp_path)}) == len(listed(tmp_path)) == 10
+    assert "left out: test/masks/odd.png" in report.render()
+
+
+def test_ambiguous_masks_are_refused(tmp_path: Path) -> None:
+    pairs(tmp_path / "a", image="left/{n}.png", label="masks/{n}.png")
+    picture(tmp_path / "a" / "right" / "IMG_03.png")
+    text = error_of(tmp_path / "a")
+    assert "left/IMG_03.png" in text and "right/IMG_03.png" in text
+    mask(pairs(tmp_path / "b") / "IMG_03_seg.png")
+    assert "IMG_03_seg.png" in error_of(tmp_path / "b")
+
+
+def test_volumes_of_nnunet_with_a_file_per_channel(tmp_path: Path) -> None:
+    volume = np.ones((4, 5, 6), np.uint8)
+    for folder in ("imagesTr", "labelsTr", "imagesTs"):
+        (tmp_path / folder).mkdir()
+    for case in ("a", "b", "c", "d"):
+        for channel in range(2):
+            write(tmp_path / "imagesTr" / f"case_{case}_{channel:04}.nii.gz", volume)
+        write(tmp_path / "labelsTr" / f"case_{case}.nii.gz", volume)
+    write(tmp_path / "imagesTs" / "case_z_0000.nii.gz", volume)
+    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
+    report = import_folder(tmp_path)
+    assert report.dataset.channels == {"0": "T2", "1": "ADC"} and report.dataset.notes == ("1 test images without masks are not used",)
+    assert {tuple(entry["image"]) for entry in listed(tmp_path)} == {
+        (f"imagesTr/case_{case}_0000.nii.gz", f"imagesTr/case_{case}_0001.nii.gz") for case in "abcd"
+    }
+
+
+def test_volumes_with_a_file_for_each_named_channel(tmp_path: Path) -> None:
+    volume = np.ones((4, 5, 6), np.uint8)
+    for case in range(4):
+        folder = tmp_path / "BraTS" / f"BraTS_{case:03}"
+        folder.mkdir(parents=True)
+        for part in ("flair", "t1", "seg"):
+            if (case, part) != (3, "t1"):
+                write(folder / f"BraTS_{case:03}_{part}.nii.gz", volume)
+    assert import_folder(tmp_path).dataset.channels == {"0": "flair", "1": "t1"}
+    names = {tuple(name and Path(name).name for name in entry["image"]) for entry in listed(tmp_path)}
+    assert names == {(f"BraTS_00{n}_flair.nii.gz", None if n == 3 else f"BraTS_00{n}_t1.nii.gz") for n in range(4)}
+
+
+def scans(root: Path, series: int = 4) -> Path:
+    """A folder per class with a DICOM series of 4 slices for each of some patients, P0, P1, ..."""
+    for number in range(series):
+        folder = root / ("healthy", "ill")[number % 2] / f"scan{number}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for file in dicom_series(folder).iterdir():
+            slice_ = pydicom.dcmread(file)
+            slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
+            slice_.save_as(file)
+    return root
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_dicom_series_is_one_image_of_its_patient(exported: bool, tmp_path: Path) -> None:
+    scans(tmp_path)
+    for folder in (tmp_path, tmp_path / "ill" / "scan1") if exported else ():
+        beside_a_series(folder)
+    assert not import_folder(tmp_path).warnings
+    assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == {
+        ("healthy/scan0", 0, "P0"),
+        ("ill/scan1", 1, "P1"),
+        ("healthy/scan2", 0, "P2"),
+        ("ill/scan3", 1, "P3"),
+    }
+
+
+def test_dicom_slices_beside_other_files_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    picture(scans(tmp_path / "a") / "ill" / "scan1" / "photo.png")
+    assert "0.dcm" in error_of(tmp_path / "a")
+    (scans(tmp_path / "b") / "ill" / "scan1" / "0.dcm").write_text("no header")
+    assert "0.dcm" in error_of(tmp_path / "b")
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
+    rows = [(f"p{n // 2}_{n}", "mel" if n % 3 else "nv", f"P{n // 2}") for n in range(20)]
+    for name, *_ in rows:
+        picture(tmp_path / "img" / f"{name}.png")
+    table(tmp_path / "labels.csv", ("image_id", "dx", "Patient ID"), *rows)
+    report = import_folder(tmp_path)
+    assert report.dataset.layout == "labels.csv: image image_id, label dx, patient Patient ID" and not report.warnings
+    entries = {entry["image"]: (["mel", "nv"][entry["label"]], entry["patient"]) for entry in listed(tmp_path)}
+    assert entries == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
+
+
+def test_numbers_of_patients_are_read_alike(tmp_path: Path) -> None:
+    rows = [(picture(tmp_path / f"{n}.png").name, n % 2, f"{n // 2}.0" if n % 2 else f" {n // 2}") for n in range(20)]
+    table(tmp_path / "list.csv", ("file", "label", "lesion_id"), *rows)  # lesions stay together if there is no patient
+    import_folder(tmp_path)
+    assert {(entry["image"], entry["patient"]) for entry in listed(tmp_path)} == {(f"{n}.png", str(n // 2)) for n in range(20)}
+
+
+@pytest.mark.parametrize(("second", "labels"), [((1, 0), [1, 0]), ((0, 1), [[1, 0], [1, 1]])], ids=["classes", "findings"])
+def test_several_label_columns(second: tuple[int, int], labels: list[Any], tmp_path: Path) -> None:
+    first = (0, 1) if second == (1, 0) else (1, 1)
+    rows = [(picture(tmp_path / f"{n}.png").name, first[n % 2], second[n % 2]) for n in range(8)]
+    table(tmp_path / "t.csv", ("image", "A", "B"), *rows)
+    import_folder(tmp_path, ImportOptions(columns=Columns(label="A,B")))
+    assert {entry["image"]: entry["label"] for entry in listed(tmp_path)} == {f"{n}.png": labels[n % 2] for n in range(8)}
+
+
+def test_a_table_of_masks(tmp_path: Path) -> None:
+    pairs(tmp_path, image="x/{n}.png", label="y/{n}.png")
+    rows = [(f"x/IMG_{n:02}.png", f"y/IMG_{n:02}.png", f"c{n}") for n in range(10)]
+    table(tmp_path / "list.tsv", *((f"{a}\t{b}\t{c}",) for a, b, c in [("file", "outline", "case"), *rows]))
+    import_folder(tmp_path, ImportOptions(columns=Columns(mask="outline")))
+    assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == set(rows)
+
+
+@pytest.mark.parametrize(
+    ("cell", "file"),
+    [
+        ("001.png", "train/001.png"),
+        ("001", "train/001.png"),
+        ("train/001", "train/001.png"),
+        ("set/train/001.png", "train/001.png"),  # the cell begins above the folder
+        ("..\\Train\\001.png", "train/001.png"),
+        ("D:\\export\\001.png", "001.png"),
+    ],
+)
+def test_a_cell_names_a_file(cell: str, file: str, tmp_path: Path) -> None:
+    picture(tmp_path / "set" / file)
+    table(tmp_path / "set" / "t.csv", ("image", "label"), (cell, "a"))
+    dataset = read_table(tmp_path / "set" / "t.csv", scan_folder(tmp_path / "set"), GUESSED)
+    assert [item.first for item in dataset.items] == [tmp_path / "set" / file] and not dataset.missing
+
+
+@pytest.mark.parametrize(
+    ("cell", "file"),
+    [("test/001.png", "train/001.png"), ("D:\\export\\p2\\001", "p1/001.png"), ("/srv/test/001.png", "train/images/001.png")],
+)
+def test_a_file_of_the_same_name_in_another_folder_is_not_used(cell: str, file: str, tmp_path: Path) -> None:
+    picture(tmp_path / file)
+    table(tmp_path / "t.csv", ("image", "label"), (cell, "a"))
+    dataset = read_table(tmp_path / "t.csv", scan_folder(tmp_path), GUESSED)
+    assert not dataset.items and len(dataset.missing) == 1 and repr(cell) in dataset.missing[0]
+
+
+def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
+    for file in ("001.png", "b/001.png", "a/b/001.png", "c/001.png"):
+        picture(tmp_path / file)
+    cells = {"a/b/001.png": "a/b/001.png", "x/c/001.png": "c/001.png", "x/001.png": "001.png", "x/b/001.png": "b/001.png"}
+    table(tmp_path / "t.csv", ("image", "label"), *((cell, "a") for cell in cells))
+    dataset = read_table(tmp_path / "t.csv", scan_folder(tmp_path), GUESSED)
+    assert [item.first.relative_to(tmp_path).as_posix() for item in dataset.items] == list(cells.values())
+    (tmp_path / "001.png").unlink()
+    table(tmp_path / "t.csv", ("image", "label"), ("001.png", "a"))
+    with pytest.raises(DataError, match=r"001\.png"):
+        read_table(tmp_path / "t.csv", scan_folder(tmp_path), GUESSED)
+
+
+@pytest.mark.parametrize(
+    ("header", "options", "token"),
+    [
+        (("image", "label"), {"columns": Columns(label="lable")}, "lable"),
+        (("image", "width"), {"table": "a.csv"}, "--label-column"),
+        (("image", "label"), {"table": "a.csv"}, "9.png"),
+        (("id", "polygon"), {"table": "a.csv"}, "--label-column"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_one_line(header: tuple[str, str], options: dict[str, Any], token: str, tmp_path: Path) -> None:
+    picture(tmp_path / "0.png")
+    file = table(tmp_path / "a.csv", header, ("0.png", 1), ("9.png", 0))
+    assert token in error_of(tmp_path, **options | ({"table": file} if "table" in options else {}))
+
+
+def test_one_of_two_tables_must_be_chosen_and_other_tables_are_ignored(tmp_path: Path) -> None:
+    classes(tmp_path)
+    for name in ("a.csv", "b.csv"):
+        table(tmp_path / name, ("image", "label"), ("p00_0.png", 1))
+    assert "--table" in error_of(tmp_path)
+    for name in ("a.csv", "b.csv"):
+        table(tmp_path / name, ("image", "label"), ("test/0.png", 1))
+    assert "a.csv" in import_folder(tmp_path).dataset.notes[0]
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------------
+
+
+def test_unclear_folders_are_one_line(tmp_path: Path) -> None:
+    assert "pictures.zip" in error_of(tmp_path / "pictures.zip")
+    (tmp_path / "empty").mkdir()
+    assert "empty" in error_of(tmp_path / "empty")
+    picture(tmp_path / "loose" / "a.png")
+    assert "loose" in error_of(tmp_path / "loose")
+    assert "31" in error_of(classes(tmp_path / "many", patients=31, each=1, names=tuple(f"patient{n}" for n in range(31))))
+    picture(tmp_path / "twice" / "0.png")
+    table(tmp_path / "twice" / "t.csv", ("image", "label"), ("0.png", 1), ("0", 0))
+    assert "0.png" in error_of(tmp_path / "twice")
+
+
+def test_images_without_masks_are_left_out_on_request(tmp_path: Path) -> None:
+    (pairs(tmp_path) / "IMG_03_mask.png").unlink()
+    assert "IMG_03.png" in error_of(tmp_path)
+    report = import_folder(tmp_path, ImportOptions(skip=True))
+    assert len(listed(tmp_path)) == 9 and "left out: IMG_03.png: no mask" in report.render()
+
+
+def test_a_classification_ignores_masks_on_request(tmp_path: Path) -> None:
+    mask(classes(tmp_path) / "cat" / "p00_0_mask.png")
+    assert "no mask" in error_of(tmp_path)
+    report = import_folder(tmp_path, ImportOptions(kind="classification"))
+    assert "1 masks are not used" in report.render() and len(listed(tmp_path)) == 40
