@@ -74,11 +74,6 @@ def test_annotated_solves_the_problem(annotated: list[str], two: TaskConfig, tmp
     assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
 
 
-def test_a_site_with_all_structures_needs_no_annotated(two: TaskConfig, tmp_path: Path) -> None:
-    site = open_site("A", two, data_root=write_site(tmp_path / "A", 0))
-    assert check_site(tmp_path / "A", two).ok and site.annotation.complete and not site.data.absent
-
-
 @pytest.mark.parametrize("annotated", [[], None, "square", [1], ["sqare"], ["background"]])
 def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_path: Path) -> None:
     folder = write_site(tmp_path / "A", 0)

@@ -1,13 +1,12 @@
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS, DatalistItem, assign_splits, check_patients, read_content, read_datalist, site_name
+from medflare.data.datalist import SPLITS, DatalistItem, assign_splits, check_patients, read_datalist
 
 
 def _entries(**patients: list[str]) -> list[DatalistItem]:
@@ -24,28 +23,6 @@ def _homes(entries: list[DatalistItem]) -> dict[str, set[str]]:
     for entry in entries:
         homes[entry.split].add(entry.patient)
     return homes
-
-
-def test_reading(make_site: Callable[..., Path]) -> None:
-    folder = make_site({"training": ["a", "a"], "test": ["b"]})
-    entries = read_datalist(folder, "segmentation")
-    assert [(entry.patient, entry.split) for entry in entries] == [("a", "training"), ("a", "training"), ("b", "test")]
-    assert entries[0].image == folder / "images/0.png" and entries[0].label == folder / "images/0_mask.png"
-
-
-def test_a_site_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as the folder that a link leads to; where a path ends without a name, as the folder that it means."""
-    (tmp_path / "store" / "images").mkdir(parents=True)
-    (tmp_path / "berlin").symlink_to(tmp_path / "store" / "images")
-    monkeypatch.chdir(tmp_path / "store" / "images")
-    places = (tmp_path / "berlin", Path(), Path(".."), tmp_path / "berlin" / "..")
-    assert [site_name(place) for place in places] == ["berlin", "images", "store", "store"]
-
-
-def test_without_patients_every_image_is_a_patient(make_site: Callable[..., Path], edit: Callable[..., None]) -> None:
-    folder = make_site()
-    edit(folder, lambda content: [entry.pop("patient") for split in content.values() for entry in split])
-    assert len({entry.patient for entry in read_datalist(folder, "segmentation")}) == 10
 
 
 def test_patients_are_text_or_numbers_and_other_keys_are_ignored(tmp_path: Path) -> None:
@@ -105,15 +82,6 @@ def test_lists_from_windows(tmp_path: Path, encoding: str) -> None:
     assert read_datalist(tmp_path, "classification")[0].name == "Müller_日本.png"
 
 
-def test_backslashes_are_no_folders(tmp_path: Path) -> None:
-    """Not with missing_channels "zeros" either, where a file that does not exist would become zeros without a word."""
-    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": ["images\\0.png", None], "label": 0}]}))
-    with pytest.raises(DataError, match=r"training\[0\]"):
-        read_datalist(tmp_path, "classification")
-    (tmp_path / "images\\0.png").touch()
-    assert read_datalist(tmp_path, "classification")[0].name == "images\\0.png", "a name may hold one all the same"
-
-
 @pytest.mark.parametrize("content", [None, json.dumps({"training": []}).encode("utf-16"), b"[" * 100_000])
 def test_unreadable_lists_are_errors(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
@@ -122,12 +90,10 @@ def test_unreadable_lists_are_errors(content: bytes | None, tmp_path: Path) -> N
         read_datalist(tmp_path, "classification")
 
 
-@pytest.mark.parametrize("image", ["a" * 5000, "a\0.png"])
-def test_impossible_file_names_are_errors(image: str, tmp_path: Path) -> None:
-    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": image, "label": 0}]}))
-    with pytest.raises(DataError, match=r"training\[0\]") as error:
+def test_impossible_file_names_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": "a\0.png", "label": 0}]}))
+    with pytest.raises(DataError, match=r"training\[0\]"):
         read_datalist(tmp_path, "classification")
-    assert len(str(error.value)) < 1000
 
 
 def test_a_patient_in_two_splits() -> None:
@@ -154,36 +120,6 @@ def test_one_patient_however_the_number_is_written(one: object, other: object, t
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
     with pytest.raises(DataError, match=r"patient [17]"):
         check_patients(read_datalist(tmp_path, "classification"))
-
-
-def _channels(*files: list[str | None]) -> list[DatalistItem]:
-    """Images of as many patients, with a file for each channel."""
-    paths = [tuple(None if name is None else Path(name) for name in names) for names in files]
-    return [
-        DatalistItem(next(filter(None, paths_)), 0, f"p{n}", "training", f"datalist.json training[{n}]", paths_)
-        for n, paths_ in enumerate(paths)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(["t1", "t2"], ["t2", "t1"]), (["t1", "t2"], [None, "t2"]), ([None, "t2"], ["t1", "t2"]), (["t1", "a"], ["t1", "b"])],
-)
-def test_an_image_that_is_part_of_another(first: list[str | None], second: list[str | None]) -> None:
-    with pytest.raises(DataError, match=r"image t[12]"):
-        check_patients(_channels(first, second))
-
-
-def test_images_may_share_a_channel() -> None:
-    """A blank volume for what was not taken, or an atlas; and one file may be two channels of one image."""
-    check_patients(_channels(["a", "blank"], ["b", "blank"], [None, "c"], ["d", "d"]))
-
-
-def test_an_image_listed_twice() -> None:
-    entries = _entries(training=["a", "a"])
-    entries[1] = DatalistItem(entries[0].image, 0, "a", "training", "datalist.json training[1]")
-    with pytest.raises(DataError, match=r"training\[1\]"):
-        assign_splits(entries, ("training",), "A")
 
 
 @pytest.mark.parametrize(
@@ -235,12 +171,3 @@ def test_resplit_keeps_proportions_and_patients_together() -> None:
         assert [entry.image for entry in redrawn] == [entry.image for entry in entries]
     assert drawn[0] != drawn[1] and drawn[0] != entries
     assert drawn[1] == assign_splits(entries, SPLITS, "A", resplit=1)
-
-
-def test_real_lists_keep_patients_apart(shared_data: Callable[[str], Path]) -> None:
-    for federation, kind in (("brain_lgg", "segmentation"), ("ham10000", "classification"), ("fundus_vessels", "segmentation")):
-        for folder in sorted(shared_data(federation).glob("*/")):
-            entries = read_datalist(folder, kind)
-            assert assign_splits(entries, tuple(read_content(folder)), folder.name) == entries
-            content: dict[str, Any] = json.loads((folder / "datalist.json").read_text())
-            assert len(entries) == sum(len(content[split]) for split in SPLITS)

@@ -85,11 +85,6 @@ def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, tra
     assert [bool(row.target.any()) for row in rows] == [number in (1, 3) for _, number in kept]
 
 
-def test_other_axis(tmp_path: Path, make_task: TaskOf) -> None:
-    rows = _decoded(_volumes(tmp_path / "V", (12, 14, 5)), make_task(slices={"axis": 1})).rows
-    assert len(rows) == 3 * 12  # LPS volumes are read as (posterior, left, superior)
-
-
 def test_a_volume_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
     folder = _volumes(tmp_path / "V")
     task = make_task(slices={"keep": "foreground"})
@@ -135,16 +130,6 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
     assert image.array.shape == (3, 64, 64) and mask.shape == (1, 64, 64) and set(np.unique(mask)) <= {0, 1, 2}
     assert {entry.label for entry in PhantomSource("site-1", load_task("phantom_grades")).entries()} == {0, 1, 2}
     assert source.state(entries[0]) != PhantomSource("site-2", load_task("phantom")).state(entries[0])
-
-
-def test_files_at_their_stored_size(make_site: SiteOf, make_task: TaskOf) -> None:
-    source = Source(make_site({"training": ["a", "b"], "test": ["c"]}), make_task(size=[8, 8]))
-    entries = source.entries()
-    assert [entry.name for entry in entries] == ["0.png", "1.png", "2.png"] and source.listed() == ("training", "test")
-    image = source.image(entries[0])
-    mask = source.mask(entries[0], image)
-    assert image.array.shape == mask.shape == (1, 16, 16) and image.array.dtype == np.float32 and mask.dtype == np.int64
-    assert mask.sum() == 16
 
 
 def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_task: TaskOf) -> None:

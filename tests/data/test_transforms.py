@@ -1,15 +1,18 @@
+"""MONAI transforms of a task: resizing, intensities, augmentation, and the trial of unusual arguments."""
+
 from collections.abc import Callable
 from typing import Any
 
-import monai.transforms
 import numpy as np
 import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.transforms import Augmentation, Preprocessing, plain_tensors
-from medflare.tasks.config import TaskConfig
-from medflare.tasks.transforms import photometric_augmentations, smooth_augmentations, spatial_augmentations
+from medflare.data import trial
+from medflare.data.transforms import Augmentation, Preprocessing
+from medflare.data.trial import try_transforms
+from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.transforms import photometric_augmentations, spatial_augmentations
 
 TaskOf = Callable[..., TaskConfig]
 
@@ -129,39 +132,6 @@ def test_augmentations_that_change_the_size_are_refused(make_task: TaskOf, prob:
         turn(torch.rand(1, 1, 16, 24), torch.ones(1, 16, 24, dtype=torch.long), np.random.RandomState(0))
 
 
-def test_volumes_turn_in_the_plane_of_equal_sides(make_task: TaskOf) -> None:
-    def turned(axes: list[int]) -> Augmentation:
-        turn = {"name": "RandRotate90", "prob": 1.0, "spatial_axes": axes}
-        return Augmentation(make_task(size=[8, 8, 4], spatial_dims=3, network={"name": "unet", "channels": [2, 4]}, augment=[turn]))
-
-    images = torch.rand(2, 1, 8, 8, 4)
-    assert turned([0, 1])(images, images[:, 0].round().long(), np.random.RandomState(0))[1].shape == (2, 8, 8, 4)
-    with pytest.raises(ConfigError, match="RandRotate90"):
-        turned([0, 2])
-
-
-@pytest.mark.parametrize("name", smooth_augmentations())
-@pytest.mark.parametrize("shape", [(16, 16), (8, 10, 6)], ids=["pictures", "volumes"])
-def test_smooth_fields_have_the_tasks_size(make_task: TaskOf, name: str, shape: tuple[int, ...]) -> None:
-    """Compared with the array form of the transform, with the same random numbers."""
-    volumes = {"spatial_dims": 3, "network": {"name": "unet", "channels": [2, 4]}} if len(shape) == 3 else {}
-    settings = {"name": name, "prob": 1.0, "rand_size": [3] * len(shape)}
-    augment = Augmentation(make_task(size=list(shape), augment=[settings], **volumes))
-    images = torch.rand(1, 1, *shape, generator=torch.Generator().manual_seed(0))
-    masks = (images[:, 0] > 0.5).long()
-    found, target = augment(images, masks, np.random.RandomState(3))
-    by_hand = getattr(monai.transforms, name)(spatial_size=shape, rand_size=(3,) * len(shape), prob=1.0)
-    random = np.random.RandomState(3)
-    random.random_sample()  # of the dictionary form, which decides by itself whether anything is done
-    by_hand.set_random_state(state=random)
-    with plain_tensors():
-        expected = by_hand(images[0].clone())
-        moved = by_hand(masks.float(), randomize=False) if name == "RandSmoothDeform" else masks
-    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
-    torch.testing.assert_close(target.float(), moved.float(), rtol=0, atol=0)
-    assert not torch.equal(found, images)
-
-
 def test_multilabel_and_class_targets(make_task: TaskOf) -> None:
     flip = [{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]
     several = make_task(target="multilabel", labels=["a", "b"], augment=flip)
@@ -202,3 +172,48 @@ def test_wrong_transforms(make_task: TaskOf) -> None:
         Preprocessing(make_task(intensity={"name": "RandFlip"}))
     with pytest.raises(ConfigError, match="a_max"):
         Preprocessing(make_task(intensity={"name": "ScaleIntensityRange", "a_min": 0}))
+
+
+# -- the trial
+
+TASK = load_task("phantom").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("intensity", {"name": "GaussianSmooth", "sigma": 1e7}),
+        ("intensity", {"name": "MedianSmooth", "radius": 3000}),
+        ("augment", [{"name": "RandFlip"}, {"name": "RandZoom", "min_zoom": 4000, "max_zoom": 5000}]),
+    ],
+)
+def test_transforms_that_need_too_much_memory_are_refused(setting: str, value: Any) -> None:
+    name = value["name"] if isinstance(value, dict) else value[-1]["name"]
+    with pytest.raises(ConfigError, match=rf"{setting} {name}"):
+        try_transforms(load_task({**TASK, setting: value}), 4.0, "site A", "bounds.memory")
+
+
+def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_SECONDS", 1)
+    task = load_task({**TASK, "augment": [{"name": "RandGridDistortion", "num_cells": 10**7}]})
+    with pytest.raises(ConfigError, match=r"RandGridDistortion.* 1 s"):
+        try_transforms(task, 4.0, "site A", "bounds.memory")
+
+
+def test_ordinary_arguments_are_accepted() -> None:
+    augment = [
+        {"name": "RandGridDistortion"},
+        {"name": "Rand2DElastic", "spacing": [8, 8], "magnitude_range": [0, 1]},
+        {"name": "RandGaussianSmooth"},
+        {"name": "RandCoarseDropout", "holes": 6, "spatial_size": 5},
+        {"name": "RandAffine", "prob": 0.5, "spatial_size": [64, 64]},
+        {"name": "RandBiasField"},
+    ]
+    task = load_task({**TASK, "augment": augment, "intensity": {"name": "GaussianSmooth", "sigma": 2.0}})
+    try_transforms(task, 4.0, "site A", "bounds.memory")
+
+
+def test_common_transforms_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_problem", None)
+    intensity = {"name": "ScaleIntensityRange", "a_min": -1000, "a_max": 1e6, "b_min": 0, "b_max": 1}
+    try_transforms(load_task({**TASK, "intensity": intensity}), 4.0, "site A", "bounds.memory")

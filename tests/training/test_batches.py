@@ -90,11 +90,6 @@ def test_wrong_sampling(sampling: object) -> None:
         small_task(sampling=sampling)
 
 
-def test_labels_of_volumes_that_have_sizes_of_their_own() -> None:
-    task = small_task("classification", sampling="balanced")
-    assert torch.equal(torch.as_tensor(sampling_weights(task, tuple(LABELS))), torch.as_tensor(sampling_weights(task, LABELS)))
-
-
 # -- reading ahead
 
 
@@ -138,9 +133,3 @@ def test_an_error_is_raised_at_its_batch() -> None:
     assert [next(batches)[1] for _ in range(6)] == list(range(6))
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
-
-
-def test_images_in_memory_are_read_by_the_main_thread() -> None:
-    data = Split(torch.zeros(2, 1, 2, 2), torch.zeros(2), ("p", "p"), ("a", "b"))
-    on_main = [thread for _, thread in read_ahead(data, torch.arange(2).split(1), lambda rows: threading.current_thread())]
-    assert set(on_main) == {threading.main_thread()}

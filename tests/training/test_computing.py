@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from helpers.small_tasks import INSTANCE_UNET, small_task
 from medflare.core.errors import ConfigError
@@ -55,17 +55,6 @@ def test_half_precision_is_used_inside_the_network_only(spec: dict[str, Any], pr
 def test_fp32_does_not_cast() -> None:
     """Not even a cast: reference numbers in double precision stay what they are."""
     assert network().double()(images().double()).dtype == torch.float64
-
-
-def test_networks_of_other_packages_have_a_precision_too() -> None:
-    class Own(FeatureNetwork):
-        def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
-            features = self.body(images)
-            assert features.dtype == torch.bfloat16
-            return features, self.head(features)
-
-    own = Computing(CPU, "bf16").placed(Own(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 1, 1)))
-    assert own(images()).dtype == own.features_and_output(images())[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -1,7 +1,6 @@
 """Whole images and patches: what training draws, what covers an image, and the window that slides."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from medflare.core.rng import numpy_random_state
 from medflare.data.loading import Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
-from medflare.training.patches import Patches, Samples, WholeImages, image_mode_of, windowed, windows_of
+from medflare.training.patches import Patches, Samples, WholeImages, windowed
 
 TASK = load_task(PATCHES)
 
@@ -100,11 +99,3 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
     assert [tuple(p.shape) for p in found] == [(1, 12, 14, 11), (1, 12, 14, 10)]
     scores = site.score(lambda images: (images[:, :1] > 0.4).float(), "test")
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
-
-
-def test_pictures_can_be_patches_as_well(make_task: Callable[..., TaskConfig]) -> None:
-    task = make_task(image_mode="patch", size=[8, 8])
-    images = tuple(torch.rand(1, side, 12) for side in (9, 20))
-    data = Split(images, tuple((image[0] > 0.5).long() for image in images), ("p", "q"), ("p", "q"))
-    assert _samples(image_mode_of(task), data, torch.tensor([0, 1]), np.random.RandomState(0))[0].shape == (2, 1, 8, 8)
-    assert windows_of(images[1], (8, 8)).shape == (6, 1, 8, 8)

@@ -11,7 +11,6 @@ from torch import nn
 from helpers.picture_sites import numbered_site
 from helpers.small_tasks import predicted, score
 from medflare.core.errors import Aborted
-from medflare.core.rng import numpy_random_state
 from medflare.data.loading import SiteData, Split
 from medflare.tasks.config import TaskConfig
 from medflare.training.scoring import evaluating, scoring_batch
@@ -106,17 +105,6 @@ def test_score_and_predict(make_task: TaskOf) -> None:
     assert at_once == site.score(perfect, "test")
 
 
-def test_networks_are_equal_at_all_sites(make_task: TaskOf) -> None:
-    first, second = (numbered_site(make_task(), name=name).network().state_dict() for name in ("A", "B"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_notes_and_counts(make_task: TaskOf) -> None:
-    site = numbered_site(make_task(), train=3)
-    assert site.notes == ["a note"]
-    assert site.class_counts().tolist() == [3 * 256 - 3, 3]
-
-
 def test_chosen_rows_are_not_augmented(make_task: TaskOf) -> None:
     site = numbered_site(make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}]))
     batch = site.take("train", torch.tensor([7, 0, 7]), RANDOM)
@@ -126,14 +114,6 @@ def test_chosen_rows_are_not_augmented(make_task: TaskOf) -> None:
     site.abort = lambda: True
     with pytest.raises(Aborted, match="site A"):
         site.take("train", torch.tensor([0]), RANDOM)
-
-
-def test_augmentation_does_not_change_its_input(make_task: TaskOf) -> None:
-    site = numbered_site(make_task(augment=[{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]))
-    batch = site.take("train", torch.tensor([3, 5]), RANDOM)
-    flipped = site.augmented(batch, numpy_random_state(0, "x"))
-    assert torch.equal(flipped.targets, batch.targets.flip(1)) and flipped.index is batch.index
-    assert batch.targets.flatten(1).sum(dim=1).tolist() == [3, 5] and not torch.equal(flipped.targets, batch.targets)
 
 
 def test_a_limit_bounds_every_batch(make_task: TaskOf) -> None:
@@ -175,10 +155,6 @@ def test_sampling_is_of_training_images_alone(make_task: TaskOf) -> None:
     drawn = torch.cat([batch.index for batch in site.batches("train", 0)])
     assert len(drawn) == 10 and len(drawn.unique()) < 10 and 0 not in drawn, "image 0 has no foreground"
     assert sorted(torch.cat([batch.index for batch in site.batches("validation", 0)]).tolist()) == list(range(site.n["validation"]))
-
-
-def test_at_least_eight_images_at_once(make_task: TaskOf) -> None:
-    assert scoring_batch(make_task(batch_size=2)) == 8 and scoring_batch(make_task(batch_size=32)) == 32
 
 
 def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> None:

@@ -136,19 +136,6 @@ def test_slices_of_a_series_and_a_mask_that_lies_the_other_way_around(tmp_path: 
         load_site_data("A", task, folder)
 
 
-def test_a_task_of_pictures_with_a_file_for_each_channel(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
-    folder = make_site()
-
-    def twice(listed: dict[str, Any]) -> None:
-        for entries in listed.values():
-            for entry in entries:
-                entry["image"] = [entry["image"], "images/1.png" if entry["image"] == "images/0.png" else "images/0.png"]
-
-    edit(folder, twice)
-    data = load_site_data("A", load_task({**TASK, "spatial_dims": 2, "size": [16, 16]}), folder)
-    assert data.train.image(1).shape == (2, 16, 16) and torch.equal(data.train.image(1)[1], data.train.image(0)[0])
-
-
 def test_empty_exports_are_found_before_training(tmp_path: Path) -> None:
     """A volume of one value in all channels cannot be used, in training as in the check."""
     folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})

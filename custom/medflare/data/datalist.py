@@ -148,20 +148,16 @@ def _check_folder(file: Path, allowed: Sequence[Path], place: str) -> None:
     """A datalist from somebody else must not read other files that the account can read."""
     try:
         resolved = file.resolve()
-        inside = any(resolved.is_relative_to(folder) for folder in allowed)
-        exists = inside and resolved.exists()
     except (OSError, RuntimeError, ValueError) as error:  # no permission, no valid name, or a circle of links
         reason = getattr(error, "strerror", None) or error
         raise DataError(
             f"{place}: {str(file)!r:.300} cannot be opened ({reason}); correct the path, or let the site's account read it"
         ) from error
-    if not inside:
+    if not any(resolved.is_relative_to(folder) for folder in allowed):
         raise DataError(
             f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "
             "(without one: in MEDFLARE_DATA_FOLDERS)"
         )
-    if not exists and "\\" in file.name:
-        raise DataError(f"{place}: {file.name} is one name here, not a path; write / between folders, and paths relative to the datalist")
 
 
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
@@ -252,24 +248,16 @@ def check_patients(entries: Iterable[DatalistItem]) -> None:
     """Refuse data that would leak test patients into training.
 
     Raises:
-        DataError: a patient is in two splits, an image is listed twice, or all its files are channels of another patient's image.
+        DataError: a patient is in two splits, or an image is listed twice.
     """
     patients: dict[str, DatalistItem] = {}
     images: dict[Path, DatalistItem] = {}
-    owners: defaultdict[Path, list[DatalistItem]] = defaultdict(list)  # file -> the images that have it as a channel
-    files = [([file.resolve() for file in entry.files if file is not None], entry) for entry in entries]
-    for resolved, entry in files:
+    for entry in entries:
         first = patients.setdefault(entry.patient, entry)
         if first.split != entry.split:
             raise DataError(f"{entry.place}: patient {entry.patient} is also in {first.place}; keep all of a patient's images in one split")
-        if (other := images.setdefault(resolved[0], entry)) is not entry:
+        if (other := images.setdefault(entry.image.resolve(), entry)) is not entry:
             raise _listed_twice(entry, other)
-        for file in resolved:
-            owners[file].append(entry)
-    for resolved, entry in files:
-        for other in min((owners[file] for file in resolved), key=len):
-            if other.patient != entry.patient and all(other in owners[file] for file in resolved):
-                raise _listed_twice(entry, other)
 
 
 def _listed_twice(entry: DatalistItem, other: DatalistItem) -> DataError:

@@ -60,11 +60,7 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
 
 
 def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
-    """The slices of a series in their order: by number if the positions agree, else by position.
-
-    Args:
-        slices: datasets of pydicom.
-        path: of their folder, for messages.
+    """The slices (pydicom datasets) of a series in their order: by number if the positions agree, else by position.
 
     Raises:
         DataError: several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
@@ -137,8 +133,6 @@ def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndar
     An object has frames for slices with foreground alone, in any order, each with its position.
 
     Args:
-        dataset: the object, of pydicom.
-        path: of its file, for messages.
         series: SeriesInstanceUID of its image.
         grid: of the series.
 

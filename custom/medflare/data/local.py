@@ -29,16 +29,9 @@ _CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
 
 
 def private_folder(run_folder: Path) -> Path:
-    """A party's own files of a job: beside the jobs' folders, which FLARE gives to the components of a job.
+    """A party's own files of a job, for example site-1/medflare/4711: outside the job's folder, which FLARE gives to the job's components.
 
-    In a job's container nothing but the job's folder is mounted and outlives the job; there the files are in that folder.
-
-    Args:
-        run_folder: the job's folder, named after its id.
-
-    Examples:
-        >>> private_folder(Path("site-1/4711")).as_posix()
-        'site-1/medflare/4711'
+    In a job's container only the job's folder is mounted and outlives the job; there the files are in that folder.
     """
     return run_folder / FOLDER if run_folder.is_mount() else run_folder.parent / FOLDER / run_folder.name
 
@@ -75,18 +68,6 @@ def cache_with_folder(cache: CacheSettings | None, default: Path | None = None) 
     return replace(cache, folder=str(Path(folder).expanduser())) if folder else None
 
 
-def _trains(size: int) -> int:
-    if size < 2:
-        raise ValueError("2 or more, since batch normalisation cannot train on a single image")
-    return size
-
-
-def _devices(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if isinstance(value, tuple) and len(set(value)) < max(len(value), 1):
-        raise ValueError("text, or a list of different devices")
-    return value
-
-
 def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
     for name in packages:
         if reason := untrusted(name, packages):
@@ -98,11 +79,7 @@ def _spelt_out(cache: Any) -> Any:
     """Shorthands: true for the defaults, a text for the folder, false for no cache."""
     if isinstance(cache, bool):
         return CacheSettings() if cache else None
-    if isinstance(cache, str):
-        return CacheSettings(folder=cache)
-    if not isinstance(cache, Mapping | CacheSettings):
-        raise ValueError("true, false, a folder, or an object with folder, limit_gb and memory_gb")
-    return cache
+    return CacheSettings(folder=cache) if isinstance(cache, str) else cache
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -176,14 +153,14 @@ class LocalSettings:
         weights: at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS.
     """
 
-    batch_size: Annotated[int, AfterValidator(_trains)] | None = None
+    batch_size: Annotated[int, Field(ge=2)] | None = None  # batch normalization cannot train on one image
     bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
     cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()
     channels_last: bool = False
     compile: bool = False
     data_folders: tuple[str, ...] = ()
     data_root: str = ""
-    device: Annotated[str | tuple[str, ...], AfterValidator(_devices)] = "cpu"
+    device: str | Annotated[tuple[str, ...], Field(min_length=1)] = "cpu"
     keep: Literal["global", "personal"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
@@ -194,19 +171,17 @@ class LocalSettings:
 
 
 def read_local(path: Path) -> dict[str, Any]:
-    """The content of a site's local/medflare.json; nothing where the file does not exist.
+    """The content of a site's local/medflare.json; empty where the file does not exist.
 
     Raises:
         ConfigError: the file is not a JSON object.
     """
-    if not path.exists():
-        return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must hold a JSON object with the site's own settings; correct it or delete it")
+        raise ConfigError(f"{path}: must be a JSON object; correct it or delete it")
     return settings
 
 

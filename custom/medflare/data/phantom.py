@@ -35,7 +35,7 @@ class Camera:
     gains: tuple[float, float, float]  # colour cast: factors on red, green, blue
     gamma: float
     vignetting: float  # loss of light in the corners, 0 to 1
-    blur: float  # standard deviation of the optics' blur
+    blur: float  # standard deviation
     noise: float  # standard deviation, of full scale
     field: float  # radius of the illuminated circle
     disc_radius: float  # mean radius of the optic disc: the magnification

@@ -108,8 +108,6 @@ def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task:
     Args:
         names: see `datalist.class_numbers`; empty where the datalist has none.
         used: the class numbers of the site's images.
-        task: gives the labels and their values.
-        place: the beginning of a message.
 
     Returns:
         Number of the datalist -> number of the task, where they differ; and a note where a class has another name or number, else "".
@@ -163,12 +161,7 @@ def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> 
 
 
 def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
-    """Masks of the annotated structures, with an empty mask for each of the others.
-
-    Args:
-        masks: (M, ...) in the task's order; returned as they are if M is not the number of annotated structures.
-        annotation: of a task with a mask for every label.
-    """
+    """Masks (M, ...) of the annotated structures, with an empty mask for each of the others; unchanged if M is another number."""
     if annotation.complete or len(masks) != len(annotation.names):
         return masks
     complete = np.zeros((len(annotation.task.labels), *masks.shape[1:]), masks.dtype)
@@ -180,13 +173,7 @@ def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
 
 
 class LazyTensors(Sequence[Tensor]):
-    """Images or targets that are read from the disk when they are used.
-
-    Args:
-        size: how many.
-        read: row -> image or target.
-        counts: of targets, int64 (size, classes), see `class_counts`; None for images.
-    """
+    """Images or targets that are read from the disk when they are used; `counts` of targets: int64 (size, classes), see `class_counts`."""
 
     def __init__(self, size: int, read: Callable[[int], Tensor], counts: Tensor | None = None):
         self._size, self._read, self.counts = size, read, counts

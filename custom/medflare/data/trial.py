@@ -32,9 +32,7 @@ def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "
     """Try the task's transforms, unless none of their arguments can make much work.
 
     Args:
-        task: gives transforms, channels and size.
         memory: GiB that they may take.
-        place: the beginning of a message.
         setting: the setting that allows more memory; "" for none.
 
     Raises:
@@ -64,12 +62,7 @@ def _problem(task: str, memory: float, seconds: int) -> str:
 
 
 def main(memory: float, seconds: int) -> None:
-    """Try the task in the standard input; each transform is printed before it runs, since it may end this process.
-
-    Args:
-        memory: GiB that this process may take beyond what it has.
-        seconds: of computing, after which it is ended.
-    """
+    """Try the task in the standard input; each transform is printed before it runs, since it may end this process."""
     task = load_task(json.load(sys.stdin))
     import monai.transforms  # noqa: F401  # not part of the measured time
 

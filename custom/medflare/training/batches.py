@@ -35,11 +35,7 @@ def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Ke
     twice. `size` 1 is taken literally.
 
     Args:
-        count: images of the split.
-        size: images in a batch.
         drop_last: leave out a last batch that is not full (unless it is the only one).
-        seed: of the run.
-        keys: of this order.
         weights: (count,), of each image in a draw of `count` with replacement; None: every image once.
 
     Returns:
@@ -79,10 +75,6 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     A group's weight is divided evenly among its images; an image in several groups has the sum of its parts. Groups without images are
     ignored.
 
-    Args:
-        task: gives sampling, kind and target.
-        targets: of the training images, as in `data.loading.Split`.
-
     Raises:
         ConfigError: the number of weights differs from that of the groups, or all groups that have images have weight 0.
     """
@@ -118,7 +110,6 @@ def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], 
     which must not be forked from the threads of FLARE.
 
     Args:
-        data: the split.
         batches: rows, long (B,) each.
         read: rows -> images; draws no random numbers.
     """

@@ -41,16 +41,7 @@ def constant_value(site: Site) -> float | None:
 
 
 def best_constant(task: TaskConfig, training: Split, sites: Sequence[Site]) -> Tensor:
-    """The constant prediction with the best mean of the sites' validation metrics; ties go to the earliest.
-
-    Args:
-        task: gives kind, target, classes and metric.
-        training: its targets suggest the predictions.
-        sites: with validation images.
-
-    Returns:
-        Probabilities, see `constant_predictions`.
-    """
+    """The first of `constant_predictions` of the training targets with the best mean of the sites' validation metrics."""
     constants = list(constant_predictions(task, training.targets))
 
     def mean_metric(constant: Tensor) -> float:
@@ -84,10 +75,6 @@ def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
 
     Classification: the class frequencies, whose maximum is the majority class. Segmentation: `plain_constants`, and the mean of the
     training masks.
-
-    Args:
-        task: gives kind, target and classes.
-        targets: of the training images, as in `data.loading.Split`.
 
     Yields:
         Probabilities (outputs,), or (outputs, H, W) for a mean mask, which needs targets of one size.

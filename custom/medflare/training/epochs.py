@@ -29,7 +29,6 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
     """Local epochs, each as its batches of training images; torch's random numbers (dropout) are keyed too.
 
     Args:
-        site: gives the batches.
         keys: of this training, by convention round and purpose: two models of one round get different orders and augmentations.
         count: how many; None: the task's number.
     """
@@ -55,9 +54,7 @@ def run_epochs(
     """Local epochs with `step` on every batch; returns the mean over all images of each loss that it returns.
 
     Args:
-        site: gives the batches.
-        round: 0-based; with `purpose` the keys of `epochs`.
-        purpose: names the model that is trained.
+        round: 0-based; with `purpose` (names the model that is trained) the keys of `epochs`.
         step: trains on a batch and returns its losses by name.
         count: how many epochs; None: the task's number.
         after: called at the end of every epoch.
@@ -102,14 +99,8 @@ def train_epochs(
     """Local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
 
     Args:
-        model: trained in place.
-        optimizer: of its trainable parameters.
-        site: gives batches and the task's loss.
-        round: 0-based; with `purpose` the keys of `epochs`.
-        purpose: names the model that is trained.
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
         gradient_hook: called between gradient and step, to change the gradients in place (a proximal term, control variates).
-        count: how many epochs; None: the task's number.
     """
     model.train()
     steps = Steps(optimizer, site, gradient_hook)
@@ -148,10 +139,7 @@ class Steps:
     large batch if the loss is a mean over images and no layer mixes images. With fp16, losses are scaled by torch's `GradScaler`, and steps
     with infinite or NaN gradients are skipped.
 
-    Args:
-        optimizer: of the model.
-        site: gives the task's settings and the batch size.
-        gradient_hook: called between gradient and step, to change the gradients in place.
+    `gradient_hook` is called between gradient and step, to change the gradients in place.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, site: Site, gradient_hook: Callable[[], None] | None = None):
@@ -163,12 +151,7 @@ class Steps:
         optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, images: int) -> None:
-        """Add a batch's gradient, and step after the last batch of a step.
-
-        Args:
-            loss: mean loss of the batch, with its graph.
-            images: of the batch.
-        """
+        """Add the gradient of a batch's mean loss, and step after the last batch of a step."""
         self._batches, self._images = self._batches + 1, self._images + images
         part = loss if self._every == 1 else loss * (images / self._full)
         (part if self._scaler is None else self._scaler.scale(part)).backward()
@@ -250,9 +233,6 @@ class OptimizerMemory:
     """Optimizer states that a site algorithm keeps from round to round, by purpose.
 
     The weights are replaced every round while the moments stay, as in the published code of FedSM and GRACE.
-
-    Args:
-        memory: the algorithm's; it survives the process.
     """
 
     def __init__(self, memory: Message):

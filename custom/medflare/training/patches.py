@@ -50,12 +50,7 @@ class Patches(WholeImages):
         self.size, self.per_image = task.size, task.patches_per_image
 
     def read(self, data: Split, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Image and target of every row; then once more those of the first image, which give an empty batch its shape.
-
-        Args:
-            data: the split.
-            rows: long (B,); DP-SGD may draw none.
-        """
+        """Image and target of every row; then once more those of the first image, which give an empty batch (DP-SGD) its shape."""
         order = rows.tolist()
         pairs = {row: (data.image(row), data.targets[row]) for row in dict.fromkeys(order or [0])}  # each once, however often drawn
         return [pairs[row] for row in order] + [pairs[next(iter(pairs))]]
@@ -134,10 +129,7 @@ def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
     """A predictor of whole images: with `image_mode` "patch", a sliding window whose predictions are blended (MONAI, Gaussian).
 
-    Args:
-        predictor: of images of the network's size.
-        task: gives `image_mode` and the window's size.
-        batch: most windows at once.
+    At most `batch` windows are predicted at once.
     """
     if task.image_mode == "resize":
         return predictor

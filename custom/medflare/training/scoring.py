@@ -47,10 +47,7 @@ def predict_split(
 
     Args:
         predictor: of images of the network's size; a module is in evaluation mode meanwhile.
-        data: the split.
         batch_of: (rows, images, targets) -> the batch on the site's device.
-        mode: how images come to the network's size.
-        task: says how a window slides.
         batch: most images or windows at once.
     """
     if task.image_mode == "resize" and predicts_by_patient(predictor, len(data)):
@@ -77,7 +74,6 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
     Args:
         predictor: of images of the network's size; a module is in evaluation mode meanwhile.
         images: (1, C, ...) each.
-        task: says how the window slides.
         batch: most windows at once.
 
     Returns:
@@ -89,14 +85,7 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
 
 
 def measure_split(predictions: Iterable[BatchPrediction], data: Split, annotation: Annotation, metrics: Sequence[str]) -> Measured:
-    """The parts of metrics, image by image in the split's order.
-
-    Args:
-        predictions: for all images, in any order.
-        data: the split.
-        annotation: the structures that count.
-        metrics: names, of `TaskConfig.metrics`.
-    """
+    """The parts of metrics, image by image in the split's order, of predictions for all images in any order."""
     order: list[int] = []
 
     def portions() -> Iterator[Portion]:

@@ -162,11 +162,9 @@ class Site:
         return Probabilities(model, self.task)
 
     def predictions(self, predictor: Predictor, split: str) -> Iterator[BatchPrediction]:
-        """Probabilities, targets and rows of a split, see `scoring.predict_split`.
+        """Probabilities, targets and rows of a split, of a predictor from images (N, C, H, W) to probabilities.
 
-        Args:
-            predictor: images (N, C, H, W) to probabilities; a module is in evaluation mode meanwhile.
-            split: "train", "validation" or "test".
+        A module is in evaluation mode meanwhile. See `scoring.predict_split`.
         """
         data = self.data.split(split)
         predictions = predict_split(predictor, data, self._batch, self.image_mode, self.task, self.scoring_batch)
@@ -175,20 +173,11 @@ class Site:
     def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
         """Metrics of a model on a split.
 
-        Args:
-            predictor: see `predictions`.
-            split: "train", "validation" or "test".
-            metrics: names; None: all of `task.metrics` on the test split, elsewhere those by which models are selected.
+        `metrics` None: all of `task.metrics` on the test split, elsewhere those by which models are selected.
         """
         names = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
         return self.measure(self.predictions(predictor, split), split, names).scores(self.data.split(split).patients)
 
     def measure(self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]) -> Measured:
-        """The parts of metrics, of predictions for a whole split; of the structures that were annotated here.
-
-        Args:
-            predictions: see `predictions`.
-            split: "train", "validation" or "test".
-            metrics: names, of `TaskConfig.metrics`.
-        """
+        """The parts of metrics, of predictions for a whole split; of the structures that were annotated here."""
         return measure_split(predictions, self.data.split(split), self.annotation, metrics)
