@@ -47,7 +47,7 @@ FEDERATIONS: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
     "prr": ("prr", None, {}),
     "grace": ("grace", None, {"probe": True}),
     "iop_fl": ("iop_fl", None, {}),
-    "feddag": ("feddag", None, {"generator_width": 4, "pictures": 0, "distribution": "type2"}),
+    "feddag": ("feddag", None, {"generator_width": 4, "distribution": "type2"}),
     "robust+sha": ("robust", "sha", {"rule": "median"}),
     "scaffold": ("scaffold", None, {}),
     "fedrep": ("fedrep", None, {}),

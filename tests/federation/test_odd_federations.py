@@ -17,7 +17,7 @@ from medflare.training.site import Site
 
 METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
 QUICK: dict[str, dict[str, Any]] = {
-    "feddag": {"generator_width": 4, "pictures": 0},
+    "feddag": {"generator_width": 4},
     "fedsm": {"selector": "compact_selector", "selector_updates": 1},
 }
 SEED = 5
@@ -133,7 +133,7 @@ def test_grace_weighs_zero_updates_equally(tmp_path: Path) -> None:
 def test_feddag_weighs_models_equally_that_no_site_can_score(tmp_path: Path) -> None:
     results = federation("feddag", DISC, ("A", "B", "C"), counts=(8, 0, 4), out=tmp_path)
     assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
-    assert {event["site"] for event in results["events"] if "could score" in event["message"]} == {"A", "B", "C"}
+    assert {event["site"] for event in results["events"] if "no site scored" in event["message"]} == {"A", "B", "C"}
 
 
 def weights_of(folder: Path) -> list[float]:

@@ -65,12 +65,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, flattened and split into chunks of `size` values; chunks of a contiguous tensor share its memory.
-
-    Examples:
-        >>> [(a.tolist(), b.tolist()) for a, b in iter_chunks([torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])], size=3)]
-        [([1, 2, 3], [5, 6, 7]), ([4], [8])]
-    """
+    """Tensors of one shape, flattened and split into chunks of `size` values; chunks of a contiguous tensor share its memory."""
     return zip(*(tensor.detach().reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
@@ -84,11 +79,6 @@ def check_same_shapes(states: Mapping[str, StateDict]) -> None:
 
     Raises:
         ValueError: two differ, with the sites and the first names.
-
-    Examples:
-        >>> check_same_shapes({"A": {"w": torch.zeros(2)}, "B": {"w": torch.zeros(1, 2)}})
-        Traceback (most recent call last):
-        ValueError: states of A and B differ in ['w']
     """
     sites = sorted(states)
     for site in sites[1:]:
@@ -135,13 +125,7 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
 
 
 def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
-    """(K, K) inner products <w_j - w, w_k - w> in float64.
-
-    Examples:
-        >>> gram([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 3.0])], torch.tensor([1.0, 1.0]))
-        tensor([[1., 0.],
-                [0., 4.]], dtype=torch.float64)
-    """
+    """(K, K) inner products <w_j - w, w_k - w> in float64."""
     total = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
     buffer = torch.empty(len(tensors) * min(LONG_CHUNK, origin.numel()), dtype=torch.float64)  # allocated once
     for start, *chunks in iter_chunks([origin, *tensors], LONG_CHUNK):
@@ -153,12 +137,7 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """cos(u_j, u_k), (..., K, K), from the inner products <u_j, u_k>; 0 if a vector has length 0.
-
-    Examples:
-        >>> cosines(torch.tensor([[4.0, -6.0, 0.0], [-6.0, 9.0, 0.0], [0.0, 0.0, 0.0]])).tolist()
-        [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    """
+    """cos(u_j, u_k), (..., K, K), from the inner products <u_j, u_k>; 0 if a vector has length 0."""
     norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
     return torch.where(scale > 0, gram / scale, torch.zeros_like(gram))

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -164,20 +164,8 @@ def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-class Store(Protocol):
-    """Messages by name: `load` returns None for an unknown name, `names` is sorted, `delete` ignores an unknown name."""
-
-    def save(self, name: str, message: Message) -> None: ...
-
-    def load(self, name: str) -> Message | None: ...
-
-    def names(self) -> list[str]: ...
-
-    def delete(self, name: str) -> None: ...
-
-
 class MemoryStore:
-    """A store that lives as long as its process; messages are copied, since training changes tensors in place."""
+    """Messages by name as long as the process lives; they are copied, since training changes tensors in place."""
 
     def __init__(self) -> None:
         self._messages: dict[str, Message] = {}
@@ -200,7 +188,7 @@ def _copied(message: Message) -> Message:
 
 
 class StateStore:
-    """A store in one folder, with one file for each message; `load` raises StateError if the file is damaged."""
+    """Messages by name in one folder; `load` returns None for an unknown name and raises StateError if the file is damaged."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -220,3 +208,6 @@ class StateStore:
 
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
+
+
+Store = MemoryStore | StateStore

@@ -153,14 +153,7 @@ def versions_here() -> dict[str, str]:
 
 
 def release_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:
-    """Why a site with another minor release of medflare cannot take part; "" for the same one, or if the site does not report it.
-
-    Examples:
-        >>> release_difference({"medflare": "0.3.0"}, {"medflare": "0.2.0"})
-        'runs medflare 0.3.0, the server 0.2.0; install the same version at both'
-        >>> release_difference({"medflare": "0.2.1"}, {"medflare": "0.2.0"})
-        ''
-    """
+    """Why a site with another minor release of medflare cannot take part; "" for the same one, or if the site does not report it."""
     here = server["medflare"]
     there = site.get("medflare", here)
     return (
@@ -169,22 +162,12 @@ def release_difference(site: Mapping[str, str], server: Mapping[str, str]) -> st
 
 
 def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:
-    """Which packages of a site have another version than the server's; builds of one version (+cpu, +cu124) are the same.
-
-    Examples:
-        >>> package_difference({"torch": "2.4.1+cpu"}, {"torch": "2.5.0+cu124"})
-        'runs torch 2.4.1+cpu (the server 2.5.0+cu124): numbers may differ in the last digits'
-    """
+    """Which packages of a site have another version than the server's; builds of one version (+cpu, +cu124) are the same."""
     other = [name for name in server if name in site and site[name].partition("+")[0] != server[name].partition("+")[0]]
     names = ", ".join(f"{name} {site[name]} (the server {server[name]})" for name in other)
     return f"runs {names}: numbers may differ in the last digits" if names else ""
 
 
 def join_problems(problems: Mapping[str, str]) -> str:
-    """All sites' problems on one line, each with the site's name once.
-
-    Examples:
-        >>> join_problems({"B": "no data", "A": "A is late"})
-        'A is late; B: no data'
-    """
+    """All sites' problems on one line, each with the site's name once."""
     return "; ".join(problem if site in problem else f"{site}: {problem}" for site, problem in sorted(problems.items()))

@@ -114,24 +114,14 @@ def _is_name(name: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value of another party for a message: the beginning of a text, else its type.
-
-    Examples:
-        >>> shown("all"), shown(7), shown([1])
-        ("'all'", '7', 'list')
-    """
+    """A value of another party for a message: the beginning of a text, else its type."""
     if isinstance(value, str):
         return repr(value[:60])
     return str(value) if isinstance(value, int) and abs(value) < _LARGEST_INT else type(value).__name__
 
 
 def reason_line(text: object) -> str:
-    """A site's reason as one printable line of limited length.
-
-    Examples:
-        >>> reason_line("no\\n data"), reason_line(""), len(reason_line("x" * 9999))
-        ('no data', 'no reason given', 2000)
-    """
+    """A site's reason as one printable line of limited length."""
     line = printable(str(text)[: 2 * _LONGEST_REASON])
     return line[:_LONGEST_REASON] or "no reason given"
 

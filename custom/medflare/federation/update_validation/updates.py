@@ -169,11 +169,6 @@ def drop_invalid_metrics(meta: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Set validation values that no metric can have to None, in place; returns model -> (kind of event, problem).
 
     Such a value costs the site its vote in model selection, not its update.
-
-    Examples:
-        >>> meta = {"validation": {"global": float("nan"), "personal": 0.5, "selector": 7}}
-        >>> [(model, kind) for model, (kind, _) in drop_invalid_metrics(meta).items()], meta["validation"]
-        ([('global', 'undefined'), ('selector', 'rejected')], {'global': None, 'personal': 0.5, 'selector': None})
     """
     values = meta.get("validation") or {}
     problems = {model: problem for model, value in values.items() if (problem := METRIC.problem(value))}
