@@ -203,8 +203,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     watched = Watched()
     with memory_mapped(scratch) if model * sites > models_gb * GB else nullcontext():
         server = chosen.make_server(ServerContext(plan, 0, 1, phases=chosen.site_class.phases))
-        phases = {phase.name: phase for phase in chosen.site_class.phases}
-        federation = Federation(server, exchange, exchange.manifest, on_step=after_step, reply_meta=lambda phase: phases[phase].reply_meta)
+        federation = Federation(server, exchange, on_step=after_step)
         federation.run()
     memory = watched.finish()
     whole = sum(seconds[phase] for phase in seconds if phase in ("train", "score"))

@@ -36,7 +36,7 @@ class Nobody:
 
 def federation() -> Any:
     """A run that has done nothing yet."""
-    return Federation(squares.server(FedAvgServer), Nobody(), lambda phase: {})
+    return Federation(squares.server(FedAvgServer), Nobody())
 
 
 def under_way() -> Any:

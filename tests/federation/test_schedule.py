@@ -55,9 +55,7 @@ def run() -> Callable[..., Federation]:
         plan = FEDAVG.plan(task, SITES, FRESH)
         server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
         own = {**identity_of(FEDAVG, FRESH, task.fingerprint(), squares.SEED), **identity}
-        algorithm = FEDAVG.site_class
-        federation = Federation(server, exchange, lambda phase: algorithm.manifest(phase, plan), rules or Rules(), own)
-        federation.reply_meta = lambda phase: algorithm.phase(phase).reply_meta
+        federation = Federation(server, exchange, rules or Rules(), own)
         federation.run()
         return federation
 

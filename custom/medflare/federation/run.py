@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import Event, EventLog
-from medflare.core.manifest import Manifest
 from medflare.core.states import memory_mapped, state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
@@ -118,22 +117,18 @@ class Run:
         return results
 
     def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome) -> Federation:
-        algorithm, seed = self.method.site_class, self.settings.seed
+        seed = self.settings.seed
         context = ServerContext(
             plan,
             seed,
             self.settings.rounds,
             self.outside,
-            phases=algorithm.phases,
+            phases=self.method.site_class.phases,
             aggregation=self.aggregation,
             events=self.events,
             start=starting_state(self.task, seed, self.weights),
         )
         live = LiveReport()
-
-        @cache  # the networks behind a manifest are built once
-        def manifest(phase: str) -> Manifest:
-            return algorithm.manifest(phase, plan)
 
         def after_step(report: StepReport) -> None:
             step = report.step.phase, report.step.round, context.rounds
@@ -150,8 +145,7 @@ class Run:
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
         server = self.method.make_server(context)
-        federation = Federation(server, exchange, manifest, self.settings, identity, after_step, save_checkpoint, outcome)
-        federation.reply_meta = lambda phase: algorithm.phase(phase).reply_meta
+        federation = Federation(server, exchange, self.settings, identity, after_step, save_checkpoint, outcome)
         return federation
 
     def _restored(self, federation: Federation) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, violation
+from medflare.core.manifest import Manifest, Phase, StateSpec, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, join_problems, trained_on
@@ -33,30 +33,27 @@ class Federation:
     """One run of a method over an exchange.
 
     Attributes:
-        server: the server algorithm; its context names the inside and outside sites.
-        manifest: phase -> what a reply holds (the site algorithm's declaration).
+        server: the server algorithm; its context names the inside and outside sites, and the site algorithm's phases.
         identity: metadata in which the sites must agree, see `participant.identity_of`.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
         returning: site -> image counts, of sites that enrolled before the run was interrupted.
-        reply_meta: phase -> the metadata that a reply may hold.
     """
 
     server: ServerAlgorithm[Any]
     exchange: Exchange
-    manifest: Callable[[str], Manifest]
     rules: Rules = field(default_factory=Rules)
     identity: Mapping[str, Any] = field(default_factory=dict)
     on_step: Callable[[StepReport], None] = lambda report: None
     checkpoint: Callable[[int], None] = lambda finished: None
     outcome: Outcome = field(default_factory=Outcome)
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    reply_meta: Callable[[str], tuple[MetaSpec, ...]] = lambda phase: ()
 
     def __post_init__(self) -> None:
         self._transport = Transport(self.exchange, self.outcome)
         self._network = StateSpec.like(self.server.context.plan.template(), "").tensors.items()
         self._rounding = Rounding(self.server.context.plan) if self.rules.transport_dtype == BF16 else None
+        self._manifests: dict[str, Manifest] = {}  # the networks behind them are built once
 
     @property
     def events(self) -> EventLog:
@@ -172,17 +169,19 @@ class Federation:
     def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Validated, dict[str, str]]:
         """The validated replies, and site -> reason for every other site; each reason becomes an event."""
         phase = next((phase for phase in self.server.context.phases if phase.name == step.phase), Phase(step.phase))
+        if phase.name not in self._manifests:
+            self._manifests[phase.name] = phase.manifest(self.server.context.plan)
+        manifest = self._manifests[phase.name]
         replies = self._ask(phase, step, outgoing)
         rejected = {site: reply.problem for site, reply in replies.items() if reply.message is None}
         for site, problem in rejected.items():
             self.events.add(replies[site].kind, problem, site=site, round=step.round)
-        manifest = self.manifest(step.phase)
         validated = validate_replies(
             {site: reply.message for site, reply in replies.items() if reply.message is not None},
             manifest,
             outgoing,
             {site: meta.get("n", {}) for site, meta in self.outcome.enrolled.items()},
-            reply_meta=self.reply_meta(step.phase),
+            reply_meta=phase.reply_meta,
             weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
             strict=self.rules.outlier_policy == "rejected",
         )
