@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import torch
 
 from medflare.core.rng import derived_seed, numpy_generator, numpy_random_state, seeded, torch_generator
@@ -27,10 +26,6 @@ def test_another_process_derives_the_same_seed() -> None:
 def test_every_key_counts_and_so_do_their_order_and_type() -> None:
     keys: list[tuple[int | str, ...]] = [(0,), (1,), (0, 1), (1, 0), (0, "1"), (0, 1, "a"), (0, "a", 1), (0, "a1"), (0, "a", "1"), (0, "")]
     assert len({derived_seed(int(seed), *more) for seed, *more in keys}) == len(keys)
-
-
-def test_numbers_of_numpy_are_the_same_keys() -> None:
-    assert derived_seed(np.int64(3), "A", np.int32(7)) == derived_seed(3, "A", 7)
 
 
 def test_generators_repeat_themselves() -> None:

@@ -1,4 +1,4 @@
-"""Settings that somebody wrote: what is accepted, and the one line that names what is wrong with the rest."""
+"""Settings: values that are accepted, and the one line that names a wrong one."""
 
 import math
 from dataclasses import field
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.settings import STRICT, checked, nested, no_such, one_of, refuse_arguments, takes, unknown
+from medflare.core.settings import STRICT, checked, nested, no_such, one_of, refuse_arguments, takes
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -38,7 +38,7 @@ def made(**values: Any) -> Settings:
     return checked(Settings, {"rounds": 1, **values}, "job")
 
 
-def test_values_of_the_right_type_are_taken_as_json_has_them() -> None:
+def test_json_values_of_the_right_type_are_accepted() -> None:
     settings = made(rounds=100, rate=0.5, cache="/tmp", kind="b", channels=3, size=[2, 3], files=["f"], values={"a": [1]})
     assert (settings.rounds, settings.cache, settings.size, settings.files, settings.values) == (100, "/tmp", (2, 3), ("f",), {"a": [1]})
     assert made() == Settings(1) and repr(made(weight=2).weight) == "2" and repr(made(weight=2.0).weight) == "2.0"
@@ -49,29 +49,21 @@ def test_values_of_the_right_type_are_taken_as_json_has_them() -> None:
     ("values", "token"),
     [
         ({"rounds": 0}, "rounds"),
-        ({"rounds": 101}, "rounds"),
         ({"rounds": 1.5}, "rounds"),
         ({"rounds": "3"}, "rounds"),
         ({"rounds": True}, "rounds"),
-        ({"rounds": None}, "rounds"),
         ({"rounds": "x" * 1000}, "rounds"),
         ({"rate": 1.0}, "rate"),
-        ({"rate": "0.5"}, "rate"),
         ({"rate": math.nan}, "rate"),
-        ({"rate": math.inf}, "rate"),
-        ({"weight": -1}, "weight"),
         ({"name": ""}, "name"),
         ({"cache": 1}, "cache"),
         ({"kind": "c"}, "kind"),
         ({"channels": 2}, "channels"),
         ({"channels": True}, "channels"),
-        ({"size": [1]}, "size"),
         ({"size": [1, "2"]}, r"size\.1"),
         ({"values": {"a": ["1"]}}, r"values\.a\.0"),
-        ({"files": []}, "files"),
         ({"files": ["a", 1]}, r"files.*1"),
         ({"place": ["a", 1]}, "row, column"),
-        ({"limit": 8}, "limit"),
         ({"limit": {}}, r"limit\.epsilon"),
         ({"limit": {"epsilon": 1, "delta": 1}}, r"limit\.delta"),
         ({"limit": {"epsilon": 1, "epsilom": 1}}, r"limit\.epsilom"),
@@ -85,7 +77,8 @@ def test_a_wrong_setting_is_named_in_one_line(values: dict[str, Any], token: str
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_an_unknown_setting_comes_with_the_nearest_name_and_a_missing_one_with_the_remedy() -> None:
+def test_an_unknown_or_missing_setting_is_named() -> None:
+    assert "did you mean disc or dice?" in no_such("loss", "dic", ["dice", "disc"]) and "mean" not in no_such("loss", "zzz", ["dice"])
     with pytest.raises(ConfigError, match=r"round'.*rounds"):
         checked(Settings, {"rate": "x", "round": 1}, "job")
     with pytest.raises(ConfigError, match=r"^job: rounds.*see the examples$"):
@@ -94,7 +87,7 @@ def test_an_unknown_setting_comes_with_the_nearest_name_and_a_missing_one_with_t
         checked(Settings, {"rounds": 1, "name": 3}, "list[3]", error=DataError)
 
 
-def test_settings_that_do_not_go_together_are_refused_in_the_validators_words() -> None:
+def test_a_validator_of_several_settings_raises_its_own_text() -> None:
     @dataclass(frozen=True, config=STRICT)
     class Range:
         low: int
@@ -110,12 +103,7 @@ def test_settings_that_do_not_go_together_are_refused_in_the_validators_words() 
         checked(Range, {"low": 2, "high": 1}, "job")
 
 
-def test_a_name_that_does_not_exist_comes_with_the_nearest_ones() -> None:
-    assert "did you mean disc or dice?" in no_such("loss", "dic", ["dice", "disc"])
-    assert "did you mean" not in no_such("metric", "zzz", ["iou", "dice"]) and str(unknown("metric", "zzz", ["dice"], "here"))[:4] == "here"
-
-
-def test_an_argument_that_a_function_does_not_take_is_refused() -> None:
+def test_an_argument_that_a_function_does_not_have_raises() -> None:
     def build(task: str, gamma: float = 2.0, weights: object = None) -> None: ...
 
     refuse_arguments(build, ["gamma", "weights"], "loss focal", taken=["task"])

@@ -96,12 +96,6 @@ def test_parameters_of_a_network_have_a_mean() -> None:
     assert not any(tensor.requires_grad for tensor in found.values())
 
 
-def test_blend_keeps_the_dtypes_of_the_first() -> None:
-    for dtype in (torch.float64, torch.float16):
-        found = blend({"w": torch.ones(2, dtype=dtype)}, {"w": torch.full((2,), 3.0)}, 0.5)["w"]
-        assert found.dtype == dtype and found.tolist() == [2.0, 2.0]
-
-
 def test_copy_shares_no_memory() -> None:
     original = {"w": torch.arange(6.0).reshape(2, 3).t()}
     copied = copy_state(original)
@@ -164,14 +158,6 @@ def test_only_large_tensors_inside_the_block_are_mapped(tmp_path: Path) -> None:
         assert is_memory_mapped() and allocate((2, LARGE), torch.float32).is_shared()
         assert not allocate((3,), torch.float32).is_shared() and not allocate((0,), torch.float32).is_shared()
     assert not is_memory_mapped()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-def test_mapped_copies_are_equal_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    numbers = torch.arange(LARGE).reshape(3, -1).to(dtype)
-    with memory_mapped(tmp_path):
-        mapped = copy_state({"w": numbers.T})["w"]
-    assert mapped.is_shared() and torch.equal(mapped, numbers.T) and mapped.is_contiguous() and type(mapped) is torch.Tensor
 
 
 def test_mapped_files_have_no_names_and_no_descriptors(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stored messages come back bit for bit, and damage of any kind is found and named."""
+"""Stored messages are read back bit for bit, and every damage is found."""
 
 import json
 import math
@@ -50,13 +50,6 @@ def test_round_trip(tmp_path: Path, message: Message) -> None:
     assert back is not None
     assert_same(back, message)
     assert [path.name for path in store.folder.iterdir()] == ["algorithm.safetensors"], "no temporary file stays behind"
-
-
-def test_save_replaces(tmp_path: Path, message: Message) -> None:
-    store = StateStore(tmp_path)
-    store.save("algorithm", message)
-    store.save("algorithm", Message({}, {"round": 4}))
-    assert store.load("algorithm") == Message({}, {"round": 4})
 
 
 def test_tied_and_strided_tensors_are_stored(tmp_path: Path) -> None:
@@ -112,7 +105,7 @@ def test_a_file_that_medflare_did_not_write_raises(tmp_path: Path, metadata: dic
         read_message(path)
 
 
-def test_a_failed_write_leaves_the_old_content_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
     write_json(path, {"round": 1})
     monkeypatch.setattr(os, "replace", _no_space)
@@ -126,7 +119,7 @@ def _no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_json_refuses_nan_before_it_touches_the_file(tmp_path: Path) -> None:
+def test_nan_in_json_raises_before_the_file_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "results.json", {"dice": math.nan})
     assert not list(tmp_path.iterdir())
@@ -136,7 +129,7 @@ def _permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_what_is_written_is_for_this_account_alone_unless_it_is_public(tmp_path: Path, message: Message) -> None:
+def test_only_this_account_can_read_files_that_are_not_public(tmp_path: Path, message: Message) -> None:
     before = os.umask(0o027)
     try:
         StateStore(tmp_path / "site/state").save("algorithm", message)
@@ -151,4 +144,4 @@ def test_what_is_written_is_for_this_account_alone_unless_it_is_public(tmp_path:
     assert _permissions(tmp_path / "site") == _permissions(tmp_path / "site/state") == 0o700
     assert _permissions(tmp_path / "run/more/results.json") == 0o640
     assert _permissions(tmp_path / "run") == _permissions(tmp_path / "run/more") == 0o750
-    assert _permissions(tmp_path / "there") == 0o750, "a folder that was there is somebody's own affair"
+    assert _permissions(tmp_path / "there") == 0o750, "permissions of existing folders do not change"

@@ -57,11 +57,6 @@ def test_names_of_sites_that_cannot_be_printed_raise(name: str) -> None:
         medflare.run_local("fedavg", "phantom", ["A", name], rounds=1, seed=0)
 
 
-def test_other_scripts_are_names() -> None:
-    task = load_task({**TASK, "name": "Hirntumor ä", "labels": ["опухоль", "腫瘍"], "label_values": {}})
-    assert task.labels == ("опухоль", "腫瘍")
-
-
 @pytest.mark.parametrize("meta", [{"note": EVIL}, {"models": {"a\x1b": 1}}, {"list": [["\u202e"]]}])
 def test_metadata_that_cannot_be_printed_are_rejected(meta: dict[str, Any]) -> None:
     assert message_problem(Message({}, meta), "A")

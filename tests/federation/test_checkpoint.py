@@ -64,12 +64,6 @@ def test_a_checkpoint_restores_algorithm_and_run(tmp_path: Path) -> None:
     assert [event["kind"] for event in after.events] == ["warning", "warning", "resumed"]
 
 
-def test_lists_and_tuples_are_the_same_plan(tmp_path: Path) -> None:
-    Checkpoint(tmp_path, PLAN).save(1, federation())
-    Checkpoint(tmp_path, {**PLAN, "sites": ["A", "B"]}).restore(federation())
-    assert stored_plan(tmp_path) == {**PLAN, "sites": ["A", "B"], "hyper": {"site": {"clamp": [0, 1]}, "server": {}}}
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 2), ("sites", ("A",)), ("hyper", {"site": {}, "server": {}}), ("method", "prr"), ("new", 1)]
 )

@@ -78,18 +78,6 @@ def test_the_same_class_for_every_image_is_noted() -> None:
     assert len(shown) == 1 and shown[0] in event["message"]
 
 
-def test_an_empty_segmentation_of_every_image_is_noted() -> None:
-    site = Site("A", small_task(), SiteData(squares(4), squares(4), squares(3)))
-    state = site.network().state_dict()
-    (bias,) = [name for name in state if name.startswith("head.") and name.endswith("bias")]
-    state[bias] = torch.full_like(state[bias], -1e3)
-    participant = Participant("A", lambda role: site, FEDAVG, {})
-    participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
-    meta = participant.answer("finalize", 0, Message({"model": state}, {"step": 0, "run_rounds": 1})).meta
-    assert meta["metrics"]["deployed"]["dice"] == 0.0
-    assert [event["kind"] for event in meta["events"] if event["kind"] in DOUBTS] == ["constant_output", "at_chance"]
-
-
 def test_a_trained_model_is_not_questioned() -> None:
     task = small_task("classification", optimizer={"name": "adam", "lr": 0.02}, local_epochs=8)
     results = federated(task, dict.fromkeys(SITES, data(BALANCED * 2, BALANCED, BALANCED)), rounds=3)

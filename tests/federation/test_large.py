@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.final_models import weights
+from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
 from medflare.core.message import Message
 from medflare.core.states import is_memory_mapped, memory_mapped
@@ -22,11 +22,6 @@ from medflare.tasks.config import load_task
 
 ROOT = Path(__file__).parents[2]
 TASK = tiny_phantom(network={"name": "unet", "channels": [32, 64], "norm": "batch"}, size=[16, 16], batch_size=32)
-
-
-def same(one: Path, other: Path) -> bool:
-    first, second = weights(one), weights(other)
-    return len(first) > 0 and first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def run(method: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -54,7 +49,7 @@ def test_mapped_models_end_in_the_same_bits(method: str, tmp_path: Path, seen: l
     run(method, tmp_path / "memory")
     assert not any(seen)
     run(method, tmp_path / "files", models_gb=0.0)
-    assert any(seen) and same(tmp_path / "memory", tmp_path / "files")
+    assert any(seen) and same_weights(tmp_path / "memory", tmp_path / "files")
     assert not list((tmp_path / "files").glob(".*"))
 
 

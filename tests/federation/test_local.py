@@ -8,16 +8,20 @@ import pytest
 import torch
 
 import medflare
-from helpers.final_models import weights
+from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
+from medflare.core.store import StateStore
 from medflare.data.local import Bounds
 from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
+from medflare.federation.local.loop import SITES, STATE, resume_local
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.site import FedAvgSite
+from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 TINY = tiny_phantom()
 
@@ -89,9 +93,7 @@ class TestReproducible:
         run(out=tmp_path / "a")
         torch.rand(7)  # somebody else's random numbers
         run(out=tmp_path / "b")
-        first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
 class TestDefinedBehaviour:
@@ -99,14 +101,7 @@ class TestDefinedBehaviour:
         """With λ = 1 a site's personal model does not depend on who else is there."""
         for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
             run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
-        first, second = (weights(tmp_path / name / "sites" / "site-1" / "personal") for name in ("two", "three"))
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-    def test_lambda_one_over_k_gives_one_personal_model(self, tmp_path: Path) -> None:
-        run(lam=1 / 3, selection="last", out=tmp_path)
-        first, second = (weights(tmp_path / "models" / "personal" / site) for site in ("site-1", "site-2"))
-        for name in first:
-            torch.testing.assert_close(first[name], second[name], rtol=1e-6, atol=1e-7)
+        assert same_weights(*(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three")))
 
     def test_lambda_below_one_over_k_is_allowed_with_a_warning(self) -> None:
         events = run(sites=2, rounds=1, lam=0.1)["events"]
@@ -159,14 +154,6 @@ class TestDefinedBehaviour:
         assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
 
-def test_importing_medflare_is_cheap() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, medflare, medflare.cli; assert not {'torch', 'monai', 'nvflare'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(Path(medflare.__file__).parents[1]), "PATH": ""})
-
-
 @pytest.mark.parametrize("wrong", [{"outside": "personal"}, {"sites": "CS,DU"}], ids=str)
 def test_a_text_is_not_taken_for_its_letters(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="list"):
@@ -177,3 +164,97 @@ def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(monkeypatch: pyt
     monkeypatch.setattr(loop, "Bounds", lambda: Bounds(minutes=1e-9))
     results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=0)
     assert results["status"] == "FAILED" and "bounds.minutes" in results["reason"]
+
+
+# -- schedule and MONAI's components -----------------------------------------------------------------------------------------
+
+NAMED: dict[str, Any] = {
+    "network": {"name": "BasicUNet", "features": [4, 4, 4, 4, 4, 4], "norm": "batch"},
+    "loss": {"name": "DiceFocalLoss"},
+    "optimizer": {"name": "NAdam", "lr": 0.01},
+    "schedule": {"name": "cosine", "warmup_rounds": 1},
+    "clip": {"norm": 1.0},
+    "sampling": "balanced",
+    "augment": [{"name": "RandGridDistortion", "prob": 0.5}, {"name": "RandGibbsNoise", "prob": 0.5}],
+}
+
+
+@pytest.mark.parametrize("method", ["fedsm", "grace", "prr"])
+def test_methods_train_with_monais_network_loss_and_optimizer(method: str) -> None:
+    results = medflare.run_local(method, tiny_phantom(**NAMED), 2, rounds=1, seed=0)
+    assert results["status"] == "COMPLETED", results["reason"]
+
+
+def test_the_learning_rate_follows_the_schedule_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    build = Site.optimizer
+
+    def noted(site: Site, *given: Any, **override: Any) -> Any:
+        optimizer = build(site, *given, **override)
+        rates.append(optimizer.param_groups[0]["lr"])
+        return optimizer
+
+    monkeypatch.setattr(Site, "optimizer", noted)
+    task = tiny_phantom(optimizer={"name": "sgd", "lr": 1.0}, schedule={"name": "polynomial", "power": 1.0})
+
+    class Dead(Exception):
+        pass
+
+    def die(line: str) -> None:
+        if len(rates) >= 4:
+            raise Dead
+
+    with pytest.raises(Dead):
+        medflare.run_local("fedavg", task, 2, rounds=4, seed=0, out=tmp_path, say=die)
+    assert rates == [1.0, 1.0, 0.75, 0.75]
+    resume_local(tmp_path)
+    assert rates[-4:] == [0.5, 0.5, 0.25, 0.25]
+
+
+# -- weights to start from ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def delivered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model that a run delivered, and the task that goes on from it."""
+    folder = tmp_path_factory.mktemp("first")
+    medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=3, out=folder)
+    model = folder / "models" / "global"
+    weights = {"file": "model.safetensors", "sha256": load_model(model).card["sha256"], "format": "medflare"}
+    task = tiny_phantom()
+    return model, {**task, "network": {**task["network"], "weights": weights}}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "prr"])
+def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered: tuple[Path, dict[str, Any]], method: str) -> None:
+    model, task = delivered
+    results = medflare.run_local(method, task, 2, rounds=1, seed=0, out=tmp_path, weights=model)
+    assert results["status"] == "COMPLETED", results["reason"]
+    start = load_model(model).message.states["model"]
+    found = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
+    assert found is not None and all(torch.equal(found.states["start"][name], start[name]) for name in start)
+    step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    site = open_site("site-1", load_task(task), seed=0)
+    site.start = start
+    expected = site.score(site.predictor(site.network()), "validation", ["dice"]).values["dice"]
+    assert step["sites"]["site-1"]["validation"]["global"] == pytest.approx(expected)
+
+
+def test_without_rounds_every_site_evaluates_the_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
+    """No round trains: what is delivered is what was given, tested on images of sites that it has never seen, too."""
+    model, task = delivered
+    given = load_model(model).message.states["model"]
+    results = medflare.run_local("fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model)
+    assert results["status"] == "COMPLETED" and results["rounds"] == 0 and results["traffic"]["up_bytes"] == 0
+    kept = load_model(tmp_path / "sites" / "site-3" / "deployed").message.states["model"]
+    assert all(torch.equal(kept[name], given[name]) for name in given)
+    for name, found in results["sites"].items():
+        site = open_site(name, load_task(task), seed=3, role=found["role"])
+        site.start = given
+        expected = site.score(site.predictor(site.network()), "test", ["dice"]).values["dice"]
+        assert found["metrics"]["global"]["dice"] == pytest.approx(expected)
+
+
+def test_a_missing_weights_file_fails_the_run(delivered: tuple[Path, dict[str, Any]]) -> None:
+    results = medflare.run_local("fedavg", delivered[1], 2, rounds=1, seed=0)
+    assert results["status"] == "FAILED" and "model.safetensors" in results["reason"]

@@ -188,11 +188,6 @@ def test_a_wrong_invitation_raises(meta: dict[str, Any], token: str) -> None:
     assert site.answer(ENROL, 0, Message({}, dict(INVITATION))).meta["n"] == squares.site("A").n
 
 
-def test_initial_weights_that_the_task_does_not_name_raise() -> None:
-    with pytest.raises(MessageError, match="start"):
-        participant().answer(ENROL, 0, Message({"start": squares.start(TASK)}, dict(INVITATION)))
-
-
 def test_a_repeated_step_is_answered_again_also_after_a_restart() -> None:
     store = MemoryStore()
     site = participant(store)

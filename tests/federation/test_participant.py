@@ -1,6 +1,5 @@
-"""What a site keeps back, and what it says of its data."""
+"""One site: enrollment, suppressed metrics, notes of steps, working time, and the model that it deploys."""
 
-import math
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,14 +8,13 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import MetaSpec
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
-from medflare.federation.final_models import ArtifactStore
+from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.update_validation.messages import ENROLS, declaration_problem, message_problem
-from medflare.federation.update_validation.suppression import suppress_splits
+from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods.catalogue import get_method
 from medflare.training.site import Site
 from methods import squares
@@ -78,15 +76,6 @@ def test_a_report_that_cannot_be_written_is_a_warning() -> None:
     assert meta["metrics"]["global"]["dice"] is not None
     warnings = [event["message"] for event in meta["events"] if event["kind"] == "warning"]
     assert len(warnings) == 1 and "OSError" in warnings[0] and "Meier" not in warnings[0]
-
-
-def test_suppressed_tables_keep_their_names_and_nan_stays() -> None:
-    meta: dict[str, Any] = {"loss": math.nan, "validation": {"global": 0.5, "personal": None}, "scores": {"A": 0.5}, "n": 3}
-    suppress_splits(
-        meta, (MetaSpec("loss", measured="train"), MetaSpec("validation", measured="validation"), MetaSpec("n")), ("train", "validation")
-    )
-    assert math.isnan(meta.pop("loss"))
-    assert meta == {"validation": {"global": None, "personal": None}, "scores": {"A": 0.5}, "n": 3}
 
 
 class Noting(ArtifactStore):
@@ -167,3 +156,53 @@ def test_a_new_run_has_hours_of_its_own_and_without_a_limit_none_are_stored(monk
     _worked(clock, store, None).answer(ENROL, 0, Message({}, dict(INVITATION)))
     _round(_worked(clock, store, None), 0, rounds=10**6)
     assert "work" not in store.names()
+
+
+# -- the model that a site deploys -------------------------------------------------------------------------------------------
+
+DITTO = get_method("ditto")
+
+
+@pytest.fixture
+def models() -> dict[str, Message]:
+    """Three different networks."""
+    site = _site()
+    return {role: plain_message(site.network(role).state_dict()) for role in ("global", "personal", "deployed")}
+
+
+@pytest.mark.parametrize("role", ["global", "personal"])
+def test_the_chosen_model_is_deployed(models: dict[str, Message], role: str) -> None:
+    chosen, notes = with_choice(models, role)
+    assert chosen["deployed"].states is models[role].states and KEPT not in models[role].meta
+    assert chosen["deployed"].meta[KEPT] == {"keep": role, "model": role, "validation": {}}
+    assert len(notes) == 1 and role in notes[0]
+
+
+def test_without_a_choice_nothing_changes(models: dict[str, Message]) -> None:
+    assert with_choice(models, None) == (models, []) and with_choice({}, "global") == ({}, [])
+    alone = {"global": models["global"], "deployed": models["deployed"]}
+    unchanged, (note,) = with_choice(alone, "personal")
+    assert unchanged == alone and "personal" in note
+
+
+def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
+    site = _site()
+    folder = SiteFolder(tmp_path, "A", DITTO, site.task, squares.SEED)
+    participant = Participant("A", lambda role: site, DITTO, {}, artifacts=folder, chosen="global")
+    participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
+    state = site.network().state_dict()
+    for step, phase in enumerate(("train", FINALIZE)):
+        reply = participant.answer(phase, 0, Message({"model": state}, {"step": step, "run_rounds": 1}))
+    weights = {role: load_model(tmp_path / role).message.states["model"] for role in ("global", "personal", "deployed")}
+    assert squares.equal(weights["deployed"], weights["global"]) and not squares.equal(weights["deployed"], weights["personal"])
+    assert reply.meta["metrics"]["deployed"] == reply.meta["metrics"]["global"]
+    assert any("'global'" in event["message"] for event in reply.meta["events"])
+    cards = {role: load_model(tmp_path / role).card for role in ("global", "personal", "deployed")}
+    assert cards["deployed"]["kept"] == {"keep": "global", "model": "global", "validation": {}}
+    assert "kept" not in cards["global"] and "kept" not in cards["personal"]
+
+
+def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
+    participant = Participant("A", lambda role: _site(), DITTO, {}, chosen="personal")
+    with pytest.raises(ConfigError, match="personal"):
+        participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
+from helpers.final_models import same_weights
 from helpers.killed_runs import in_pieces
 from helpers.small_tasks import tiny_phantom
 from medflare.federation.local.loop import resume_local, run_local
@@ -35,17 +35,6 @@ def run(method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **m
     return run_local(method, TASK, 2, rounds=rounds, seed=1, out=folder, **more)
 
 
-def weights(folder: Path) -> dict[str, Any]:
-    return {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
-
-
-def same(one: Path, other: Path) -> bool:
-    first, second = weights(one), weights(other)
-    return first.keys() == second.keys() and all(
-        tensor.equal(second[path][name]) for path, state in first.items() for name, tensor in state.items()
-    )
-
-
 @pytest.mark.usefixtures("curve")
 class TestEarlyStopping:
     @pytest.mark.parametrize("method", ["sha", "fedsm"])
@@ -57,7 +46,7 @@ class TestEarlyStopping:
         assert (event["round"], event["site"]) == (4, None)
         assert "5 of 6" in event["message"]
         assert early["model_selection"]["global"] == plain["model_selection"]["global"] and early["model_selection"]["global"]["round"] == 2
-        assert same(tmp_path / "early", tmp_path / "plain")
+        assert same_weights(tmp_path / "early", tmp_path / "plain")
         cards = sorted((tmp_path / "early" / "models").rglob("card.json"))
         assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
 
@@ -67,7 +56,7 @@ class TestEarlyStopping:
         pieced, _ = in_pieces(lambda say: run(folder=folder, patience=2, say=say), lambda say: resume_local(folder, say=say))
         kinds = [event["kind"] for event in pieced["events"]]
         assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
-        assert whole["model_selection"] == pieced["model_selection"] and same(tmp_path / "whole", tmp_path / "pieced")
+        assert whole["model_selection"] == pieced["model_selection"] and same_weights(tmp_path / "whole", tmp_path / "pieced")
 
     @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
     def test_a_run_resumed_after_its_last_round_trains_no_more(self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +70,7 @@ class TestEarlyStopping:
         pieced = resume_local(tmp_path / "pieced", say=lines.append)
         assert not lines and pieced["rounds"] == whole["rounds"] == 5
         assert [event["kind"] for event in pieced["events"]].count("stopped_early") == 1
-        assert same(tmp_path / "whole", tmp_path / "pieced")
+        assert same_weights(tmp_path / "whole", tmp_path / "pieced")
 
     @pytest.mark.parametrize("patience", [None, 3])
     def test_with_enough_patience_all_rounds_are_trained(self, patience: int | None) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 import medflare
+from helpers.final_models import same_weights
 from helpers.killed_runs import Killed
 from helpers.small_tasks import tiny_phantom
 from medflare.federation.local.loop import resume_local
@@ -58,13 +58,6 @@ def killed(folder: Path, method: str, moment: str, count: int) -> None:
 SOURCES = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
 
 
-def same_models(one: Path, other: Path) -> bool:
-    names = sorted(path.relative_to(one) for path in one.rglob("model.safetensors"))
-    assert names and names == sorted(path.relative_to(other) for path in other.rglob("model.safetensors"))
-    pairs = [(load_file(one / name), load_file(other / name)) for name in names]
-    return all(a[key].equal(b[key]) for a, b in pairs for key in a)
-
-
 class TestResume:
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -77,7 +70,7 @@ class TestResume:
         results = resume_local(tmp_path / "killed")
         assert results["status"] == "COMPLETED"
         assert results["sites"] == run(tmp_path / "whole", method)["sites"]
-        assert same_models(tmp_path / "whole", tmp_path / "killed")
+        assert same_weights(tmp_path / "whole", tmp_path / "killed")
         assert [event["kind"] for event in results["events"]].count("resumed") == 1
 
 

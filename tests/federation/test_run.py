@@ -88,14 +88,6 @@ def test_a_new_run_deletes_the_results_of_an_earlier_one(tmp_path: Path) -> None
     assert there == [False, False] and len(read_rounds(tmp_path)) == 2, "a round and the look at its models"
 
 
-def test_the_card_after_early_stopping(tmp_path: Path) -> None:
-    """The round of the model, and the rounds that were trained."""
-    still = {**TINY, "optimizer": {"name": "sgd", "lr": 1e-12}}
-    results = run_local("fedavg", still, 2, rounds=9, seed=3, patience=1, out=tmp_path)
-    card = load_model(tmp_path / "models" / "global").card
-    assert (card["round"], card["rounds"]) == (1, results["rounds"]) and results["rounds"] < 9
-
-
 @pytest.mark.parametrize("method", ["fedrep", "fedsm"])
 @pytest.mark.parametrize("selection", ["median", "last"])
 def test_every_card_has_the_round_of_its_model(method: str, selection: str, tmp_path: Path) -> None:

@@ -191,15 +191,6 @@ def _trained(participant: Participant, server: Any) -> Message:
     return participant.answer("train", 0, Message(outgoing.states, {**outgoing.meta, "step": 0, "run_rounds": 1}))
 
 
-def test_gamma_of_a_rare_class_is_suppressed() -> None:
-    algorithm = squares.algorithm(get_method("prr").site_class, "A", squares.CLASSIFICATION)
-    meta = {"gamma": {"dark": 1.0, "medium": 1.5, "bright": 2.0}, "gammas": {name: [1.0, 2.0] for name in CLASSES}}
-    site = rare_square(squares.CLASSIFICATION)
-    sent = Suppression(site, 3).suppressed(Message({}, {**meta, "n_samples": 12}), algorithm.phase("train")).meta
-    assert sent == {"gamma": {"dark": 1.0, "medium": 1.5}, "gammas": {"dark": [1.0, 2.0], "medium": [1.0, 2.0]}, "n_samples": 12}
-    assert Suppression(site, 2).suppressed(Message({}, dict(meta)), algorithm.phase("train")).meta == meta
-
-
 def test_suppressedstatistics_do_not_change_the_ridge_selector() -> None:
     method = get_method("fedsm")
     log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
@@ -245,12 +236,6 @@ def test_values_of_a_small_class_and_all_counts_are_suppressed() -> None:
     assert cells["mean"].all() and cells["count"].tolist() == [6, 4, 2]
 
 
-def test_an_entry_of_enough_patients_is_sent() -> None:
-    cells = {"mean": torch.ones(3, 2), "count": torch.tensor([6, 4, 2])}
-    left = reply_of("counts", {"cells": cells}, {"table": [6, 4, 2]}, minimum=2)
-    assert left.states["cells"] is cells and left.meta["table"] == [6, 4, 2]
-
-
 def test_an_entry_measured_on_few_patients_is_zero() -> None:
     cells = {"mean": torch.ones(3, 2)}
     assert reply_of("", {"cells": cells}, {}, measured="validation", minimum=4).states["cells"] is cells
@@ -284,12 +269,6 @@ def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool
         assert meta["classes"]["global"] == meta["classes"]["deployed"] and "personal" not in meta["classes"]
         assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
         assert declaration_problem(Message({}, meta), DELIVERS) is None
-
-
-@pytest.mark.parametrize(("minimum", "small"), [(0, False), (4, False), (5, True), (9, True)])
-def test_small_classes_of_training_patients(minimum: int, small: bool) -> None:
-    """Twelve patients in three classes of four."""
-    assert bool(small_classes(squares.site("A", squares.CLASSIFICATION), "train", minimum)) is small
 
 
 def test_small_classes_of_a_multilabel_segmentation() -> None:

@@ -6,20 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.core.errors import ConfigError
-from medflare.core.message import Message
-from medflare.federation.local.exchange import receive, send, threads_of_a_site
+from medflare.federation.local.exchange import threads_of_a_site
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
@@ -30,10 +28,6 @@ SITES = ("A", "B", "C")
 
 def run(method: str = "fedavg", **settings: Any) -> dict[str, Any]:
     return run_local(method, TINY, SITES, **{"rounds": 2, "seed": 3, **settings})
-
-
-def delivered(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
 
 
 def at_work(name: str, chosen: Callable[[int], bool], action: Callable[[], object]) -> Callable[[str, str], Site]:
@@ -52,7 +46,7 @@ def at_work(name: str, chosen: Callable[[int], bool], action: Callable[[], objec
 @pytest.mark.parametrize(("method", "settings"), [("fedsm", {}), ("iop_fl", {"outside": ["D"]})])
 def test_any_number_of_workers_gives_the_same_bits(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     runs = {workers: run(method, workers=workers, out=tmp_path / str(workers), **settings) for workers in (1, 3)}
-    assert delivered(tmp_path / "1") == delivered(tmp_path / "3") != {}
+    assert same_weights(tmp_path / "1", tmp_path / "3")
     for part in ("status", "sites", "mean", "traffic", "events"):
         assert runs[1][part] == runs[3][part]
     reports = [(tmp_path / str(workers) / "report.html").read_text() for workers in runs]
@@ -102,22 +96,6 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
     while any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_a_sent_message_is_received_with_all_its_tensors() -> None:
-    numbers = {"count": torch.tensor(7), "none": torch.zeros(0, 3), "algorithm": torch.tensor([1.5], dtype=torch.bfloat16)}
-    states = {"model": {"w": torch.arange(12.0).reshape(3, 4).T, **numbers}, "flags": {"on": torch.tensor([True, False])}, "empty": {}}
-    here, there = Pipe()
-    Thread(target=send, args=(here, {"round": 1}, Message(states, {"n": 3}))).start()
-    words, message = receive(there)
-    here.close()
-    with pytest.raises(EOFError):
-        receive(there)
-    assert words == {"round": 1} and message.meta == {"n": 3} and message.states.keys() == states.keys()
-    for entry, state in states.items():
-        assert {name: one.dtype for name, one in message.states[entry].items()} == {name: one.dtype for name, one in state.items()}
-        assert all(torch.equal(message.states[entry][name], tensor) for name, tensor in state.items())
-    message.states["model"]["w"].mul_(2)  # nobody else's any more
 
 
 @pytest.mark.parametrize(("value", "threads"), [("4,2", 4), (" 3", 3), ("", 1), ("many", 0), ("-2", 0)])

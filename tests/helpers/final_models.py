@@ -20,6 +20,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def same_weights(first: Path, second: Path) -> bool:
+    """Whether two runs left the same models, bit for bit."""
+    one, other = weights(first), weights(second)
+    return len(one) > 0 and one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str = "auto") -> torch.Tensor:
     """What `predict` computes for a folder, before it is written."""
     inputs, _ = find_inputs([images], tmp_path / "nowhere")
