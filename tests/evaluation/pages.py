@@ -55,9 +55,9 @@ def faults(html: str) -> list[str]:
     page = Page(html)
     ids = Counter(attributes["id"] for _, attributes in page.tags if "id" in attributes)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', html))
-    found = [f"id {name!r} {count} times" for name, count in ids.items() if count > 1] + [f"no id {name!r}" for name in used - ids.keys()]
+    problems = [f"id {name!r} {count} times" for name, count in ids.items() if count > 1] + [f"no id {name!r}" for name in used - ids.keys()]
     for tag, attributes in page.tags:
         addresses = [attributes.get(name) or "#" for name in _ADDRESSES]
-        found += [f"{tag} {address:.60}" for address in addresses if not address.startswith(("#", "data:"))]
-        found += [f"{tag} {name}" for name in attributes if name.startswith("on")] + [tag] * (tag in _FETCHES)
-    return found + re.findall(r"@import[^;]*|url\((?!#|data:)[^)]*\)|javascript:", html)
+        problems += [f"{tag} {address:.60}" for address in addresses if not address.startswith(("#", "data:"))]
+        problems += [f"{tag} {name}" for name in attributes if name.startswith("on")] + [tag] * (tag in _FETCHES)
+    return problems + re.findall(r"@import[^;]*|url\((?!#|data:)[^)]*\)|javascript:", html)

@@ -21,7 +21,7 @@ from medflare.evaluation.report import (
     render_report,
     render_site_report,
 )
-from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 
@@ -128,22 +128,6 @@ def test_names_are_escaped(record: RunRecord, history: list[dict[str, Any]]) -> 
     html = render_report(build_results(named), history)
     Page(html)
     assert "<script" not in html
-
-
-def test_equal_models_share_a_column(record: RunRecord) -> None:
-    models = ("global", "personal", "deployed")
-    sites = {
-        name: SiteRecord("inside", {"train": 4}, {model: {"dice": dice, "iou": dice / 2} for model in models})
-        for name, dice in (("A", 0.4), ("B", 0.6))
-    }
-    page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
-    assert page.tables[0] == [
-        ["site", "train", "validation", "test", "global = personal = deployed"],
-        ["A", "4 (50 %)", "?", "?", "0.400"],
-        ["B", "4 (50 %)", "?", "?", "0.600"],
-        ["mean, inside", "", "0.500"],
-    ]
-    assert table(page, "All metrics")[1] == ["global = personal = deployed"] * 2
 
 
 def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[dict[str, Any]]) -> None:

@@ -11,7 +11,6 @@ from zipfile import ZipFile
 
 import pytest
 
-from medflare.cli import main
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
@@ -233,16 +232,6 @@ def test_a_study_that_cannot_run_is_not_started(
     with pytest.raises(ConfigError, match="site-1"):
         run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path / "out", left_out=["site-1"])
     assert not trained and not (tmp_path / "out").exists()
-
-
-def test_the_command_checks_before_it_trains(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    study = ["study", "constant", "fedavg", "--sites", "2", "--out", str(tmp_path / "out")]
-    figures = str(tmp_path / "file")
-    for options, token in (["--rounds", "0"], "rounds is 0"), (["--figures", figures], figures), (["--seeds", "0,0"], "seed 0"):
-        assert main([*study, *options]) == 1
-        assert token in capsys.readouterr().err
-    assert not trained
 
 
 # -- study.zip ---------------------------------------------------------------------------------------------------------------

@@ -177,9 +177,9 @@ def _references(text: str) -> list[str]:
     from medflare.studies.references import REFERENCES
     from medflare.studies.tables import ORACLE
 
-    names, known = names_in(text), (*REFERENCES, UNIFORM, ORACLE, "all")
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--reference {unknown[0]!r}: choose {', '.join(known)}")
+    names, choices = names_in(text), (*REFERENCES, UNIFORM, ORACLE, "all")
+    if unknown := [name for name in names if name not in choices]:
+        raise ConfigError(f"--reference {unknown[0]!r}: choose {', '.join(choices)}")
     return [name for name in names if name != ORACLE]
 
 

@@ -196,5 +196,5 @@ def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: 
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
     return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

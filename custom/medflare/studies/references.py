@@ -91,7 +91,9 @@ def recorded_run(
         delivered=delivered,
         **options,
     )
-    points = {model: {site: [[at, of[at]] for at in sorted(of)] for site, of in sites.items()} for model, sites in curves.items()}
+    points = {
+        model: {site: [list(point) for point in sorted(curve.items())] for site, curve in sites.items()} for model, sites in curves.items()
+    }
     return results | {CURVES: points, SCORES: scores}
 
 
@@ -115,9 +117,9 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) ->
             answers["personal"] = best_constant(task, training[name], judges)
         measured = {model: score_constant(site, answer, "test", task.metrics) for model, answer in answers.items()}
         measured["deployed"] = measured.get("personal", measured["global"])
-        values = {model: {metric: finite_or_none(value) for metric, value in of.values.items()} for model, of in measured.items()}
+        values = {model: {name: finite_or_none(value) for name, value in result.values.items()} for model, result in measured.items()}
         records[name] = SiteRecord(roles[name], site.n, values)
-        scores[name] = {model: of.cases.to_dict() for model, of in measured.items()}
+        scores[name] = {model: result.cases.to_dict() for model, result in measured.items()}
     seconds = {"total": time.monotonic() - started}
     return build_results(RunRecord(CONSTANT, task, seed, setting.rounds, records, seconds=seconds)) | {SCORES: scores}
 

@@ -273,8 +273,9 @@ def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str],
                     by_site.setdefault(site, []).append(pair)
     sites = []
     for _, pairs in sorted(by_site.items()):
-        patients, rows = np.unique(np.concatenate([one.patients for one, _ in pairs]), return_inverse=True)
-        sites.append(_SitePairs(len(patients), pairs, np.split(rows, np.cumsum([len(one.patients) for one, _ in pairs])[:-1])))
+        names = [first_cases.patients for first_cases, _ in pairs]
+        patients, rows = np.unique(np.concatenate(names), return_inverse=True)
+        sites.append(_SitePairs(len(patients), pairs, np.split(rows, np.cumsum([len(of_run) for of_run in names])[:-1])))
     return sites
 
 

@@ -75,9 +75,9 @@ class StudyTables:
         self.metric: str = task_of(groups)["metric"]
         self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in groups.items()}
         self.values = study_values(self.groups)
-        models = (of for runs in groups.values() for run in runs for site in run["sites"].values() for of in site["metrics"].values())
-        self.metrics = list(dict.fromkeys(metric for of in models for metric in of))
-        sites = sorted({(site["role"], name) for runs in groups.values() for run in runs for name, site in run["sites"].items()})
+        sites_of_runs = [site for runs in groups.values() for run in runs for site in run["sites"].items()]
+        self.metrics = list(dict.fromkeys(name for _, site in sites_of_runs for metrics in site["metrics"].values() for name in metrics))
+        sites = sorted({(site["role"], name) for name, site in sites_of_runs})
         self.roles = list(dict.fromkeys(role for role, _ in sites))
         self.places = [place for role in self.roles for place in (*(place for place in sites if place[0] == role), (role, ALL_SITES))]
 
@@ -204,14 +204,14 @@ class StudyTables:
         """
         against = next(iter(self.groups)) if against is None else against
         models = [(label, model) for label in self.groups for model in self.models(label)]
-        rows = self._differences([(of, (against, "deployed"), of) for of in models])
+        rows = self._differences([(model, (against, "deployed"), model) for model in models])
         return markdown([["method", "model", "sites", f"difference to {against}", *_STATISTICS], *rows], left=3)
 
     def differences_within(self) -> str:
         """What a row deploys against other models of the same runs; "" if no run has two models."""
         labels = [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
         controls = [(label, model) for label in labels for model in self.models(label) if model in CONTROLS]
-        rows = self._differences([(of, of, (of[0], "deployed")) for of in controls])
+        rows = self._differences([(control, control, (control[0], "deployed")) for control in controls])
         return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
@@ -224,7 +224,7 @@ class StudyTables:
         compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
         for (label, model), first, second in pairs:
             for role in self.roles:
-                places = [(metric, site) for metric in self.metrics for of, site in self.places if of == role]
+                places = [(metric, site) for metric in self.metrics for site_role, site in self.places if site_role == role]
                 results = self.values.reindex([(label, model, role, *place) for place in places])
                 several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
                 results.index = pd.MultiIndex.from_tuples([(label, several, role, *place) for place in places])
