@@ -55,7 +55,8 @@ def faults(html: str) -> list[str]:
     page = Page(html)
     ids = Counter(attributes["id"] for _, attributes in page.tags if "id" in attributes)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', html))
-    problems = [f"id {name!r} {count} times" for name, count in ids.items() if count > 1] + [f"no id {name!r}" for name in used - ids.keys()]
+    problems = [f"id {name!r} {count} times" for name, count in ids.items() if count > 1]
+    problems += [f"no id {name!r}" for name in used - ids.keys()]
     for tag, attributes in page.tags:
         addresses = [attributes.get(name) or "#" for name in _ADDRESSES]
         problems += [f"{tag} {address:.60}" for address in addresses if not address.startswith(("#", "data:"))]
