@@ -1,4 +1,4 @@
-"""Networks of one's own: imported where the process was told to, built by what the task fixes, refused otherwise."""
+"""Networks of other packages: imported only if trusted, built from the task."""
 
 import importlib
 import sys
@@ -61,7 +61,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def test_nothing_is_imported_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_trusted_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     for named in ("", "lab", "lab_nets.other", "other,lab_net"):
         monkeypatch.setenv(VARIABLE, named)
         with pytest.raises(ConfigError, match="lab_nets"):
@@ -71,8 +71,7 @@ def test_nothing_is_imported_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "nvflare.tool:x"]
 )
-def test_libraries_are_never_imported_as_a_labs_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever trusts it."""
+def test_libraries_are_refused_even_if_they_are_named_as_trusted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = name.partition(":")[0]
     monkeypatch.setenv(VARIABLE, package)
     own.trust(package)
@@ -118,7 +117,7 @@ def test_a_name_or_argument_that_the_package_lacks_is_refused(name: str, argumen
         build_network({"name": name, **arguments}, 1, 2)
 
 
-def test_a_network_of_ours_names_no_module() -> None:
+def test_only_a_name_with_a_colon_has_a_module() -> None:
     assert own_module({"name": "unet"}) == own_module({}) == "" and own_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
     with pytest.raises(ConfigError):
         imported("lab_nets.small:Plain")

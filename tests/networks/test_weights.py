@@ -1,4 +1,4 @@
-"""Weights to start from: found, checked by their hash, read without running anything, fitted to the network."""
+"""Initial weights: found, checked by their SHA-256, read without running code, fitted to the network."""
 
 import hashlib
 import pickle
@@ -21,8 +21,8 @@ from medflare.tasks.config import TaskConfig
 NETWORK: dict[str, Any] = {"name": "SegResNet", "init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}
 
 
-def saying(path: Path, format: str, part: str = "all", network: dict[str, Any] = NETWORK, **changes: Any) -> TaskConfig:
-    """A task that starts from a file as it is now."""
+def task_with(path: Path, format: str, part: str = "all", network: dict[str, Any] = NETWORK, **changes: Any) -> TaskConfig:
+    """A task with the file as it is now."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "0" * 64
     weights = {"file": path.name, "sha256": digest, "format": format, "part": part}
     return small_task(network={**network, "weights": weights}, **changes)
@@ -42,10 +42,6 @@ def equal(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_without_weights_there_is_nothing() -> None:
-    assert starting_state(small_task(), 0) is None
-
-
 @pytest.mark.parametrize("format", ["safetensors", "torch", "medflare", "torchvision"])
 def test_every_format(tmp_path: Path, format: str) -> None:
     state, path = other_state(), tmp_path / "weights.bin"
@@ -58,11 +54,11 @@ def test_every_format(tmp_path: Path, format: str) -> None:
         torch.save({"state_dict": own_names(state)}, path)
     else:  # other names, the same order
         torch.save({f"layer{number}": tensor for number, tensor in enumerate(state.values())}, path)
-    found = starting_state(saying(path, format), 0, path)
+    found = starting_state(task_with(path, format), 0, path)
     assert found is not None and equal(found, state)
-    in_folder = starting_state(saying(path, format), 0, path.parent)
+    in_folder = starting_state(task_with(path, format), 0, path.parent)
     assert in_folder is not None and equal(in_folder, state)
-    body = starting_state(saying(path, format, "body"), 0, path)
+    body = starting_state(task_with(path, format, "body"), 0, path)
     random = initial_network(small_task(network=NETWORK), 0).state_dict()
     assert body is not None
     assert all(torch.equal(body[name], (random if name.startswith("head.") else state)[name]) for name in body)
@@ -72,16 +68,17 @@ def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(own_names(other_state()), path)
     three: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
-    found = starting_state(saying(path, "safetensors", "body", **three), 0, path)
+    found = starting_state(task_with(path, "safetensors", "body", **three), 0, path)
     assert found is not None and len(found["head.bias"]) == 3
     with pytest.raises(ConfigError, match="SegResNet"):
-        starting_state(saying(path, "safetensors", **three), 0, path)
+        starting_state(task_with(path, "safetensors", **three), 0, path)
 
 
 def test_the_file_is_found_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert starting_state(small_task(), 0) is None, "a task without weights"
     path = tmp_path / "weights.safetensors"
     save_file(own_names(other_state()), path)
-    task = saying(path, "safetensors")
+    task = task_with(path, "safetensors")
     with pytest.raises(ConfigError, match="weights"):
         starting_state(task, 0)
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
@@ -103,38 +100,38 @@ def test_a_pickle_is_refused_by_name_and_not_run(tmp_path: Path, monkeypatch: py
             path.write_bytes(content)
         for format in ("torch", "torchvision"):
             with pytest.raises(ConfigError, match=name):
-                starting_state(saying(path, format), 0, path)
+                starting_state(task_with(path, format), 0, path)
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.safetensors", tmp_path / "bad"
     save_file(own_names(other_state()), good)
-    task = saying(good, "safetensors")
+    task = task_with(good, "safetensors")
     save_file(own_names(initial_network(small_task(network=NETWORK), 4).state_dict()), good)
     with pytest.raises(ConfigError, match="sha256"):
         starting_state(task, 0, good)
     bad.write_bytes(b"nothing")
     for format in ("safetensors", "medflare"):
         with pytest.raises(ConfigError, match="bad"):
-            starting_state(saying(bad, format), 0, bad)
+            starting_state(task_with(bad, format), 0, bad)
     torch.save([1, 2], bad)
     with pytest.raises(ConfigError, match="bad"):
-        starting_state(saying(bad, "torch"), 0, bad)
+        starting_state(task_with(bad, "torch"), 0, bad)
     save_file({**own_names(other_state()), "more": torch.zeros(1)}, bad)
     with pytest.raises(ConfigError, match="more"):
-        starting_state(saying(bad, "safetensors"), 0, bad)
+        starting_state(task_with(bad, "safetensors"), 0, bad)
     broken = own_names(other_state())
     broken["conv_final.2.conv.bias"][0] = torch.nan
     save_file(broken, bad)
     with pytest.raises(ConfigError, match=r"head\.bias"):
-        starting_state(saying(bad, "safetensors"), 0, bad)
+        starting_state(task_with(bad, "safetensors"), 0, bad)
     save_model(tmp_path / "two", small_task(), Message({"model": other_state(), "b": other_state()}, {"kind": "super"}), {})
     with pytest.raises(ConfigError, match="super"):
-        starting_state(saying(tmp_path / "two" / "model.safetensors", "medflare"), 0, tmp_path / "two")
+        starting_state(task_with(tmp_path / "two" / "model.safetensors", "medflare"), 0, tmp_path / "two")
 
 
-def test_torchvisions_layers_are_matched_in_their_order(tmp_path: Path) -> None:
+def test_layers_of_torchvision_are_matched_by_their_order(tmp_path: Path) -> None:
     """ResNet-18 as torchvision names it: the same layers as MONAI's, old files without the counters of batch normalisation."""
     task = small_task("classification", network={"name": "resnet18"}, size=[32, 32], channels=3)
     state = initial_network(task, 5).state_dict()
@@ -142,30 +139,30 @@ def test_torchvisions_layers_are_matched_in_their_order(tmp_path: Path) -> None:
     theirs = {name: state[ours] for ours, name in names.items()}
     theirs |= {"fc.weight": torch.zeros(1000, 512), "fc.bias": torch.zeros(1000)}
     torch.save(theirs, path := tmp_path / "resnet18.pth")
-    told = saying(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task))
-    found = starting_state(told, 0, path)
+    task_now = task_with(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task))
+    found = starting_state(task_now, 0, path)
     assert found is not None and all(torch.equal(found[name], state[name]) for name in names if name.startswith("body."))
     torch.save(dict(reversed(theirs.items())), path)
     with pytest.raises(ConfigError, match="resnet18"):
-        starting_state(saying(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task)), 0, path)
+        starting_state(task_with(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task)), 0, path)
 
 
 @pytest.mark.parametrize("part", ["all", "body"])
 @pytest.mark.parametrize("network", [{"name": "efficientnet_b0"}, {"name": "EfficientNetBN", "model_name": "efficientnet-b0"}], ids=str)
-def test_torchvisions_efficientnet_is_another_network_of_the_same_shapes(tmp_path: Path, network: dict[str, Any], part: str) -> None:
-    """It pads on both sides, where MONAI's pads as TensorFlow does."""
+def test_weights_of_torchvisions_efficientnet_are_refused(tmp_path: Path, network: dict[str, Any], part: str) -> None:
+    """Its shapes are those of MONAI's, its padding is not."""
     task = small_task("classification", network=network, size=[32, 32], channels=3)
     state = [tensor for name, tensor in initial_network(task, 5).state_dict().items() if not name.endswith("num_batches_tracked")]
     middle = [f"features.1.{number}.weight" for number in range(len(state) - 3)]
     path = tmp_path / "efficientnet_b0.pth"
     for names in (["features.0.0.weight", *middle, "classifier.1.weight", "classifier.1.bias"], ["_conv_stem.weight", *middle, "w", "b"]):
         torch.save(dict(zip(names, state, strict=True)), path)
-        told = saying(path, "torchvision", part, network, kind="classification", **_of(task))
+        task_now = task_with(path, "torchvision", part, network, kind="classification", **_of(task))
         if "_conv_stem.weight" in names:
-            assert starting_state(told, 0, path) is not None
+            assert starting_state(task_now, 0, path) is not None
         else:
             with pytest.raises(ConfigError, match="EfficientNet"):
-                starting_state(told, 0, path)
+                starting_state(task_now, 0, path)
 
 
 def _of(task: TaskConfig) -> dict[str, Any]:
@@ -187,8 +184,8 @@ def test_a_wrong_setting_is_named(weights: Any, named: str) -> None:
         small_task(network={**NETWORK, "weights": weights})
 
 
-def test_efficientnet_lite0_knows_imagenet() -> None:
-    """The published weights fit strictly, and two photographs that everybody has are what they show."""
+def test_efficientnet_lite0_classifies_photographs_with_imagenet_weights() -> None:
+    """The published weights fit strictly; two photographs of scikit-learn are classified correctly."""
     pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
     from PIL import Image
     from sklearn.datasets import load_sample_images

@@ -48,7 +48,7 @@ class Run:
         folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only the returned dict.
         checkpoints: folder of the checkpoint if it is not `folder`.
         pictures: title -> PNG for the report; only the plain loop has the sites' images.
-        weights: file of the initial weights, or its folder; None: see `networks.weights.found`.
+        weights: file of the initial weights, or its folder; None: see `networks.weights.find_weights`.
         models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
         about: further settings for the results, for example the engine.
         say: called with progress lines.

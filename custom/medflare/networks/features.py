@@ -1,4 +1,4 @@
-"""What every network of this room is: a body that computes features and a head that turns them into logits."""
+"""The class of all networks: a body that computes features and a head that turns them into logits; any other module as such a network."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,18 +7,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from medflare.networks.parallel import split
+from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
 
 T = TypeVar("T")
+_LAYERS = (nn.modules.conv._ConvNd, nn.Linear)
+# Operations (as autograd names them) that may follow the last layer: they move or resize numbers and have no weights.
+_SHAPING = ("Alias", "AsStrided", "Clone", "Permute", "Select", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Upsample", "View", "Unsafe")
 
 
 def as_placed(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
-    """A network's method that computes on the network's `devices` and in its `precision`; losses and methods see one device and float32.
+    """Decorator of a network's method (images -> one or several tensors): it computes on the network's `devices` and in its `precision`.
 
-    Args:
-        compute: (network, images) -> a tensor, or several.
+    Callers see one device and float32.
     """
 
     @wraps(compute)
@@ -27,16 +30,48 @@ def as_placed(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]
         if len(devices) > 1 and len(images) >= len(devices):
             network.devices = ()
             try:
-                return split(network, devices, compute.__name__, images)
+                return _split(network, devices, compute.__name__, images)
             finally:
                 network.devices = devices
         if network.precision is None:
             return compute(network, images)
         with torch.autocast(images.device.type, network.precision):
-            found: Any = compute(network, images)
-        return found.float() if isinstance(found, Tensor) else tuple(tensor.float() for tensor in found)  # type: ignore[return-value]
+            result: Any = compute(network, images)
+        return result.float() if isinstance(result, Tensor) else tuple(tensor.float() for tensor in result)  # type: ignore[return-value]
 
     return run
+
+
+def _split(network: nn.Module, devices: tuple[torch.device, ...], method: str, images: Tensor) -> Any:
+    """The result of a network's method; each device computes some of the images with a copy of the weights, as torch's DataParallel does.
+
+    The copies are made for every batch, as part of its graph: gradients add up in the network's weights. Layers that mix images see the
+    images of one device, and running statistics are those of the first one.
+    """
+    weights, buffers = dict(network.named_parameters()), dict(network.named_buffers())
+    results = []
+    for number, (device, share) in enumerate(zip(devices, images.tensor_split(len(devices)), strict=True)):
+        copies = {f"network.{name}": weight.to(device) for name, weight in weights.items()}
+        copies |= {f"network.{name}": tensor.to(device, copy=number > 0) for name, tensor in buffers.items()}
+        results.append(functional_call(_Method(network, method), copies, (share.to(device),)))
+    if isinstance(results[0], Tensor):
+        return _gathered(results, devices[0])
+    return tuple(_gathered(list(shares), devices[0]) for shares in zip(*results, strict=True))
+
+
+def _gathered(shares: list[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([share.to(device) for share in shares])
+
+
+class _Method(nn.Module):
+    """A method as `forward`, which is what `functional_call` calls."""
+
+    def __init__(self, network: nn.Module, method: str):
+        super().__init__()
+        self.network, self.method = network, method
+
+    def forward(self, images: Tensor) -> Any:
+        return getattr(self.network, self.method)(images)
 
 
 class FeatureNetwork(nn.Module):
@@ -46,16 +81,16 @@ class FeatureNetwork(nn.Module):
     Classification: features (N, D), the pooled vector before the last layer; logits (N, outputs).
 
     Attributes:
-        settings: the arguments of `catalogue.build_network` that build its like; empty where it was built otherwise.
-        precision: what it computes in by autocast (its weights stay float32); None: as its weights are.
-        devices: over which batches are split, the first of them its own; fewer than two: they are not.
+        settings: the arguments of `catalogue.build_network` that build an equal network; empty if it was built otherwise.
+        precision: dtype of autocast (the weights stay float32); None: no autocast.
+        devices: the devices that share every batch, the network's own first; fewer than two: no sharing.
     """
 
     precision: torch.dtype | None = None
     devices: tuple[torch.device, ...] = ()
 
     def __init_subclass__(cls, **options: Any):
-        """A network that is one in its own way computes as it is placed too."""
+        """Decorates what a subclass overrides."""
         super().__init_subclass__(**options)
         for name in {"forward", "features_and_output"} & vars(cls).keys():
             setattr(cls, name, as_placed(vars(cls)[name]))
@@ -65,57 +100,46 @@ class FeatureNetwork(nn.Module):
         self.body = body
         self.head = head
         self.settings: dict[str, Any] = {}
-        self._resting: tuple[str, ...] = ()
+        self._frozen: tuple[str, ...] = ()
 
     @property
     def has_features(self) -> bool:
-        """Whether there are features beside the output; methods that need them ask before anything starts."""
+        """Whether `features_and_output` works."""
         return True
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
-        """As of every module; what is at rest stays in evaluation mode."""
+        """As of every module; frozen parts stay in evaluation mode."""
         super().train(mode)
-        for path in self._resting:
+        for path in self._frozen:
             self.get_submodule(path).eval()
         return self
 
     @contextmanager
-    def at_rest(self, paths: Sequence[str]) -> Iterator[None]:
-        """Inside, nothing of some parts moves: no gradient, no running statistics, no dropout, in whatever mode the network is.
+    def frozen(self, paths: Sequence[str]) -> Iterator[None]:
+        """Inside, some modules do not change: no gradients, no running statistics, no dropout.
 
         Args:
-            paths: of modules, for example "body".
+            paths: of the modules, for example "body".
         """
-        moved = [weight for path in paths for weight in self.get_submodule(path).parameters() if weight.requires_grad]
-        self._resting = tuple(paths)
-        for weight in moved:
+        weights = [weight for path in paths for weight in self.get_submodule(path).parameters() if weight.requires_grad]
+        self._frozen = tuple(paths)
+        for weight in weights:
             weight.requires_grad_(False)
         try:
             yield
         finally:
-            self._resting = ()
-            for weight in moved:
+            self._frozen = ()
+            for weight in weights:
                 weight.requires_grad_(True)
 
     @as_placed
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(features, logits) of images (N, C, H, W).
-
-        Args:
-            images: at the task's size.
-        """
+        """(features, logits) of images (N, C, H, W)."""
         features = self.body(images)
         return features, self.head(features)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of images (N, C, H, W).
-
-        Args:
-            images: at the task's size.
-
-        Returns:
-            (N, outputs, H, W) or (N, outputs).
-        """
+        """Logits, (N, outputs, H, W) or (N, outputs), of images (N, C, H, W)."""
         return self.features_and_output(images)[1]
 
 
@@ -128,22 +152,12 @@ class Probabilities(nn.Module):
         self.task = task
 
     def forward(self, images: Tensor) -> Tensor:
-        """Probabilities of images (N, C, H, W).
-
-        Args:
-            images: at the task's size.
-
-        Returns:
-            (N, outputs, H, W) or (N, outputs).
-        """
+        """Probabilities, (N, outputs, H, W) or (N, outputs), of images (N, C, H, W)."""
         return self.task.probabilities(self.network(images))
 
 
 def pooled(features: Tensor) -> Tensor:
-    """One vector per image, (N, D): a feature map (N, D, ...) by its mean over the pixels, vectors as they are.
-
-    Args:
-        features: (N, D) or (N, D, ...).
+    """One vector per image, (N, D): the mean over the pixels of a feature map (N, D, ...), or vectors (N, D) unchanged.
 
     Examples:
         >>> import torch
@@ -151,3 +165,128 @@ def pooled(features: Tensor) -> Tensor:
         (tensor([[2.]]), tensor([[5.]]))
     """
     return features.flatten(2).mean(dim=2) if features.ndim > 2 else features
+
+
+def example(in_channels: int, size: Sequence[int], device: torch.device | str) -> Tensor:
+    """Two images of zeros, (2, C, ...)."""
+    return torch.zeros(2, in_channels, *size, device=device)
+
+
+# -- modules that were not written as body and head ----------------------------------------------------------------------------
+
+
+class WholeNetwork(FeatureNetwork):
+    """A network of another library. It runs unchanged; its last layer is the head, the rest is the body.
+
+    The names of the body's weights are the network's names after "body."; those of the last layer are "head.weight" and "head.bias".
+
+    Args:
+        network: images to logits, see `main_output`.
+        last: path of the last layer, see `last_layer`; None: no head and no features.
+    """
+
+    def __init__(self, network: nn.Module, last: str | None):
+        layer = nn.Identity() if last is None else network.get_submodule(last)
+        super().__init__(network, layer)
+        self.last = last
+        if last is not None:
+            parent, _, name = last.rpartition(".")
+            setattr(network.get_submodule(parent), name, _LastLayer(layer))
+
+    @property
+    def has_features(self) -> bool:
+        """Whether there is a last layer."""
+        return self.last is not None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The network's main output."""
+        return main_output(self.body(images), images)
+
+    def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the last layer, and the network's output.
+
+        Raises:
+            ConfigError: there is no last layer.
+        """
+        if self.last is None:
+            name = self.settings.get("spec", {}).get("name")
+            raise ConfigError(f"network {name} has no feature layer (its output is not that of one layer); use another network")
+        layer: Any = self.body.get_submodule(self.last)
+        layer.inputs = []
+        try:
+            logits = self(images)
+            (features,) = layer.inputs
+        finally:
+            layer.inputs = None
+        return features, logits
+
+    def names(self) -> dict[str, str]:
+        """Name of a weight in the original network -> its name in `state_dict`."""
+        prefix = f"{self.last}." if self.last is not None else ""
+        return {f"{prefix}{name[5:]}" if name.startswith("head.") else name[5:]: name for name in self.state_dict()}
+
+
+class _LastLayer(nn.Module):
+    """Takes the place of the last layer: calls it, and records its inputs while `inputs` is a list."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self._layer = (layer,)  # a tuple hides it from PyTorch: its parameters are the head's
+        self.inputs: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.inputs is not None:
+            self.inputs.append(inputs)
+        return self._layer[0](inputs)
+
+
+def main_output(output: Any, images: Tensor) -> Tensor:
+    """The logits (N, outputs, ...) in the output of a network for images (N, C, ...).
+
+    Args:
+        output: a tensor, or a list or tuple that begins with it; (N, heads, outputs, ...) is stacked deep supervision.
+
+    Raises:
+        ConfigError: any other output.
+    """
+    if isinstance(output, list | tuple) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise ConfigError(f"the network returns a {type(output).__name__} instead of logits, or a list that begins with them")
+    return output[:, 0] if output.ndim == images.ndim + 1 else output
+
+
+def last_layer(network: nn.Module, images: Tensor) -> str | None:
+    """Path of the convolution or linear layer whose output, possibly resized or reshaped, is the network's output; None if there is none.
+
+    Args:
+        network: in any mode, on any device (meta included); unchanged afterwards.
+        images: (N, C, ...) on that device.
+    """
+    outputs: dict[Any, tuple[str, Tensor]] = {}
+    calls: dict[str, int] = {}
+
+    def note(name: str) -> Any:
+        def hook(_layer: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            outputs[result.grad_fn] = (name, inputs[0])
+
+        return hook
+
+    layers = [(name, layer) for name, layer in network.named_modules() if name and isinstance(layer, _LAYERS)]
+    hooks = [layer.register_forward_hook(note(name)) for name, layer in layers]
+    modes = {module: module.training for module in network.modules()}
+    try:
+        with torch.enable_grad():
+            node = main_output(network.eval()(images), images).grad_fn
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    while node is not None and node not in outputs and node.name().startswith(_SHAPING):
+        node = node.next_functions[0][0]
+    if node not in outputs:
+        return None
+    name, features = outputs[node]
+    return name if calls[name] == 1 and features.ndim in (2, images.ndim) else None

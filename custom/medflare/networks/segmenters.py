@@ -8,8 +8,6 @@ from torch.nn import functional
 
 from medflare.networks.features import FeatureNetwork
 
-_NORMS = ("instance", "batch")
-
 
 def unet(
     in_channels: int,
@@ -19,23 +17,22 @@ def unet(
     num_res_units: int = 0,
     spatial_dims: int = 2,
 ) -> FeatureNetwork:
-    """MONAI's U-Net (stride 2 between levels) up to its last decoder map, and a convolution of kernel 1 as head.
+    """MONAI's U-Net (stride 2 between levels) up to its last decoder map, and a 1 x 1 convolution as head.
 
     Args:
         channels: feature maps by level; the image's sides must be multiples of 2 ** (levels - 1).
         norm: "instance" (no state, as FedSM) or "batch".
         num_res_units: residual units per level, 0 for plain convolutions.
-        spatial_dims: 2 or 3.
 
     Raises:
-        ValueError: an unknown norm.
+        ValueError: another norm.
     """
     from monai.networks.blocks.acti_norm import ADN
     from monai.networks.layers.factories import Conv
     from monai.networks.nets.unet import UNet
 
-    if norm not in _NORMS:
-        raise ValueError(f"norm must be {' or '.join(_NORMS)}, got {norm!r}")
+    if norm not in ("instance", "batch"):
+        raise ValueError(f"norm must be instance or batch, got {norm!r}")
     strides = [2] * (len(channels) - 1)
     body = UNet(spatial_dims, in_channels, channels[0], channels, strides=strides, num_res_units=num_res_units, norm=norm)
     last = ADN(ordering="NA", in_channels=channels[0], act="prelu", norm=norm, norm_dim=spatial_dims)
@@ -43,7 +40,7 @@ def unet(
 
 
 class _DilatedResNet(nn.Module):
-    """MONAI's ResNet-18 without pooling at the end; the last two stages trade their stride for dilation, so 1/8 of the size remains."""
+    """MONAI's ResNet-18 without the last pooling; the last two stages have dilation instead of stride: output at 1/8 of the size."""
 
     def __init__(self, in_channels: int):
         super().__init__()
@@ -84,8 +81,8 @@ class _AtrousPyramid(nn.Module):
 def deeplab(in_channels: int, out_channels: int, width: int = 64, rates: Sequence[int] = (6, 12, 18, 24)) -> FeatureNetwork:
     """DeepLab-v2 (Chen et al., 2018) with ResNet-18; features are the pyramid's sum at the image's size.
 
-    The published head ends every branch in its own 1 x 1 convolutions before the sum; here the branches share one after it,
-    so that there is one feature map to align. Interpolation and a 1 x 1 convolution commute, so the order costs nothing.
+    In the paper every branch has its own 1 x 1 convolutions before the sum; here the branches share one after it, so that there is one
+    feature map to align. Interpolation and a 1 x 1 convolution commute.
 
     Args:
         width: channels of the feature map.

@@ -24,7 +24,7 @@ from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.local import PLACE
 from medflare.networks.catalogue import meta_network
-from medflare.networks.structure import WholeNetwork, example
+from medflare.networks.features import WholeNetwork, example
 from medflare.privacy.ledger import Account, Release, training_patients
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images

@@ -20,7 +20,7 @@ class Computing:
     Attributes:
         device: of networks and batches.
         precision: the task's, one of `PRECISIONS`.
-        further: devices that compute a part of every batch, see `networks.parallel`.
+        further: devices that compute a part of every batch, see `FeatureNetwork.devices`.
         channels_last: use torch's channels-last memory format; sums are in another order.
         compiled: whether torch compiles networks at their first use.
     """

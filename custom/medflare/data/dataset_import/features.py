@@ -65,7 +65,7 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
         root: a site's folder, or the folder of several.
         task: a classification task whose network starts from a file of weights.
         home: folder for the sites and for the task of the head.
-        weights: the file or its folder, see `networks.weights.found`.
+        weights: the file or its folder, see `networks.weights.find_weights`.
         force: replace existing datalists.
 
     Raises:

@@ -61,10 +61,10 @@ class FedRepSite(PartialSite[FedRepHyper]):
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
             return self.site.loss(model(images), targets)
 
-        with model.at_rest(["body"]):
+        with model.frozen(["body"]):
             model.train()
             head_loss = train_epochs(model.head, optimizer, self.site, round, "head", loss=loss, count=self.hyper.head_epochs)
-        with model.at_rest(["head"]):
+        with model.frozen(["head"]):
             model.train()
             body_loss = train_epochs(model.body, optimizer, self.site, round, "model", loss=loss, count=self.hyper.body_epochs)
         return head_loss if self.hyper.body_epochs == 0 else body_loss

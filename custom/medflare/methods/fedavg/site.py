@@ -114,7 +114,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         """A round with frozen parts: they are those of the common initial model, and do not travel."""
         part, initial = frozen_part(self.plan), self.site.network().state_dict()
         state = {**part.kept(copy_state(initial)), **incoming.states[GLOBAL]}
-        with self.network("model", state).at_rest(self.site.task.freeze.parts):
+        with self.network("model", state).frozen(self.site.task.freeze.parts):
             reply = self.train(round, Message({GLOBAL: state}))
         return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 

@@ -19,7 +19,7 @@ from medflare.data.loading import Batch
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm
 from medflare.methods.fedsm.formulas import adam_step, ridge_solution
 from medflare.networks.catalogue import meta_network, task_network
-from medflare.networks.structure import example
+from medflare.networks.features import example
 from medflare.training.epochs import samples_of_pass, weighted_sum
 from medflare.training.site import Site
 

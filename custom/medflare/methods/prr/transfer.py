@@ -26,8 +26,7 @@ from medflare.methods.prr.formulas import (
 )
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork
-from medflare.networks.structure import example
+from medflare.networks.features import FeatureNetwork, example
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Steps, epochs, trainable, weighted_sum

@@ -1,4 +1,4 @@
-"""A batch split over devices. One device stands for two here: copies, shares, sums and what is gathered are the same."""
+"""A batch split over devices; the CPU stands for two devices here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,15 +20,15 @@ IMAGES = torch.rand(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 def pair(spec: dict[str, Any] = INSTANCE_UNET) -> tuple[FeatureNetwork, FeatureNetwork]:
-    """A network on one device, and its like on two."""
+    """An equal network on one device and on two."""
     return initial_network(small_task(network=spec), 0), Computing(CPU, further=(CPU,)).placed(initial_network(small_task(network=spec), 0))
 
 
 def sizes(network: FeatureNetwork) -> list[int]:
-    """Filled with the images of every share that the network is given."""
-    found: list[int] = []
-    network.body.register_forward_hook(lambda _body, given, _answer: found.append(len(given[0])))
-    return found
+    """Filled with the number of images of every share."""
+    shares: list[int] = []
+    network.body.register_forward_hook(lambda _body, given, _answer: shares.append(len(given[0])))
+    return shares
 
 
 @pytest.mark.parametrize("spec", [INSTANCE_UNET, MONAI], ids=["ours", "MONAI's"])
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_the_whole_batch(spec: dict[str, Any]) -> None:
     assert list(two.state_dict()) == list(one.state_dict())
 
 
-def test_running_statistics_follow_the_first_share_and_serve_all() -> None:
+def test_running_statistics_are_those_of_the_first_share() -> None:
     one, two = pair({"name": "unet", "channels": [4, 8], "norm": "batch"})
     one(IMAGES[:3])
     two(IMAGES)
@@ -54,15 +54,15 @@ def test_running_statistics_follow_the_first_share_and_serve_all() -> None:
     torch.testing.assert_close(two.eval()(IMAGES), one.eval()(IMAGES))
 
 
-def test_fewer_images_than_devices_stay_together() -> None:
+def test_fewer_images_than_devices_are_not_split() -> None:
     _, two = pair()
     seen = sizes(two)
     two(IMAGES[:1])
     assert seen == [1]
 
 
-def test_weights_that_somebody_else_put_in_are_split_too() -> None:
-    """GRACE differentiates through a step: the copies come from the stepped weights."""
+def test_gradients_through_a_step_are_those_of_one_device() -> None:
+    """As in GRACE."""
 
     def gradients(network: FeatureNetwork) -> tuple[Tensor, ...]:
         def loss(weights: Mapping[str, Tensor]) -> Tensor:
