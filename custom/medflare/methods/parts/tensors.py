@@ -10,13 +10,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def refuse_shapes(**tensors: Tensor) -> None:
-    """Raises ValueError if two tensors differ in shape, which torch would broadcast; arguments by the names in the message.
-
-    Examples:
-        >>> refuse_shapes(p=torch.zeros(2, 2), p_noisy=torch.zeros(1, 2))
-        Traceback (most recent call last):
-        ValueError: p of shape (2, 2) and p_noisy of shape (1, 2); give both the same shape
-    """
+    """Raises ValueError if two tensors differ in shape, which torch would broadcast; arguments by the names in the message."""
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = " and ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{shapes}; give both the same shape")

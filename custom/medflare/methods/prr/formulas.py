@@ -196,10 +196,6 @@ def most_representative(counts: Mapping[str, Tensor]) -> str:
 
     Args:
         counts: site -> (G, C) counts of G groups of C classes.
-
-    Examples:
-        >>> most_representative({"A": torch.tensor([[10, 0]]), "B": torch.tensor([[4, 6]]), "C": torch.tensor([[0, 10]])})
-        'B'
     """
 
     def shares(table: Tensor) -> Tensor:

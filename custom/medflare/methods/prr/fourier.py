@@ -249,13 +249,7 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
 
 
 def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
-    """How each entry is aggregated where only states are at hand: tensors of two or more axes are weights, the last is the classifier.
-
-    Examples:
-        >>> kinds = treatments_by_shape({"A": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}})
-        >>> {name: treatment.kind for name, treatment in kinds.items()}
-        {'w': 'classifier', 'b': 'mean'}
-    """
+    """How each entry is aggregated where only states are at hand: tensors of two or more axes are weights, the last is the classifier."""
     first = next(iter(states.values()))
     weights = [name for name, tensor in first.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
     kinds = {name: Treatment("kernel" if name in weights else "mean") for name in first}
