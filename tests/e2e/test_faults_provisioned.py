@@ -77,7 +77,8 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     results = fetched(federation, identity, tmp_path / "resumed")
     expected, plain = uninterrupted
     assert results["sites"] == expected["sites"]
-    finished = [int(event["message"].split()[3]) for event in results["events"] if event["kind"] == "resumed"]
+    resumed = [event["message"] for event in results["events"] if event["kind"] == "resumed"]
+    finished = [int(word) for message in resumed for word in message.split() if word.isdigit()]
     assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", "the new server closes what the old one left"
     said = first + watching.communicate(timeout=PATIENCE)[0]
     assert watching.returncode == 1 and "600" in said and "the server is back" in said and "FINISHED:ABANDONED" in said, said

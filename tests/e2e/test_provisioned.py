@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from e2e.provisioned import PATIENCE, SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
+from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
@@ -24,22 +23,6 @@ pytestmark = END_TO_END
 
 ROUNDS, SEED = 2, 3
 ROLES = ("global", "personal", "deployed")
-
-# A lead's own Python: FLARE's API, nothing of medflare. docs/deployment.md submits by the command line, see test_guide.py.
-THROUGH_THE_API = """
-import sys
-from nvflare.fuel.flare_api.flare_api import new_secure_session
-user, kit, job = sys.argv[1:]
-session = new_secure_session(user, kit)
-try:
-    identity = session.submit_job(job)
-    print(identity, flush=True)
-    session.monitor_job(identity, timeout=300)
-    print(session.get_job_meta(identity)["status"])
-    print(session.download_job_result(identity))
-finally:
-    session.close()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +40,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], f
 
 
 def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedFederation, job: Path, plain: Path, tmp_path: Path) -> None:
-    """Submitted through the API, watched by the command line; by any clock."""
-    api = subprocess.Popen(
-        [sys.executable, "-c", THROUGH_THE_API, "lead@coordination.org", federation.kit("lead"), job],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=federation.environment,
-        cwd=tmp_path,
-    )
-    assert api.stdout is not None
-    identity = next(line.strip() for line in api.stdout if line.count("-") == 4)
+    """By any clock."""
+    identity = federation.submit(job)
     watched = federation.watch(identity).stdout
     assert all(f"({round}/{ROUNDS}) train: site-1 loss" in watched for round in range(1, ROUNDS + 1)), "every step, the last ones too"
     shown = federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
     assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 
-    said, _ = api.communicate(timeout=PATIENCE)
-    status, downloaded = said.strip().splitlines()[-2:]
-    assert status == "FINISHED:COMPLETED"
-    for fetched in (tmp_path / "fetched", Path(downloaded)):
-        _same_results(load_results(fetched), load_results(plain))
-        _same_models(next(fetched.rglob("medflare/models")), plain / "models")
+    _same_results(load_results(tmp_path / "fetched"), load_results(plain))
+    _same_models(next((tmp_path / "fetched").rglob("medflare/models")), plain / "models")
     for site in federation.sites:
         own = federation.kit(site) / "medflare" / identity
         for role in ROLES:  # each hospital holds its own models; nothing was fetched from the server for them
@@ -102,20 +73,6 @@ def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, ti
     assert watched.returncode != 0
     assert federation.meta(identity)["status"] == "FINISHED:FAILED_TO_RUN"
     assert "--no-byoc" in watched.stdout
-
-
-def test_a_site_that_does_not_list_a_class_of_ours_is_named(
-    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
-) -> None:
-    """The job does not run there, and the message names site, component and remedy."""
-    job = build_job("fedsm", tiny_task, rounds=1, byoc=False, min_sites=2, out=tmp_path / "job")
-    component = "medflare.flare.executors.FedSMExecutor"
-    with changed(federation.kit("site-2") / "local" / "resources.json", lambda content: content["class_allow_list"].remove(component)):
-        identity = federation.submit(job)
-        watched = federation.watch(identity, check=False)
-    assert watched.returncode != 0
-    assert any("site-2" in line and component in line and "resources.json" in line for line in watched.stdout.splitlines())
-    assert not (federation.kit("site-2") / "medflare" / identity).exists()
 
 
 SITE, SERVERS = "config_fed_client.json", "config_fed_server.json"

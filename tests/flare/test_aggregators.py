@@ -15,7 +15,6 @@ from medflare.core.errors import UpdateError
 from medflare.flare.aggregators import (
     MethodAggregator,
     OwnPartFilter,
-    SharpnessAggregator,
     SoftPullAggregator,
     WeightedAggregator,
     own_part,
@@ -59,14 +58,6 @@ def test_soft_pull_gives_every_site_its_own_part_and_newcomers_the_mean() -> Non
     joined = aggregated(SoftPullAggregator({"lam": 0.7}), *models).params
     pulled = {site: own_part(joined, site)["w"].item() for site in ("site-1", "site-2", "site-3", "site-9")}
     assert pulled == pytest.approx({"site-1": 0.7 + 0.15 * 5, "site-2": 2.0, "site-3": 2.1 + 0.15 * 3, "site-9": 14 / 6})
-
-
-def test_sharpness_weighs_by_score_and_looks_back() -> None:
-    aggregator = SharpnessAggregator({"kappa": 1})
-    good, poor = sent("a", {"w": torch.tensor([0.0])}, score=0.9), sent("b", {"w": torch.tensor([1.0])}, score=0.1)
-    assert aggregated(aggregator, good, poor).params["w"].item() == pytest.approx(0.1)
-    worse = sent("a", {"w": torch.tensor([8.0])}, score=0.3)  # its better predecessor joins: state 4, score 0.6
-    assert aggregated(aggregator, worse, sent("b", {"w": torch.tensor([1.0])}, score=0.2)).params["w"].item() == pytest.approx(3.25)
 
 
 def test_bad_models_are_refused_by_name() -> None:

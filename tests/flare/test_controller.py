@@ -14,14 +14,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
-from flare.server import SITES, Server, in_this_process
+from flare.server import Server, in_this_process
 from flare.test_tasks import FakeController, exchange, never_fetches
 from helpers.small_tasks import tiny_phantom
 from medflare.cli import main
 from medflare.core.errors import FederationFailed
 from medflare.core.states import StateDict
 from medflare.evaluation.results import load_results
-from medflare.federation.local.loop import run_local
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.liveness import LONG_POLL
@@ -202,36 +201,29 @@ def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeyp
     return models_of(folder / "job" / "medflare" / "models")
 
 
-def doctor(formula: Aggregation[Any]) -> list[str]:
-    """From now on the formula answers twice what it is meant to; returns the list that its calls are noted in."""
+def doctor(aggregation: Aggregation[Any]) -> list[str]:
+    """Let the aggregation return doubled models; its calls are in the returned list."""
     calls: list[str] = []
-    shared, own = formula.shared, formula.own
+    shared, own = aggregation.shared, aggregation.own
 
     def doubled(state: StateDict) -> StateDict:
+        calls.append("called")
         return {name: tensor * 2 for name, tensor in state.items()}
 
-    def wrong_shared(*arguments: Any) -> StateDict:
-        calls.append("shared")
-        return doubled(shared(*arguments))
-
-    def wrong_own(*arguments: Any) -> dict[str, StateDict]:
-        calls.append("own")
+    def doubled_own(*arguments: Any) -> dict[str, StateDict]:
         return {site: doubled(state) for site, state in own(*arguments).items()}
 
-    vars(formula).update(shared=wrong_shared, own=wrong_own)
+    vars(aggregation).update(shared=lambda *arguments: doubled(shared(*arguments)), own=doubled_own)
     return calls
 
 
 @pytest.mark.parametrize("method", AGGREGATORS)
 def test_the_component_makes_the_next_model(method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_local(method, task.to_dict(), SITES, rounds=ROUNDS, seed=SEED, out=tmp_path / "plain", **LAST)
-    expected = models_of(tmp_path / "plain" / "models")
-    assert expected and served(tmp_path / "right", AGGREGATORS[method](LAST), task, monkeypatch) == expected
-    component = AGGREGATORS[method](LAST)
-    calls = doctor(component.aggregation)
-    found = served(tmp_path / "wrong", component, task, monkeypatch)
-    assert calls, "the server algorithm has a formula of its own"
-    assert found.keys() == expected.keys() and found != expected
+    """e2e/test_parity.py compares the models with those of the plain loop."""
+    right, wrong = AGGREGATORS[method](LAST), AGGREGATORS[method](LAST)
+    calls = doctor(wrong.aggregation)
+    models, doctored = (served(tmp_path / name, part, task, monkeypatch) for name, part in (("right", right), ("wrong", wrong)))
+    assert calls and models and doctored.keys() == models.keys() and doctored != models
 
 
 @pytest.mark.parametrize(

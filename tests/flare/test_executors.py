@@ -181,12 +181,6 @@ def test_no_name_of_a_file_leaves_with_an_error(
     assert kept.read_text().count("Meier Anna.png is odd") == 2 and kept.stat().st_mode & 0o077 == 0
 
 
-def test_an_error_of_the_settings_leaves_without_folders(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    (place / "local" / "medflare.json").write_text("{")
-    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-    assert reason.startswith("medflare.json") and str(place) not in reason
-
-
 @pytest.mark.parametrize("bound", ["minutes", "hours"])
 def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, task: TaskConfig, bound: str) -> None:
     write_json(place / "local" / "medflare.json", {"bounds": {bound: 1e-9}})
