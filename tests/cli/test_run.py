@@ -343,7 +343,6 @@ def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkey
     assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == ["fedavg", "constant", "single-site"]
     assert list(rows("fedavg", "--reference", "all")) == ["fedavg", "constant", "single-site", "centralised", uniform], "no BatchNorm"
     assert list(rows("fedavg", "--reference", "uniform")) == ["fedavg", uniform]
-    assert list(rows("fedsm", "--reference", "oracle,constant")) == ["fedsm", "constant"], "the oracle comes from a method's own models"
     batch_norm = ("--set", "task.network.norm=batch")
     assert list(rows("--reference", "all", *batch_norm)) == ["constant", "single-site", "batch-statistics", "centralised", uniform]
     chosen = rows("fedavg", "fedsm:selection=best", "--reference", "constant", "--selection", "last")

@@ -122,7 +122,7 @@ def run_study(
         methods, references = list(dict.fromkeys(paper.methods.values())), []
         leave_one_out, left_out = paper.settings.leave_one_out, list(paper.settings.leave_out)
     else:
-        methods, references, left_out = candidates or [], _references(reference), names_in(leave_out)
+        methods, references, left_out = candidates or [], names_in(reference), names_in(leave_out)
         if sites is None or not (methods or references):
             raise ConfigError("study: needs --sites and at least one method or --reference, or a --suite")
         if leave_one_out and left_out:
@@ -169,18 +169,6 @@ def _write_curves(folder: Path | None, groups: Any) -> None:
     if folder is not None and (svg := learning_curves(groups)):
         write_atomically(folder / "curves.svg", svg.encode(), public=True)
         print(f"figure: {folder / 'curves.svg'}")
-
-
-def _references(text: str) -> list[str]:
-    """The references of --reference; the oracle is a row of every method with personal models."""
-    from medflare.studies.candidates import UNIFORM
-    from medflare.studies.references import REFERENCES
-    from medflare.studies.tables import ORACLE
-
-    names, choices = names_in(text), (*REFERENCES, UNIFORM, ORACLE, "all")
-    if unknown := [name for name in names if name not in choices]:
-        raise ConfigError(f"--reference {unknown[0]!r}: choose {', '.join(choices)}")
-    return [name for name in names if name != ORACLE]
 
 
 def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":

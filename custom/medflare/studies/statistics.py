@@ -228,7 +228,7 @@ class _SitePairs:
 
 
 def compare_patients(
-    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, *, role: str = "inside", resamples: int = RESAMPLES
+    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, *, role: str = "inside"
 ) -> Comparison:
     """Compare two models patient by patient.
 
@@ -250,7 +250,7 @@ def compare_patients(
         count = sum(site.patients for site in sites)
         if np.isnan(point):
             return Comparison(n=count)
-        return Comparison(point, _interval(sites, metric, resamples), _wilcoxon(sites), count)
+        return Comparison(point, _interval(sites, metric), _wilcoxon(sites), count)
 
 
 def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str) -> list[_SitePairs]:
@@ -295,7 +295,7 @@ def _aligned(first: CaseTable | None, second: CaseTable | None) -> tuple[CaseTab
     return (first, second) if len(first.patients) else None
 
 
-def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Interval | None:
+def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
     if any(site.patients < 2 for site in sites):
         return None
 
@@ -308,7 +308,7 @@ def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Inter
     result = bootstrap(
         tuple(np.arange(site.patients) for site in sites),
         statistic,
-        n_resamples=resamples,
+        n_resamples=RESAMPLES,
         batch=_BATCH,
         vectorized=True,
         method="BCa",
@@ -317,7 +317,7 @@ def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Inter
     low, high = result.confidence_interval
     if not np.isfinite([low, high]).all():
         defined = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
-        if len(defined) < (1 - _UNDEFINED) * resamples:
+        if len(defined) < (1 - _UNDEFINED) * RESAMPLES:
             return None
         low, high = np.percentile(defined, (2.5, 97.5))
     return float(low), float(high)
