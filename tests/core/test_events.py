@@ -30,14 +30,6 @@ def test_extend_fills_in_only_what_is_open() -> None:
     assert [(event["site"], event["round"]) for event in log] == [("CS", 7), ("FG", 0)]
 
 
-def test_of_selects_by_kind_and_site() -> None:
-    log = EventLog([{"kind": kind, "message": kind, "site": site} for kind in ("late", "missing") for site in ("A", "B")])
-    assert len(log.of()) == len(log) == 4
-    assert [event["site"] for event in log.of("late")] == ["A", "B"]
-    assert [event["kind"] for event in log.of(site="B")] == ["late", "missing"]
-    assert log.of("late", "missing", site="A") == log.of(site="A")
-
-
 def test_list_is_a_copy_and_json_round_trips() -> None:
     log = EventLog([{"kind": "joined", "message": "late", "site": "A", "round": 2}])
     log.to_list()[0]["site"] = "changed"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,17 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from federation.replayed import FAULTY, FEDERATIONS, ROUNDS, SITES, Place, Recorded, Replay, cases, copied, names, nearly, recorded, values
-from federation.replayed import tensors as odd_tensors
-from medflare.core.events import EventLog
+from federation.replayed import FAULTY, FEDERATIONS, ROUNDS, SITES, Place, Recorded, Replay, cases, copied, nearly, recorded
 from medflare.core.manifest import non_finite
 from medflare.core.message import Message
-from medflare.evaluation.results import REPORT_FILE, append_round, validate_results
-from medflare.federation.exchange import Reply, Transport
-from medflare.federation.outcome import Outcome
+from medflare.evaluation.results import REPORT_FILE, validate_results
+from medflare.federation.exchange import Reply
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.federation.update_validation.updates import drop_invalid_metrics, validate_replies
-from medflare.methods.base import Step
 
 METHODS: Final = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
 Fault = Callable[[Recorded, Place], Message]
@@ -165,33 +160,3 @@ def test_no_reply_that_is_nearly_right_ends_a_run(name: str) -> None:
         run_with(name, lambda found, place: reply, [place])
 
     one()
-
-
-class Once:
-    """An exchange with one reply."""
-
-    def __init__(self, reply: Reply):
-        self.reply = reply
-
-    def present(self, round: int) -> list[str]:
-        return [FAULTY]
-
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        return {FAULTY: self.reply}
-
-
-STATES: Final = st.dictionaries(names, st.dictionaries(names, odd_tensors | values, max_size=3) | values, max_size=3) | values
-
-
-@cases(1000)
-@given(st.sampled_from(["enrol", "train", "finalize"]), STATES, st.dictionaries(names, values, max_size=5) | values, st.booleans())
-def test_no_random_reply_raises_an_error(tmp_path: Path, phase: str, states: Any, meta: Any, with_states: bool) -> None:
-    message = Message(states if with_states else {}, {} if with_states else meta)
-    (reply,) = Transport(Once(Reply(message)), Outcome()).ask(Step(phase, 0), {FAULTY: Message()}).values()
-    if reply.message is None:
-        assert reply.kind == "rejected" and reply.problem.strip() and "\n" not in reply.problem and len(reply.problem) <= 2000
-        return
-    for accepted in validate_replies({FAULTY: message}, {}, {}, {}).accepted.values():  # and on, as the schedule does
-        drop_invalid_metrics(accepted.meta)
-        EventLog().extend(accepted.meta.get("events", []), site=FAULTY)
-        append_round(tmp_path, {"sites": {FAULTY: accepted.meta}})

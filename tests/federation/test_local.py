@@ -154,12 +154,6 @@ class TestDefinedBehaviour:
         assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
 
-@pytest.mark.parametrize("wrong", [{"outside": "personal"}, {"sites": "CS,DU"}], ids=str)
-def test_a_text_is_not_taken_for_its_letters(wrong: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="list"):
-        medflare.run_local("fedavg", "phantom", **{"sites": 2, "rounds": 1, "seed": 0, **wrong})  # type: ignore[arg-type]
-
-
 def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Bounds", lambda: Bounds(minutes=1e-9))
     results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=0)

@@ -131,19 +131,6 @@ class TestBadUpdates:
             run(exchange)
         assert [phase for phase, _, _ in exchange.asked] == ["enrol", "train", "train"]
 
-    def test_a_fault_that_passes_costs_one_repetition(self, run: Any) -> None:
-        exchange, seen = Sites(), []
-
-        def once(site: str, step: Step, message: Message) -> Message:
-            if step.phase == "train" and site not in seen:
-                seen.append(site)
-                message.meta["n_samples"] = 0
-            return message
-
-        exchange.spoil = once
-        federation = run(exchange)
-        assert len(federation.events.of("repeated")) == 1
-
     def test_min_sites_decides_how_many_are_enough(self, run: Any) -> None:
         exchange = Sites()
         exchange.spoil = FAULTS["NaN"][0]
