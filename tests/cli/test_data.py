@@ -116,12 +116,3 @@ def test_fingerprints_and_a_plan(volumes: tuple[Path, Path], tmp_path: Path, cap
     assert (found.name, found.spacing, found.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
     assert main(["task", "plan", str(planned), "--out", str(planned)]) == 1
     assert str(planned) in capsys.readouterr().err
-
-
-def test_a_federation_finds_the_fingerprints(volumes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, task = volumes
-    common = ["--task", str(task), "--sites", "A,B", "--data-root", str(data), "--engine", "local", "--out", str(tmp_path)]
-    assert main(["run", "fingerprint", *common]) == 0
-    found = tmp_path / "fingerprint-cubes-seed0" / "fingerprints.json"
-    assert main(["task", "plan", str(found), "--memory", "4", "--out", str(tmp_path / "task.json")]) == 0
-    assert "planned from 6 training images (A, B)" in capsys.readouterr().out

@@ -52,20 +52,8 @@ def proposed(sites: Path, task: Path, *options: str) -> dict[str, Any]:
 
 
 def run(sites: Path, out: Path, *options: str) -> tuple[dict[str, Any], Path]:
-    words = [
-        "run",
-        "fedavg",
-        "--data-root",
-        str(sites),
-        "--sites",
-        "site-1,site-2,site-3",
-        "--engine",
-        "local",
-        "--out",
-        str(out),
-        *options,
-    ]
-    assert main(words) == 0
+    places = ["--data-root", str(sites), "--sites", "site-1,site-2,site-3", "--out", str(out)]
+    assert main(["run", "fedavg", "--engine", "local", *places, *options]) == 0
     (folder,) = out.iterdir()
     return json.loads((folder / "results.json").read_text()), folder
 

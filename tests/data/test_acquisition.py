@@ -121,36 +121,25 @@ def test_a_range_is_read_back_and_another_value_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"),
+    ("change", "kinds"),
     [
-        ({"sides": (240.0, 240.0, 30.0)}, "field of view"),
-        ({"sides": (19.0, 40.0, 30.0)}, "field of view"),
-        ({"sides": (10.0, 10.0, 8.0), "spacing": (4.0, 4.0, 4.0)}, "spacing"),
-        ({"medians": (250.0,)}, "intensities"),
-        ({"medians": (-50.0,)}, "intensities"),
-        ({"contrasts": (1.0,)}, "intensities"),
-        ({"contrasts": (0.0,)}, "intensities"),
-        ({"contrasts": (30_000.0,)}, "intensities"),
-        ({"coloured": True}, "colour"),
+        ({"sides": (240.0, 240.0, 30.0)}, ["field of view"]),
+        ({"sides": (19.0, 40.0, 30.0)}, ["field of view"]),
+        ({"sides": (10.0, 10.0, 8.0), "spacing": (4.0, 4.0, 4.0)}, ["spacing"]),
+        ({"medians": (250.0,)}, ["intensities"]),
+        ({"medians": (-50.0,)}, ["intensities"]),
+        ({"contrasts": (0.0,)}, ["intensities"]),
+        ({"contrasts": (30_000.0,)}, ["intensities"]),
+        ({"coloured": True}, ["colour"]),
+        ({"sides": (88.0, 21.0, 20.0)}, []),
+        ({"sides": (36.0, 36.0, 20.0), "spacing": (1.4, 1.4, 2.9)}, []),
+        ({"medians": (89.0,)}, []),
+        ({"contrasts": (290.0,)}, []),
+        ({"spacing": None}, []),
     ],
 )
-def test_what_lies_outside_is_named(change: dict[str, Any], kind: str) -> None:
-    assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == [kind]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"sides": (88.0, 21.0, 20.0)},
-        {"sides": (36.0, 36.0, 20.0), "spacing": (1.4, 1.4, 2.9)},
-        {"medians": (89.0,)},
-        {"contrasts": (290.0,)},
-        {"spacing": None},
-    ],
-)
-def test_a_little_further_is_within(change: dict[str, Any]) -> None:
-    assert outside(dataclasses.replace(WITHIN, **change), RANGE) == {}
+def test_differences_beyond_the_limits_are_named(change: dict[str, Any], kinds: list[str]) -> None:
+    assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == kinds
 
 
 def test_sizes_in_pixels_count_where_nobody_knows_millimetres() -> None:
@@ -164,12 +153,3 @@ def test_a_grey_picture_is_unlike_coloured_ones_where_colours_are_channels() -> 
     three = dataclasses.replace(RANGE, medians=((10.0,) * 3, (40.0,) * 3), contrasts=((80.0,) * 3, (100.0,) * 3), coloured=(True,))
     grey = dataclasses.replace(WITHIN, medians=(25.0,) * 3, contrasts=(90.0,) * 3)
     assert list(outside(grey, three)) == ["colour"] and outside(grey, dataclasses.replace(three, coloured=(False, True))) == {}
-
-
-def test_channels_are_named() -> None:
-    trained = dataclasses.replace(RANGE, medians=((10.0, 10.0), (40.0, 40.0)), contrasts=((80.0, 80.0), (100.0, 100.0)))
-    two = dataclasses.replace(WITHIN, medians=(25.0, 900.0), contrasts=(90.0, 90.0))
-    assert (
-        "flair" in outside(two, trained, ("t1", "flair"))["intensities"]
-        and "t1" not in outside(two, trained, ("t1", "flair"))["intensities"]
-    )

@@ -2,17 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from helpers.downloaded_folders import classes, pairs, picture
 from helpers.volume_sites import write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Plan
 from medflare.data.dataset_import.datalists import ImportOptions, import_folder
-from medflare.data.dataset_import.tables import Columns
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.check import check_site
 from medflare.training.proposing import TaskHints, propose, summarise
@@ -86,24 +85,6 @@ def test_one_class_may_be_renamed(tmp_path: Path) -> None:
     assert task.label_values == {"background": [0], "disc": [1], "pit": [2]}
 
 
-def test_findings_of_a_table(tmp_path: Path) -> None:
-    for n in range(12):
-        picture(tmp_path / f"{n}.png")
-    table(tmp_path / "t.csv", ("image", "oedema", "mass"), *((f"{n}.png", n % 2, n // 2 % 2) for n in range(12)))
-    task, _ = proposed(tmp_path, ImportOptions(columns=Columns(label="oedema,mass")))
-    assert (task.target, task.labels) == ("multilabel", ("oedema", "mass"))
-
-
-def test_a_mask_file_for_each_structure(tmp_path: Path) -> None:
-    for n in range(12):
-        picture(tmp_path / f"{n}.png", 80 + n)
-        mask(tmp_path / f"d{n}.png", (1, 1))
-        mask(tmp_path / f"c{n}.png")
-    table(tmp_path / "t.csv", ("image", "disc", "cup"), *((f"{n}.png", f"d{n}.png", f"c{n}.png") for n in range(12)))
-    task, _ = proposed(tmp_path, ImportOptions(columns=Columns(mask="disc,cup")), size=(16, 16))
-    assert (task.target, task.labels) == ("multilabel", ("disc", "cup"))
-
-
 def test_no_name_is_dropped_where_masks_hold_fewer_values(tmp_path: Path) -> None:
     """A rare value among many masks: the names were given to those that were seen, in their order."""
     import_folder(pairs(tmp_path, values=(2,)))
@@ -131,31 +112,22 @@ def test_as_many_names_as_an_image_has_masks_or_findings(label: list[Any], tmp_p
             summarise(root, TaskHints(labels=names))
 
 
-class TestChannelsInFiles:
-    ENTRY: ClassVar = {"image": ["IMG_00.png", None], "label": "IMG_00_mask.png"}
+CHANNEL_FILES = {"image": ["IMG_00.png", None], "label": "IMG_00_mask.png"}
 
-    @pytest.mark.parametrize(
-        ("named", "channels"),
-        [
-            ({"0": "T1", "1": "T2"}, ["T1", "T2"]),
-            (["T1", "T2"], ["T1", "T2"]),
-            (["T1"], ["T1", "channel_1"]),
-            (None, ["channel_0", "channel_1"]),
-        ],
-    )
-    def test_their_names(self, named: Any, channels: list[str], tmp_path: Path) -> None:
-        root = _one_image(tmp_path, self.ENTRY, channel_names=named)
-        for said in (TaskHints(), TaskHints(channels=2)):
-            assert summarise(root, said).settings["channels"] == channels
 
-    @pytest.mark.parametrize("named", ["T1", [["T1"]], {"0": {"name": "T1"}}])
-    def test_names_that_are_none(self, named: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "channels"),
+    [({"0": "T1", "1": "T2"}, ["T1", "T2"]), (["T1"], ["T1", "channel_1"]), (None, ["channel_0", "channel_1"]), ([["T1"]], None)],
+)
+def test_names_of_channels_in_separate_files(names: Any, channels: list[str] | None, tmp_path: Path) -> None:
+    root = _one_image(tmp_path, CHANNEL_FILES, channel_names=names)
+    if channels is None:
         with pytest.raises(DataError, match="channel_names"):
-            summarise(_one_image(tmp_path, self.ENTRY, channel_names=named), TaskHints())
-
-    def test_another_number_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="--channels 7"):
-            summarise(_one_image(tmp_path, self.ENTRY), TaskHints(channels=7))
+            summarise(root, TaskHints())
+        return
+    assert summarise(root, TaskHints(channels=2)).settings["channels"] == channels
+    with pytest.raises(ConfigError, match="--channels 7"):
+        summarise(root, TaskHints(channels=7))
 
 
 def test_volumes_with_named_channels(tmp_path: Path) -> None:

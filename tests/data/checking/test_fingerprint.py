@@ -43,13 +43,6 @@ def test_numbers_of_the_training_images(make_site: SiteOf, make_task: TaskOf) ->
     assert found.classes["square"].images == 3 and found.classes["square"].share == pytest.approx(16 / 256)
 
 
-def test_sites_behind_links_have_the_names_of_the_links(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    (tmp_path / "DATA").mkdir()
-    for name in ("berlin", "paris"):
-        (tmp_path / "DATA" / name).symlink_to(make_site(SPLITS, name=f"store/{name}/images"))
-    assert [found.site for found in fingerprints(tmp_path / "DATA", make_task())] == ["berlin", "paris"]
-
-
 def test_nobody_looks_at_validation_and_test_images(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site(SPLITS)
     before = fingerprints(folder, make_task())
@@ -108,13 +101,6 @@ def test_classes_of_images(make_site: SiteOf, make_task: TaskOf) -> None:
     assert [channel.foreground for channel in found.channels] == [None]
 
 
-def test_structures_of_their_own(make_site: SiteOf, make_task: TaskOf) -> None:
-    values = {"square": [1], "nothing": [2]}
-    task = make_task(target="multilabel", labels=list(values), label_values=values)
-    (found,) = fingerprints(make_site(), task)
-    assert (found.classes["square"].images, found.classes["nothing"].images) == (5, 0)
-
-
 def test_what_few_patients_show_is_held_back(make_site: SiteOf, make_task: TaskOf) -> None:
     """Two patients, of whom one shows both structures and the other none."""
     values = {"square": [1], "nothing": [2]}
@@ -153,32 +139,15 @@ def test_damaged_images(make_site: SiteOf, make_task: TaskOf) -> None:
         fingerprints(folder, make_task(**skips))
 
 
-class TestOnDisk:
-    def test_what_is_written_is_read(self, make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-        for name in ("A", "B"):
-            make_site(name=name)
-        found = fingerprints(tmp_path, make_task())
-        path = tmp_path / "sites.json"
-        path.write_text(json.dumps(to_json(found)))
-        assert read_fingerprints([path]) == found
-        with pytest.raises(DataError, match="site A"):
-            read_fingerprints([path, path])
-
-    @pytest.mark.parametrize(
-        "content",
-        [
-            "{",
-            "[]",
-            '{"format": "medflare fingerprint 0", "sites": []}',
-            '{"format": "medflare fingerprint 1", "sites": [{}]}',
-            '{"format": "medflare fingerprint 1", "sites": [{"sits": 1}]}',
-            None,
-        ],
-    )
-    def test_other_files_are_refused(self, content: str | None, tmp_path: Path) -> None:
-        path = tmp_path / "sites.json"
-        if content is not None:
-            path.write_text(content)
+def test_fingerprints_are_read_back_and_other_files_refused(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    found = fingerprints(make_site().parent, make_task())
+    path = tmp_path / "sites.json"
+    path.write_text(json.dumps(to_json(found)))
+    assert read_fingerprints([path]) == found
+    with pytest.raises(DataError, match="site A"):
+        read_fingerprints([path, path])
+    for content in ("{", "[]", '{"format": "medflare fingerprint 0", "sites": []}', '{"format": "medflare fingerprint 1", "sites": [{}]}'):
+        path.write_text(content)
         with pytest.raises(DataError, match=r"sites\.json"):
             read_fingerprints([path])
 

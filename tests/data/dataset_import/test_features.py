@@ -103,9 +103,3 @@ def test_what_cannot_be_made(
     with pytest.raises(DataError, match=r"3.png"):
         write_features(folder, task, tmp_path / "other", weights=tmp_path)
     assert not (tmp_path / "other" / FILE).exists(), "without a datalist it is not a site"
-
-
-def test_generated_features_are_refused_before_training(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
-    found = write_features(make_site(kind="classification"), task, tmp_path / "features", weights=tmp_path)
-    with pytest.raises(ConfigError, match="ndag"):
-        run_local("feddag", found.task, sites=["A"], rounds=1, seed=0, data_root=tmp_path / "features", out=tmp_path / "run")

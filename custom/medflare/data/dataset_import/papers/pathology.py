@@ -13,29 +13,18 @@ from PIL import Image
 
 from medflare.core.errors import DataError
 from medflare.data.dataset_import.folders import Item
-from medflare.data.dataset_import.papers.preparing import (
-    IMAGES,
-    NO_TEST,
-    PATIENTS,
-    SHARES_80_20,
-    WITHOUT_TEST,
-    Download,
-    Preparation,
-    expected,
-    items_of,
-)
+from medflare.data.dataset_import.papers.preparing import Download, expected, items_of
 from medflare.data.dataset_import.tables import read_frame
 from medflare.data.reading import explained
 
-_RELEASE: Final = Download("camelyon17_v1.0", "https://wilds.stanford.edu/datasets/#camelyon17")
 _COLUMNS: Final = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
 
 
-def find_camelyon(root: Path) -> list[Item]:
+def find_camelyon(root: Path, download: Download) -> list[Item]:
     """The patches of metadata.csv, a site for each of its centres 0 ... 4."""
-    release = expected(root, _RELEASE.what, ".", download=_RELEASE)
-    table = expected(release, "metadata.csv", download=_RELEASE)
-    patches = expected(release, "patches", download=_RELEASE)
+    release = expected(root, download.what, ".", download=download)
+    table = expected(release, "metadata.csv", download=download)
+    patches = expected(release, "patches", download=download)
 
     def item(row: Mapping[str, str]) -> Item:
         patient, node, x, y, tumor, centre = (int(row[name]) for name in _COLUMNS)
@@ -47,37 +36,9 @@ def find_camelyon(root: Path) -> list[Item]:
     return items_of(table, read_frame(table, _COLUMNS).to_dict("records"), item)
 
 
-CAMELYON: Final = Preparation(
-    name="camelyon17",
-    title="Camelyon17-WILDS: histology patches, tumour or normal, five hospitals",
-    papers="FedDAG, Tables I and V",
-    licence="CC0 1.0",
-    downloads=(_RELEASE,),
-    find=find_camelyon,
-    kind="classification",
-    classes=("normal", "tumor"),
-    unit="patches",
-    shares=SHARES_80_20,
-    splits=WITHOUT_TEST,
-    counts={"center1": {IMAGES: 34_904}, "center2": {IMAGES: 85_054}},
-    total=455_954,
-    source="FedDAG, Sec. IV-A1 (all patches); WILDS, Sec. 4.1.2 (its validation and test hospital)",
-    notes=(
-        "patients are kept in one split; WILDS and FedDAG split patches, so patients are in several splits",
-        "FedDAG trains on a random part of the patches; its size and the ratio of its split are not legible in our copy of the paper",
-        NO_TEST,
-    ),
-)
-
-
-# -- MIDOG 2022 ------------------------------------------------------------------------------------------------------------
-
 _SIDE: Final = 96  # pixels of a patch; FedDAG resizes all images to 96 x 96, so patches keep their resolution
-_PAGE: Final = "https://midog.deepmicroscopy.org/download-dataset/"
 _TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")  # of the TIFF files, of the PNG files, of 2021
-_ANNOTATIONS, _IMAGES = Download(_TABLES[0], _PAGE), Download("images 001 ... 354", _PAGE)
-_CLASSES: Final = ("hard_negative", "mitotic_figure")
-_CATEGORIES: Final = {1: "mitotic_figure", 2: "hard_negative"}
+_LABELS: Final = {1: 1, 2: 0}  # category -> class: mitotic figure, hard negative
 # The numbers of each tumour's images; 51 more images, of human melanoma, have no annotations.
 _NUMBERS: Final = {
     "human_breast_cancer": range(1, 151),
@@ -88,9 +49,9 @@ _NUMBERS: Final = {
 }
 
 
-def find_midog(root: Path) -> list[Item]:
+def find_midog(root: Path, annotations: Download, image_files: Download) -> list[Item]:
     """A patch around every annotated cell, a site for each tumour, a patient for each image."""
-    table = expected(root, *_TABLES, download=_ANNOTATIONS)
+    table = expected(root, *_TABLES, download=annotations)
     try:
         content: Any = json.loads(table.read_text(encoding="utf-8"))
         images = {int(entry["id"]): (Path(entry["file_name"]).name, (entry["width"], entry["height"])) for entry in content["images"]}
@@ -99,8 +60,8 @@ def find_midog(root: Path) -> list[Item]:
         raise DataError(f"{table}: not the annotations of MIDOG 2022 ({error}); download it again") from error
 
     def item(cell: Mapping[str, Any]) -> Item:
-        (name, size), label = images[int(cell["image_id"])], _CLASSES.index(_CATEGORIES[int(cell["category_id"])])
-        source = expected(root, f"images/{name}", name, download=_IMAGES)
+        (name, size), label = images[int(cell["image_id"])], _LABELS[int(cell["category_id"])]
+        source = expected(root, f"images/{name}", name, download=image_files)
         (site,) = (tumour for tumour, numbers in _NUMBERS.items() if int(source.stem) in numbers)
         if size != _opened(source).size:
             raise ValueError(f"{source} is {_opened(source).size}, its annotations say {size}")
@@ -149,27 +110,3 @@ def _pixels(source: Path) -> np.ndarray:
 
 def _patch(source: Path, left: int, top: int) -> np.ndarray:
     return np.ascontiguousarray(_pixels(source)[top : top + _SIDE, left : left + _SIDE])
-
-
-MIDOG: Final = Preparation(
-    name="midog2022",
-    title="MIDOG 2022: mitotic figures and their look-alikes, five tumours",
-    papers="FedDAG, Table II",
-    licence="CC BY 4.0, as others quote its record on Zenodo",
-    downloads=(_ANNOTATIONS, _IMAGES),
-    find=find_midog,
-    kind="classification",
-    classes=_CLASSES,
-    unit="patches",
-    shares=SHARES_80_20,
-    splits=WITHOUT_TEST,
-    counts={tumour: {PATIENTS: len(numbers)} for tumour, numbers in _NUMBERS.items()},
-    total=20_552,
-    source="the challenge's page as it is quoted: images of each tumour, 9501 mitotic figures; 11051 look-alikes, as others count them",
-    notes=(
-        f"FedDAG does not say what it classifies: here it is the annotated cells, each in a patch of {_SIDE} x {_SIDE} pixels",
-        "patches have the images' own resolution and are shifted inwards at the border; a patch may show other cells too",
-        "every image is a patient; images 355 ... 405 (human melanoma) have no annotations and are left out",
-        NO_TEST,
-    ),
-)

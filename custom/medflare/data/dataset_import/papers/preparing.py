@@ -1,11 +1,12 @@
-"""From the downloads of a paper to its sites. A recipe is a `Preparation`; the papers' recipes are in the other files of this folder."""
+"""From the downloads of a paper to its sites: what a `Preparation` is, and how it is done."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import pandas as pd
+from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import FILE, SPLITS
@@ -18,12 +19,7 @@ PATIENTS: Final = "patients"
 TRAINED_ON: Final = "not test"  # training and validation images together, if a paper has no validation images of its own
 TEST: Final = "test"
 
-WITHOUT_TEST: Final = ("training", "validation")  # `splits` of data whose papers leave sites out
-NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
-SHARES_80_20: Final = {"training": 0.8, "validation": 0.2}
-SHARES_70_10_20: Final = {"training": 0.7, "validation": 0.1, "test": 0.2}  # of PRR
-SHARES_50_25_25: Final = {"training": 0.5, "validation": 0.25, "test": 0.25}  # of FedSM
-
+_NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
 Sites: TypeAlias = Mapping[str, Sequence[Item]]
 
 
@@ -45,7 +41,7 @@ class Preparation:
         papers: the tables that use the data.
         licence: of the data, as their owners state it.
         downloads: what to get.
-        find: folder of the downloads -> images with their sites, and with split and patient if the download names them.
+        find: (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them.
         kind: "segmentation" or "classification".
         shares: split -> share of the patients, for splits that the download does not name.
         classes: of a classification, in the order of their numbers.
@@ -63,7 +59,7 @@ class Preparation:
     papers: str
     licence: str
     downloads: tuple[Download, ...]
-    find: Callable[[Path], list[Item]]
+    find: Callable[..., list[Item]]
     kind: str
     shares: Mapping[str, float]
     classes: tuple[str, ...] = ()
@@ -126,8 +122,7 @@ def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None
     return [image for image in items if image is not None]
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Sites that were written.
 
     Attributes:
@@ -147,7 +142,8 @@ class Prepared:
     def render(self) -> str:
         """The table, notes and warnings, and the files that were written."""
         lines = [self.preparation.title, "", self.table, ""]
-        lines += [f"note: {note}" for note in self.preparation.notes]
+        notes = (*self.preparation.notes, *([] if "test" in self.preparation.splits else [_NO_TEST]))
+        lines += [f"note: {note}" for note in notes]
         lines += [f"WARNING: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"written: {self.home / site / FILE}" for site in self.sites)])
 
@@ -180,7 +176,7 @@ def prepare(
     """
     if not source.is_dir():
         raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.what for download in preparation.downloads)}")
-    items = preparation.find(source)
+    items = preparation.find(source, *preparation.downloads)
     check_files(items, source)
     counts = preparation.counts
     if redraw:
