@@ -1,15 +1,17 @@
 """All preparations: their descriptions are in data.json, the functions that find their images in the modules beside it."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from importlib import resources
 from typing import Final
 
 from medflare.core.settings import unknown
+from medflare.data.dataset_import.folders import Item
 from medflare.data.dataset_import.papers import dermoscopy, pathology, prostate, retina
 from medflare.data.dataset_import.papers.preparing import Preparation
 
-_FIND: Final = {
+_FIND: Final[dict[str, Callable[..., list[Item]]]] = {
     "fed_isic2019": dermoscopy.find_fed_isic,
     "prostate": prostate.find_saml,
     "prostate_prr": partial(prostate.find_saml, sites=prostate.PRR_SITES),
