@@ -114,23 +114,6 @@ def test_slope_and_intercept_of_the_frames_of_enhanced_objects(tmp_path: Path) -
         pictured(rewritten(tmp_path / "ct/e.dcm", frames, **groups(1, 2, 4)))
 
 
-def test_colours_frames_and_files_without_a_suffix(tmp_path: Path) -> None:
-    colours = np.stack([PIXELS, PIXELS * 2, PIXELS * 3], axis=-1).astype(np.uint8)
-    file = pydicom.dcmread(dicom_series(tmp_path / "us") / "0.dcm")
-    file.SamplesPerPixel, file.PhotometricInterpretation, file.PlanarConfiguration = 3, "RGB", 0
-    file.BitsAllocated = file.BitsStored = 8
-    file.HighBit, file.PixelData = 7, colours.tobytes()
-    file.save_as(tmp_path / "IM0001")
-    np.testing.assert_array_equal(pictured(tmp_path / "IM0001", 3), colours.transpose(2, 0, 1))
-    file.NumberOfFrames, file.PixelData = 4, np.stack([colours] * 4).tobytes()
-    file.save_as(tmp_path / "cine.dcm")
-    np.testing.assert_array_equal(pictured(tmp_path / "cine.dcm", 3)[..., 2], colours.transpose(2, 0, 1))
-    for name in ("0.dcm", "1.dcm"):
-        file.save_as(tmp_path / "us" / name)
-    with pytest.raises(DataError, match="us"):
-        pictured(tmp_path / "us", 3)
-
-
 # -- series ----------------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,6 @@
-from itertools import combinations
-
 import numpy as np
 
-from medflare.data.phantom import SIDE, camera, photographs
+from medflare.data.phantom import SIDE, photographs
 
 
 def test_a_site_is_a_function_of_its_name() -> None:
@@ -34,9 +32,3 @@ def test_patients_have_two_eyes_and_one_split() -> None:
     assert len(found) == 2 * len(splits)
     sizes = {split: sum(item.split == split for item in found) for split in ("training", "validation", "test")}
     assert sizes["training"] > 35 and sizes["validation"] >= 12 and sizes["test"] >= 18
-
-
-def test_cameras_differ() -> None:
-    cameras = [camera(f"site-{number}") for number in range(1, 7)]
-    for first, second in combinations(cameras, 2):
-        assert np.abs(np.array(first.gains) - second.gains).max() + abs(first.gamma - second.gamma) > 0.05

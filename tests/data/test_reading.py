@@ -15,7 +15,7 @@ from helpers.small_tasks import small_task
 from helpers.volume_sites import SHAPE, SPACING, affine, cube_task, dicom_series, write
 from medflare.core.errors import DataError
 from medflare.data.geometry import Grid, restore_grid, to_task_grid
-from medflare.data.reading import ImageBounds, label_values, read_image, read_mask, read_stored
+from medflare.data.reading import ImageBounds, read_image, read_mask, read_stored
 from medflare.tasks.config import TaskConfig
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows
@@ -169,13 +169,6 @@ def test_channels_in_several_files_and_missing_channels(tmp_path: Path) -> None:
                 read_image([files[0], other], cube_task(**dims))
 
 
-def test_unknown_grids_differ_by_their_shape() -> None:
-    known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
-    assert unknown.difference(Grid(SHAPE, np.eye(4), known=False)) == "" and unknown.spacing is None
-    assert to_task_grid(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
-    assert known.difference(unknown) and unknown.difference(known)  # the one would be turned and the other not
-
-
 # -- errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -279,10 +272,3 @@ def test_a_volume_that_resampling_makes_too_large(tmp_path: Path, codes: str) ->
     read_image([path], task, ImageBounds(voxels=size))
     with pytest.raises(DataError, match=r"v\.nii"):
         read_image([path], task, ImageBounds(voxels=size - 1))
-
-
-def test_label_values_are_whole_numbers() -> None:
-    assert label_values(np.array([[[1.0, 2.0]]]), Path("m")).dtype == np.int64
-    for value in (np.nan, np.inf, 0.5):
-        with pytest.raises(DataError, match="m"):
-            label_values(np.array([[[value]]]), Path("m"))

@@ -41,7 +41,7 @@ PATCHES: dict[str, Any] = {**TASK, "image_mode": "patch", "patches_per_image": 2
 
 
 def cube_task(**changes: Any) -> TaskConfig:
-    """WholeImages volumes of two channels, resized, with some settings changed."""
+    """Whole volumes of two channels, resized, with some settings changed."""
     return load_task({**TASK, **changes})
 
 

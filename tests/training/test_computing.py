@@ -91,28 +91,6 @@ def test_a_compiled_network_is_the_same_network(spec: dict[str, Any], monkeypatc
     assert compiled
 
 
-def test_a_batch_goes_to_a_gpu_through_pinned_memory() -> None:
-    class Recorded:
-        def __init__(self, device: str):
-            self.device, self.calls = torch.device(device), list[Any]()
-
-        def pin_memory(self) -> "Recorded":
-            self.calls.append("pinned")
-            return self
-
-        def to(self, device: torch.device, non_blocking: bool = False) -> "Recorded":
-            self.calls.append((device.type, non_blocking))
-            return self
-
-    def calls(device: str, lies: str = "cpu") -> list[Any]:
-        tensor: Any = Recorded(lies)
-        return Computing(torch.device(device)).moved(tensor).calls  # type: ignore[attr-defined]
-
-    assert calls("cuda") == ["pinned", ("cuda", True)]
-    assert calls("cuda", lies="cuda") == [("cuda", False)]
-    assert calls("cpu") == [("cpu", False)]
-
-
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")

@@ -14,7 +14,6 @@ from medflare.core.store import StateStore
 from medflare.data.loading import Batch
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgSite
-from medflare.methods.prr.site import PRRSite
 from medflare.training.epochs import OptimizerMemory, Steps, pack_optimizer, run_epochs, scaler_of, train_epochs
 from methods import squares
 
@@ -129,20 +128,6 @@ def test_every_method_trains_in_bf16(name: str) -> None:
     assert all(tensor.isfinite().all() for state in states for tensor in state.values())
 
 
-@pytest.mark.parametrize("cls", [FedAvgSite, PRRSite])
-def test_moments_and_scales_survive_a_new_process(cls: Any, tmp_path: Any) -> None:
-    """An algorithm that is built again for every task ends in the same states."""
-    task = squares.task(precision="fp16", accumulate=2, batch_size=3)
-    hyper: dict[str, Any] = {"reset_optimizer": False} if cls is FedAvgSite else {}
-    ends = [
-        squares.federation(cls, squares.partner(cls), task, store=store, **hyper).algorithms["A"].memory
-        for store in (None, tmp_path / cls.__name__)
-    ]
-    assert ends[0].states.keys() == ends[1].states.keys()
-    for entry in ends[0].states:
-        assert squares.equal(ends[0].states[entry], ends[1].states[entry]), entry
-
-
 def test_means_are_over_images_not_batches() -> None:
     """Seven images in batches of four and three: a mean over batches would be 3.5."""
     site = squares.site("A", squares.task(batch_size=4, local_epochs=2), (7, 2, 2))
@@ -154,24 +139,6 @@ def test_means_are_over_images_not_batches() -> None:
 
     assert run_epochs(site, 0, "model", step) == {"size": pytest.approx((16 + 9) / 7), "one": 1.0}
     assert sizes == [4, 3, 4, 3]
-
-
-def test_purpose_and_round_are_keys_of_the_order() -> None:
-    site = squares.site("A", counts=(12, 2, 2))
-
-    def order(round: int, purpose: str) -> list[int]:
-        seen: list[int] = []
-
-        def step(batch: Batch) -> dict[str, torch.Tensor]:
-            seen.extend(batch.index.tolist())
-            return {}
-
-        run_epochs(site, round, purpose, step)
-        return seen
-
-    assert order(0, "model") == order(0, "model")
-    assert sorted(order(0, "model")) == list(range(12))
-    assert len({tuple(order(*keys)) for keys in ((0, "model"), (1, "model"), (0, "personal"))}) == 3
 
 
 def test_no_images_have_no_loss() -> None:
