@@ -131,9 +131,9 @@ def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(two: Tas
         assert results[name]["status"] == "COMPLETED", results[name]["reason"]
         reached[name] = results[name]["sites"]["O"]["metrics"]["global"]["dice"]
     assert reached["with"] > reached["without"] + 0.1
-    told = {name: [event["message"] for event in found["events"] if event["site"] == "B"] for name, found in results.items()}
-    assert any("stripe" in line and "trained as background" in line for line in told["without"])
-    assert any("stripe" in line and "not annotated" in line for line in told["with"])
+    notes = {name: [event["message"] for event in result["events"] if event["site"] == "B"] for name, result in results.items()}
+    assert any("stripe" in line and "trained as background" in line for line in notes["without"])
+    assert any("stripe" in line and "not annotated" in line for line in notes["with"])
 
 
 @pytest.mark.parametrize(

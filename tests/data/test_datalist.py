@@ -131,8 +131,8 @@ def test_one_patient_however_the_number_is_written(one: object, other: object, t
     ],
 )
 def test_missing_splits_are_drawn_by_patient(listed: tuple[str, ...], expected: dict[str, int]) -> None:
-    given = {split: [f"{split}-{n}" for n in range(5)] for split in listed if split != "training"}
-    entries = _entries(training=[f"p{n}" for n in range(100) for _ in range(2)], **given)
+    others = {split: [f"{split}-{n}" for n in range(5)] for split in listed if split != "training"}
+    entries = _entries(training=[f"p{n}" for n in range(100) for _ in range(2)], **others)
     drawn = assign_splits(entries, listed, "A")
     homes = _homes([entry for entry in drawn if entry.patient.startswith("p")])
     assert {split: len(patients) for split, patients in homes.items() if patients} == expected

@@ -199,9 +199,9 @@ def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], m
     stored = read_stored(folder)
     np.testing.assert_array_equal(stored.array[0], array)
     monkeypatch.setattr(pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded")))
-    found = series_grid(folder)
-    assert stored.grid is not None and found.known and found.shape == stored.grid.shape == array.shape
-    for affine in (found.affine, stored.grid.affine):
+    grid = series_grid(folder)
+    assert stored.grid is not None and grid.known and grid.shape == stored.grid.shape == array.shape
+    for affine in (grid.affine, stored.grid.affine):
         np.testing.assert_array_equal(affine, meta["affine"])
 
 

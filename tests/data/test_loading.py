@@ -1,4 +1,4 @@
-"""A site's data: found, read, checked and split by patient."""
+"""A site's data: its folder, images, notes and splits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,11 +60,11 @@ def test_roots_without_the_site(make_site: SiteOf, make_task: TaskOf, tmp_path: 
 
 def test_resplit(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
-    given, drawn = (load_site_data("A", make_task(resplit=seed), folder) for seed in (None, 3))
+    listed, drawn = (load_site_data("A", make_task(resplit=seed), folder) for seed in (None, 3))
     patients = [set(drawn.split(name).patients) for name in ("train", "validation", "test")]
     assert [len(names) for names in patients] == [4, 2, 2]
     assert not (patients[0] & patients[1] or patients[0] & patients[2] or patients[1] & patients[2])
-    assert patients != [set(given.split(name).patients) for name in ("train", "validation", "test")]
+    assert patients != [set(listed.split(name).patients) for name in ("train", "validation", "test")]
 
 
 def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:

@@ -11,24 +11,24 @@ def test_a_site_is_a_function_of_its_name() -> None:
 
 
 def test_what_a_photograph_is() -> None:
-    found = photographs("hospital of nowhere")
-    for item in found:
+    images = photographs("hospital of nowhere")
+    for item in images:
         assert item.image.shape == (SIDE, SIDE, 3) and item.image.dtype == np.uint8
         assert item.mask.shape == (SIDE, SIDE) and set(np.unique(item.mask)) == {0, 1, 2}
         cup, disc = (item.mask == 2).sum(), (item.mask > 0).sum()
         assert 150 < disc < 1100 and 0 < cup < disc
         inside, outside = item.image[item.mask > 0].mean(), item.image[item.mask == 0].mean()
         assert inside > outside  # the disc is the bright thing
-    assert len({item.name for item in found}) == len(found)
-    assert {item.grade for item in found} <= {0, 1, 2}
+    assert len({item.name for item in images}) == len(images)
+    assert {item.grade for item in images} <= {0, 1, 2}
 
 
 def test_patients_have_two_eyes_and_one_split() -> None:
-    found = photographs("site-3")
+    images = photographs("site-3")
     splits: dict[str, set[str]] = {}
-    for item in found:
+    for item in images:
         splits.setdefault(item.patient, set()).add(item.split)
     assert all(len(homes) == 1 for homes in splits.values())
-    assert len(found) == 2 * len(splits)
-    sizes = {split: sum(item.split == split for item in found) for split in ("training", "validation", "test")}
+    assert len(images) == 2 * len(splits)
+    sizes = {split: sum(item.split == split for item in images) for split in ("training", "validation", "test")}
     assert sizes["training"] > 35 and sizes["validation"] >= 12 and sizes["test"] >= 18

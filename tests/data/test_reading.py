@@ -197,9 +197,9 @@ def odd_files(folder: Path) -> dict[str, Path]:
 def test_errors_are_one_line_that_names_the_file(task: TaskConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, path in odd_files(tmp_path).items():
         for read in (lambda file: read_image([file], task), lambda file: masked(file, task)):
-            with pytest.raises(DataError, match=name) as told:
+            with pytest.raises(DataError, match=name) as error:
                 read(path)
-            assert "\n" not in str(told.value)
+            assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", ""), "nibabel logs nothing beside the error"
 
 

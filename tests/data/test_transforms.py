@@ -150,8 +150,8 @@ def test_masks_are_moved_by_the_nearest_pixel(make_task: TaskOf) -> None:
         turned = {"name": "RandAffine", "prob": 1.0, "rotate_range": 1.0, "padding_mode": "zeros", **settings}
         return Augmentation(make_task(augment=[turned]))(*_disc(), np.random.RandomState(1))
 
-    found, expected = moved(mode=["bilinear", "nearest"]), moved()
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    actual, expected = moved(mode=["bilinear", "nearest"]), moved()
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
     assert torch.equal(moved(mode=["bilinear", "bilinear"])[1], expected[1])
 
 

@@ -1,4 +1,4 @@
-"""The small tasks of the tests, each of which takes them with its own difference: what trains in a moment and still learns something."""
+"""Small tasks for tests: they train in a moment and still learn something."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,9 +50,11 @@ def tiny_phantom(**changes: Any) -> dict[str, Any]:
 
 
 def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
-    """What a model says of every image of a split in its order, at once: (N, outputs, ...), one each where sizes differ."""
-    rows = {row: one for found, _, places in site.predictions(predictor, split) for row, one in zip(places.tolist(), found, strict=True)}
-    ordered = [rows[row] for row in sorted(rows)]
+    """Probabilities of every image of a split in its order: (N, outputs, ...), or a list where sizes differ."""
+    by_row = {
+        row: output for outputs, _, rows in site.predictions(predictor, split) for row, output in zip(rows.tolist(), outputs, strict=True)
+    }
+    ordered = [by_row[row] for row in sorted(by_row)]
     return ordered if site.task.image_mode == "patch" else torch.stack(ordered)
 
 

@@ -113,8 +113,8 @@ def _on_disk() -> _OnDisk:
 
 def test_images_on_disk_are_read_in_order_by_another_thread() -> None:
     data = _on_disk()
-    found = list(read_ahead(data, torch.arange(6).split(1), data.load))
-    assert [int(rows) for rows, _ in found] == [row for _, row in found] == list(range(6))
+    batches = list(read_ahead(data, torch.arange(6).split(1), data.load))
+    assert [int(rows) for rows, _ in batches] == [row for _, row in batches] == list(range(6))
     assert data.read == [(row, False) for row in range(6)]
     assert list(read_ahead(data, [], data.load)) == []
 

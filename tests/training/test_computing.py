@@ -41,11 +41,11 @@ def test_half_precision_is_used_inside_the_network_only(spec: dict[str, Any], pr
     """Layers compute in it; logits, features, weights and gradients are float32, and near to what fp32 gives."""
     exact, rounded = network(spec), network(spec, precision=precision)
     inside: list[torch.dtype] = []
-    rounded.head.register_forward_hook(lambda _layer, _given, found: inside.append(found.dtype))
+    rounded.head.register_forward_hook(lambda _layer, _given, actual: inside.append(actual.dtype))
     for ask in (lambda model: (model(images()),), lambda model: model.features_and_output(images())):
-        for expected, found in zip(ask(exact), ask(rounded), strict=True):
-            assert found.dtype == torch.float32 and not torch.equal(found, expected)
-            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+        for expected, actual in zip(ask(exact), ask(rounded), strict=True):
+            assert actual.dtype == torch.float32 and not torch.equal(actual, expected)
+            torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
     assert inside == [torch.bfloat16 if precision == "bf16" else torch.float16] * 2
     rounded(images()).mean().backward()
     assert {weight.grad.dtype for weight in rounded.parameters() if weight.grad is not None} == {torch.float32}
@@ -86,8 +86,8 @@ def test_a_compiled_network_is_the_same_network(spec: dict[str, Any], monkeypatc
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, fast = network(spec), network(spec, compiled=True)
     assert list(fast.state_dict()) == list(plain.state_dict())
-    for expected, found in zip(plain.features_and_output(images()), fast.features_and_output(images()), strict=True):
-        torch.testing.assert_close(found, expected)
+    for expected, actual in zip(plain.features_and_output(images()), fast.features_and_output(images()), strict=True):
+        torch.testing.assert_close(actual, expected)
     assert compiled
 
 

@@ -38,36 +38,36 @@ def corner(images: Tensor) -> Tensor:
 
 
 def test_truth_and_answer_are_outlined(site: Site) -> None:
-    picture, found = colours(overlay(site, nothing, 0))
+    picture, shown = colours(overlay(site, nothing, 0))
     assert picture.shape == (320, 320, 3), "small pictures are enlarged"
-    assert GREEN in found and MAGENTA not in found
+    assert GREEN in shown and MAGENTA not in shown
     assert {GREEN, MAGENTA} <= colours(overlay(site, corner, 0))[1]
 
 
 def test_a_contact_sheet_has_a_row_for_each_site(site: Site) -> None:
-    picture, found = colours(contact_sheet({"A": site.data, "B": site.data}, site.task))
-    assert picture.shape == (2 * 96, 12 * 96, 3) and GREEN in found and MAGENTA not in found
+    picture, shown = colours(contact_sheet({"A": site.data, "B": site.data}, site.task))
+    assert picture.shape == (2 * 96, 12 * 96, 3) and GREEN in shown and MAGENTA not in shown
     assert (picture[:96] == picture[96:]).all()
 
 
 def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) -> None:
-    class Together:
+    class ByPatient:
         by_patient = True
 
         def __init__(self) -> None:
-            self.asked: list[int] = []
+            self.sizes: list[int] = []
 
         def __call__(self, images: Tensor) -> Tensor:
-            raise AssertionError("it wants the patient")
+            raise AssertionError("called without its patient")
 
         def predict_patient(self, parts: tuple[Tensor, ...]) -> Tensor:
-            self.asked.append(sum(map(len, parts)))
+            self.sizes.append(sum(map(len, parts)))
             return torch.cat([corner(part) for part in parts])
 
     data = stacked(site.data.test)
     site.data = replace(site.data, test=replace(data, patients=("one", "two", "two", "two", "three")))
-    model = Together()
-    assert MAGENTA in colours(overlay(site, model, 2))[1] and model.asked == [3]
+    model = ByPatient()
+    assert MAGENTA in colours(overlay(site, model, 2))[1] and model.sizes == [3]
 
 
 def test_the_fullest_image_of_a_patient_is_shown(site: Site) -> None:

@@ -50,8 +50,8 @@ def test_small_and_empty_images_give_patches_too() -> None:
     assert torch.equal(targets[0] > 0, images[0, 0] > 0)
     empty, mask = _samples(Patches(TASK), _split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches"))
     assert empty.shape == (1, 2, 8, 8, 8) and not mask.any()
-    nobody, nothing = _samples(Patches(TASK), _split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0))
-    assert nobody.shape == (0, 2, 8, 8, 8) and nothing.shape == (0, 8, 8, 8) and nothing.dtype == torch.long
+    no_images, no_targets = _samples(Patches(TASK), _split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0))
+    assert no_images.shape == (0, 2, 8, 8, 8) and no_targets.shape == (0, 8, 8, 8) and no_targets.dtype == torch.long
 
 
 def test_windows_cover_an_image_in_order() -> None:
@@ -95,7 +95,7 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
     assert all(torch.equal(first.images, second.images) for first, second in zip(batches, again, strict=True))
     other = next(site.batches("train", 1, "model"))
     assert not torch.equal(other.images, batches[0].images)
-    found = predicted(site, lambda images: images[:, :1], "test")
-    assert [tuple(p.shape) for p in found] == [(1, 12, 14, 11), (1, 12, 14, 10)]
+    probabilities = predicted(site, lambda images: images[:, :1], "test")
+    assert [tuple(p.shape) for p in probabilities] == [(1, 12, 14, 11), (1, 12, 14, 10)]
     scores = site.score(lambda images: (images[:, :1] > 0.4).float(), "test")
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}

@@ -67,7 +67,7 @@ def test_a_missing_channel_is_an_error_or_zeros(tmp_path: Path, edit: Edit) -> N
         load_site_data("A", cube_task(), folder)
 
 
-def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Path, edit: Edit, make_site: Callable[..., Path]) -> None:
+def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(tmp_path: Path, edit: Edit, make_site: Callable[..., Path]) -> None:
     folder = make_volumes(tmp_path / "B")
     write(folder / "p0_mask.nii.gz", np.zeros(SHAPE, np.uint8), affine(spacing=(2, 1, 2.5)))
     with pytest.raises(DataError, match="p0_mask"):
@@ -80,32 +80,32 @@ def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Pat
     "changes", [{}, {"image_mode": "patch", "orientation": "PSR", "spacing": [1.5, 1.5, 1.5]}], ids=["stored", "resampled"]
 )
 @pytest.mark.parametrize("name", ["mask", "flair"])
-def test_a_mask_or_a_channel_may_be_stored_along_other_axes(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """It says so, and lies where its image lies; tools that draw masks turn them at will."""
+def test_masks_and_channels_may_have_another_orientation(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Annotation tools store masks in other orientations; the affine says so."""
     folder, task = make_volumes(tmp_path / "A"), cube_task(**changes)
     expected = load_site_data("A", task, folder).train
     _decoded_sites.clear()
     stored = nibabel.load(folder / f"p0_{name}.nii.gz")
     turn = orientations.ornt_transform(orientations.io_orientation(stored.affine), orientations.axcodes2ornt(("S", "L", "A")))
     nibabel.save(stored.as_reoriented(turn), folder / f"p0_{name}.nii.gz")
-    found = load_site_data("A", task, folder).train
-    assert torch.equal(found.image(0), expected.image(0)) and torch.equal(found.targets[0], expected.targets[0])
+    actual = load_site_data("A", task, folder).train
+    assert torch.equal(actual.image(0), expected.image(0)) and torch.equal(actual.targets[0], expected.targets[0])
 
 
-def test_slices_belong_together_only_on_one_grid(tmp_path: Path) -> None:
-    """A mask or a second channel of the same size may lie elsewhere in the patient; as slices they met without a word."""
+def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
+    """A mask or a second channel of the same size may have another position in the patient."""
     task, folder = cube_task(spatial_dims=2, size=[16, 16]), make_volumes(tmp_path / "A")
     flipped = np.diag([-1.0, 1, 1, 1]) @ affine()
     images = {name: nibabel.load(folder / f"p0_{name}.nii.gz").get_fdata(dtype=np.float32) for name in (*NAMES, "mask")}
     whole = load_site_data("A", task, folder).train.image(5)
     turned_around = affine("LAS")
     turned_around[:3, 3] += affine()[:3, 0] * (SHAPE[0] - 1)
-    for name in ("flair", "mask"):  # stored the other way around, and so told, it lies where it lay
+    for name in ("flair", "mask"):  # stored in another orientation with its affine
         write(folder / f"p0_{name}.nii.gz", images[name][::-1].copy(), turned_around)
     assert torch.equal(load_site_data("A", task, folder).train.image(5), whole)
     rounded = affine()
     rounded[:3, 3] += 0.4
-    write(folder / "p0_mask.nii.gz", images["mask"], rounded)  # as files round their places, and no further than half a voxel
+    write(folder / "p0_mask.nii.gz", images["mask"], rounded)  # a shift of less than half a voxel
     load_site_data("A", task, folder)
     write(folder / "p0_mask.nii.gz", images["mask"], flipped)
     with pytest.raises(DataError, match="p0_mask"):
@@ -113,14 +113,14 @@ def test_slices_belong_together_only_on_one_grid(tmp_path: Path) -> None:
     write(folder / "p0_flair.nii.gz", images["flair"], affine(spacing=(1, 1, 1)))
     with pytest.raises(DataError, match="p0_flair"):
         load_site_data("A", task, folder)
-    nowhere = nibabel.Nifti1Image(images["flair"], None)  # says no place, and would be turned otherwise than the other one
+    nowhere = nibabel.Nifti1Image(images["flair"], None)  # has no affine
     nibabel.save(nowhere, folder / "p0_flair.nii.gz")
     with pytest.raises(DataError, match="p0_flair"):
         load_site_data("A", task, folder)
 
 
-def test_slices_of_a_series_and_a_mask_that_lies_the_other_way_around(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
-    """From head to feet as a scanner counts, while the mask runs upwards: every slice met another one's mask."""
+def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
+    """The series is numbered from head to feet, the mask runs upwards."""
     folder, task = make_site(), load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]})
     series = dicom_series(folder / "series")
     mask, grid = np.zeros((5, 6, 4), np.uint8), series_grid(series)
@@ -136,7 +136,7 @@ def test_slices_of_a_series_and_a_mask_that_lies_the_other_way_around(tmp_path: 
         load_site_data("A", task, folder)
 
 
-def test_empty_exports_are_found_before_training(tmp_path: Path) -> None:
+def test_constant_volumes_are_refused(tmp_path: Path) -> None:
     """A volume of one value in all channels cannot be used, in training as in the check."""
     folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})
     for name in NAMES:
