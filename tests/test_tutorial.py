@@ -1,18 +1,14 @@
-"""The tutorial as it stands: every command of the page on an archive of small pictures, and every cell of the notebook."""
+"""Every command of the tutorial, and every cell of its notebook."""
 
 import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from cli.parsing import parsed
-from helpers.downloaded_folders import classes
 from medflare.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -24,46 +20,31 @@ def commands(language: str) -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
-def archive(path: Path, folder: Path) -> None:
-    """What the page says the archive holds."""
-    classes(folder, patients=24, names=("healthy", "pneumonia"))
-    with zipfile.ZipFile(path, "w") as file:
-        for picture in sorted(folder.rglob("*.png")):
-            file.write(picture, picture.relative_to(folder))
-
-
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    archive(home / "chest.zip", tmp_path / "drawn")
-    monkeypatch.chdir(home)
-    said = {}
+def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = {}
     for program, *arguments in commands("console"):
-        if program == "python":
-            subprocess.run([sys.executable, *arguments], check=True)
-        else:
-            assert program == "medflare" and main(arguments) == 0, capsys.readouterr()
-            said[" ".join(arguments[:2])] = capsys.readouterr().out
-    assert "WARNING" not in said["data init"] and "site-3  test" in said["data init"]
-    assert said["data check"].rstrip().endswith("OK") and (home / "check" / "thumbnails.png").is_file()
-    run = home / "runs" / "fedavg-chest-seed0"
-    (results,) = run.rglob("results.json")
-    assert json.loads(results.read_text())["status"] == "COMPLETED" and (run / "report.html").is_file()
-    assert "healthy" in (home / "predictions" / "predictions.csv").read_text().splitlines()[0]
+        assert program == "medflare" and main(arguments) == 0, capsys.readouterr()
+        printed[" ".join(arguments[:2])] = capsys.readouterr().out
+    assert "WARNING" not in printed["data init"] and printed["data check"].rstrip().endswith("OK")
+    run = tmp_path / "runs" / "fedavg-photographs-seed0"
+    results = json.loads((run / "results.json").read_text())
+    assert results["status"] == "COMPLETED" and results["mean"]["inside"]["global"]["dice"] > 0.7 and (run / "report.html").is_file()
+    assert len([*(tmp_path / "predictions").glob("*_seg.png")]) == 98
 
 
-def test_the_other_commands_of_the_page_exist() -> None:
+def test_other_commands_of_the_page_exist() -> None:
     assert [parsed(arguments)[1]["engine"] for _, *arguments in commands("sh")] == ["flare"]
 
 
-def test_the_help_leads_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "medflare data init FOLDER" in said and "docs/tutorial.md" in said
 
 
-def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((DOCS / "tutorial.ipynb").read_text(encoding="utf-8"))
     names: dict[str, object] = {"__name__": "__main__"}

@@ -41,6 +41,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
         "medflare data init scans --table scans/list.csv --site-column hospital --out DATA",
     )
+    add_command(data, "phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification")
     add_command(data, "check", check, "medflare data check DATA --task brain_lgg --out check")
     add_command(data, "fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json")
     add_command(
@@ -116,6 +117,25 @@ def init(
     report = import_folder(root, options)
     print(report.render())
     print(f"next: medflare task init {shlex.quote(str(report.home))} --out task.json")
+    return 0
+
+
+def phantom(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist")],
+    kind: Annotated[
+        Literal["segmentation", "classification"], typer.Option(help="segmentation: images/ and masks/; classification: a folder per grade")
+    ] = "segmentation",
+) -> int:
+    """Write synthetic photographs of the optic disc as PNG files, to try the other commands without images of your own."""
+    from medflare.core.store import make_folder
+    from medflare.data.phantom import write_photographs
+
+    if out.exists():
+        raise ConfigError(f"{out} exists; name another folder")
+    make_folder(out, public=True)
+    count = write_photographs(out, kind)
+    print(f"{count} synthetic images of 64 x 64 pixels in {out}; two eyes per patient, file names begin with the patient")
+    print(f"next: medflare data init {shlex.quote(str(out))} --patient '^(synthetic-\\d+)' --sites 3 --out DATA")
     return 0
 
 

@@ -8,13 +8,16 @@ each eye, share the optic disc's anatomy and the pigmentation.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 from medflare.core.rng import numpy_generator
 
+GRADES = ("small_cup", "medium_cup", "large_cup")
 SIDE = 64  # pixels of an image
 _OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges
 _CANVAS = SIDE * _OVERSAMPLING
@@ -107,6 +110,24 @@ def photographs(site: str) -> list[Photograph]:
             picture, mask, grade = _photograph(rng, device, anatomy, temporal)
             images.append(Photograph(picture, mask, grade, patient, f"{patient}-{eye}", str(splits[number])))
     return images
+
+
+def write_photographs(folder: Path, kind: str, site: str = "site-1") -> int:
+    """Write a site's images as PNG files; returns their number.
+
+    Args:
+        folder: receives images/ and masks/ ("segmentation"; mask values 1 disc rim, 2 cup) or a folder per grade ("classification").
+    """
+    pictures = photographs(site)
+    for picture in pictures:
+        if kind == "segmentation":
+            files = {f"images/{picture.name}.png": picture.image, f"masks/{picture.name}.png": picture.mask}
+        else:
+            files = {f"{GRADES[picture.grade]}/{picture.name}.png": picture.image}
+        for name, pixels in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / name)
+    return len(pictures)
 
 
 def _anatomy(rng: np.random.Generator, device: Camera) -> dict[str, float]:
