@@ -191,4 +191,8 @@ def local_settings(content: Mapping[str, Any]) -> LocalSettings:
     Raises:
         ConfigError: a setting that is unknown, missing, of another type or outside its range.
     """
+    for name in ("outbound", "privacy"):  # null looks like a limit and would be none
+        limits = content.get(name, {})
+        if limits is None or (isinstance(limits, Mapping) and None in limits.values()):
+            raise ConfigError(f"{PLACE}: {name}: null is no limit; leave out what is not limited")
     return checked(LocalSettings, content, PLACE)
