@@ -182,7 +182,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         server_hyper: the class that the server algorithm's hyper-parameters must have.
         phases: requests and replies; each phase has a method of its name, (round, message) -> reply.
         delivery: the server's message with the final models; None: not declared.
-        capabilities: "accumulate": all optimizer steps go through `training.accumulation`, which supports `TaskConfig.accumulate` and
+        capabilities: "accumulate": all optimizer steps go through `training.epochs.Steps`, which supports `TaskConfig.accumulate` and
             fp16; "freeze": supports `TaskConfig.freeze`. A subclass that trains in another way removes them.
         dp_unsupported_reason: why there is no DP-SGD, unless `Hyper` is a `privacy.PrivacyHyper`.
         memory: states and meta that are kept until the next task; empty if every round starts from the incoming message alone.
