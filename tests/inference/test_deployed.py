@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
-from medflare.inference import deployed
 from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model, signed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
@@ -37,15 +36,8 @@ def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -
     with torch.no_grad():
         assert torch.equal(stored.build()(images), plain_model(TASK, message)(images))
     assert {file.name for file in (tmp_path / "model").iterdir()} == {"model.safetensors", "card.json"}
-
-
-def test_card_says_what_a_reader_needs(tmp_path: Path, message: Message) -> None:
-    save_model(tmp_path, TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5}})
-    card = json.loads((tmp_path / "card.json").read_text())
-    assert card["schema"] == 1 and card["method"] == "fedavg" and card["kind"] == "plain"
-    assert card["labels"] == list(TASK.labels) and card["network"]["name"] == "unet" and card["preprocessing"]["size"] == [64, 64]
-    assert card["fingerprint"] == TASK.fingerprint() and card["bytes"] == message.nbytes and card["versions"]["torch"]
-    assert load_task(card["task"]) == TASK
+    card = json.loads((tmp_path / "model/card.json").read_text())
+    assert card["schema"] == 1 and card["method"] == "fedavg" and card["fingerprint"] == TASK.fingerprint() and card["versions"]["torch"]
 
 
 def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
@@ -107,14 +99,6 @@ def test_damaged_folders_are_refused(tmp_path: Path, message: Message, spoil: An
         load_model(tmp_path)
 
 
-def test_another_schema_is_refused(tmp_path: Path, message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployed, "CARD_SCHEMA", 2)
-    save_model(tmp_path, TASK, message, {})
-    monkeypatch.undo()
-    with pytest.raises(StateError, match="schema"):
-        load_model(tmp_path)
-
-
 def test_a_card_of_a_later_medflare_is_refused(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
@@ -139,7 +123,7 @@ def test_a_card_that_was_changed_is_refused(tmp_path: Path, message: Message, ch
         load_model(tmp_path)
 
 
-def test_a_card_whose_seal_was_taken_away_is_refused_unless_it_is_allowed(tmp_path: Path, message: Message) -> None:
+def test_a_card_without_signature_is_refused_unless_it_is_allowed(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
     del card["signature"]
@@ -153,7 +137,7 @@ def test_a_card_whose_seal_was_taken_away_is_refused_unless_it_is_allowed(tmp_pa
 
 
 @pytest.mark.parametrize("depth", [600, 100_000])
-def test_a_card_that_is_nested_deep_is_refused(tmp_path: Path, message: Message, depth: int) -> None:
+def test_a_deeply_nested_card_is_refused(tmp_path: Path, message: Message, depth: int) -> None:
     save_model(tmp_path, TASK, message, {})
     text = (tmp_path / "card.json").read_text().rstrip().removesuffix("}")
     (tmp_path / "card.json").write_text(f'{text}, "more": {"[" * depth}{"]" * depth}}}')
@@ -161,7 +145,7 @@ def test_a_card_that_is_nested_deep_is_refused(tmp_path: Path, message: Message,
         load_model(tmp_path)
 
 
-def test_a_card_with_images_beyond_the_bounds_is_refused_before_anything_is_built(tmp_path: Path, message: Message) -> None:
+def test_a_card_with_images_beyond_the_bounds_is_refused(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
     card["task"]["size"] = [60_000, 60_000]
@@ -179,8 +163,3 @@ def test_a_card_with_a_transform_beyond_any_memory_is_refused(tmp_path: Path, me
 def test_texts_of_a_card_are_printable(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {"method": "fedavg\x1b[2J", "site": "A\u202eB"})
     assert load_model(tmp_path).card["method"] == "fedavg\\x1b[2J" and load_model(tmp_path).card["site"] == "A\\u202eB"
-
-
-def test_a_model_must_say_of_which_kind_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kind"):
-        save_model(tmp_path, TASK, Message({"model": {}}), {})

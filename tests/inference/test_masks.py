@@ -91,16 +91,6 @@ def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image([file], small_task()).array, read > 0.7)
 
 
-def test_flat_nifti_stays_flat(tmp_path: Path) -> None:
-    flat = np.random.default_rng(0).random((5, 6)).astype(np.float32)
-    nibabel.save(nibabel.Nifti1Image(flat, np.diag([2, 3, 1, 1])), tmp_path / "flat.nii")
-    mask = (read_image([tmp_path / "flat.nii"], small_task()).array > 0.5).astype(np.int64) * 70000
-    (file,) = write_masks(Input(tmp_path / "flat.nii", "flat"), mask, TASKS[0], tmp_path)
-    written = nibabel.load(file)
-    np.testing.assert_array_equal(np.asarray(written.dataobj), (flat > 0.5) * 70000)
-    np.testing.assert_array_equal(written.affine, np.diag([2, 3, 1, 1]))
-
-
 def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)  # rows, columns, slices
     for number in range(3):
@@ -124,8 +114,8 @@ def test_pictures_keep_their_rows(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["b_seg_left-lung.png", "b_seg_heart.png"]
 
 
-def test_no_mask_takes_anothers_name(tmp_path: Path) -> None:
-    """Labels of any script, and such as differ in nothing that a file's name can say."""
+def test_masks_have_different_names(tmp_path: Path) -> None:
+    """Labels of any script, and labels whose letters are equal."""
     labels = ["肝臓", "脾臓", "left lung", "Left-lung", "heart_1"]
     task, masks = task_of("multilabel", labels), np.stack([np.full((4, 4), number) for number in range(5)])
     files = write_masks(Input(tmp_path / "b.png", "b"), masks, task, tmp_path)
@@ -138,8 +128,7 @@ def test_values_that_no_png_can_hold_are_refused(tmp_path: Path) -> None:
         write_masks(Input(tmp_path / "a.png", "a"), np.full((1, 2, 2), -1), TASKS[0], tmp_path)
 
 
-def test_a_mask_of_an_image_that_lies_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of frames in one file: an affine would tell viewers a place that nobody knows."""
+def test_a_mask_of_an_image_without_position_has_no_affine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "series_grid", lambda path: Grid((4, 3, 2), np.eye(4), known=False))
     (file,) = write_masks(Input(tmp_path / "frames.dcm", "frames"), np.ones((1, 3, 4, 2), np.int64), TASKS[0], tmp_path)
     header = nibabel.load(file).header

@@ -21,7 +21,7 @@ from medflare.methods.catalogue import get_method
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-TOLD = "trained_on"
+TRAINED_ON = "trained_on"
 
 
 def rows_of(out: Path) -> dict[str, str]:
@@ -39,13 +39,12 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root, out
 
 
-def test_every_card_says_what_the_model_was_trained_on(volumes: tuple[Path, Path]) -> None:
+def test_every_card_has_the_range_of_the_training_images(volumes: tuple[Path, Path]) -> None:
     root, run = volumes
-    cards = sorted(run.rglob("card.json"))
-    told = [json.loads(card.read_text())[TOLD] for card in cards]
-    assert len(cards) >= 3 and all(one == told[0] for one in told)
+    cards = [json.loads(card.read_text())[TRAINED_ON] for card in sorted(run.rglob("card.json"))]
+    assert len(cards) >= 3 and all(card == cards[0] for card in cards)
     training = sum(len(json.loads((root / site / "datalist.json").read_text())["training"]) for site in ("A", "BB"))
-    assert told[0]["images"] == training and len(told[0]["medians"][0]) == 2
+    assert cards[0]["images"] == training and len(cards[0]["medians"][0]) == 2
 
 
 def changed(source: Path, folder: Path, name: str, change: Callable[[Any], Any], spacing: float = 1.0) -> None:
@@ -57,7 +56,7 @@ def changed(source: Path, folder: Path, name: str, change: Callable[[Any], Any],
         nibabel.save(nibabel.Nifti1Image(change(image.get_fdata()).astype(np.float32), affine), folder / f"{name}_{channel}.nii.gz")
 
 
-def test_volumes_of_another_kind_are_named_and_the_sites_own_are_not(
+def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     volumes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, run = volumes
@@ -84,14 +83,14 @@ def test_volumes_of_another_kind_are_named_and_the_sites_own_are_not(
         [odd[n] for n in odd if n.startswith(name)] for name in ("coarse", "wide", "bright", "scaled")
     )
     assert "spacing" in coarse and "field of view" in wide and "mm" in wide and "intensities" in bright and "intensities" in scaled
-    said = capsys.readouterr()
-    assert all(f"{name}_" in said.err for name in ("coarse", "wide", "bright", "scaled")) and f"4 of {len(found)} images" in said.out
+    printed = capsys.readouterr()
+    assert all(f"{name}_" in printed.err for name in ("coarse", "wide", "bright", "scaled")) and f"4 of {len(found)} images" in printed.out
 
     assert main([*command[:3], "--out", str(tmp_path / "strict"), "--strict"]) == 1
-    said = capsys.readouterr()
-    assert all(f"{name}_" in said.err for name in ("coarse", "wide", "bright", "scaled")) and "4 failed" in said.out
+    printed = capsys.readouterr()
+    assert all(f"{name}_" in printed.err for name in ("coarse", "wide", "bright", "scaled")) and "4 failed" in printed.out
     assert len(rows_of(tmp_path / "strict")) == len(entries)
-    assert not list((tmp_path / "strict").rglob("wide*")), "what was not asked for is not predicted"
+    assert not list((tmp_path / "strict").rglob("wide*"))
 
 
 def test_pictures_of_another_size_and_in_colour_are_named(
@@ -109,26 +108,26 @@ def test_pictures_of_another_size_and_in_colour_are_named(
     capsys.readouterr()
 
 
-def test_a_card_that_does_not_say_is_said_and_refused_when_strict(
+def test_a_card_without_training_range_is_reported_and_refused_when_strict(
     untrained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]
     assert main(command) == 0
-    assert "nothing is known" in capsys.readouterr().out
+    assert "unknown" in capsys.readouterr().out
     assert "outside_training" not in (tmp_path / "out/predictions.csv").read_text()
     assert main([*command, "--strict"]) == 1
     assert "--strict" in capsys.readouterr().err
 
 
-def test_a_site_of_few_patients_and_one_with_noise_tell_nothing_of_their_images(data_root: Path) -> None:
+def test_a_site_with_few_patients_or_dp_noise_sends_no_image_range(data_root: Path) -> None:
     """Eight training images are of four patients at every site."""
-    task, told = small_task(label_values={"square": [3, 4]}), {}
+    task, cards = small_task(label_values={"square": [3, 4]}), {}
 
     def opened(role: str) -> Site:
         return open_site("A", task, role=role, data_root=data_root)
 
     for minimum, hyper in ((0, {}), (4, {}), (5, {}), (1, {"site": {"dp_noise": 1.0, "dp_clip": 1.0, "dp_delta": 1e-5}})):
         site = Participant("A", opened, get_method("fedavg"), hyper, minimum_patients=minimum)
-        told[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).meta
-    assert [TOLD in told[minimum] for minimum in (0, 4, 5, 1)] == [True, True, False, False]
-    assert told[4][TOLD]["medians"] != told[0][TOLD]["medians"]
+        cards[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).meta
+    assert [TRAINED_ON in cards[minimum] for minimum in (0, 4, 5, 1)] == [True, True, False, False]
+    assert cards[4][TRAINED_ON]["medians"] != cards[0][TRAINED_ON]["medians"]

@@ -94,10 +94,10 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "auto"])
-def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
+def test_images_for_adaptation_are_read_again_and_not_kept(
     tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of them at a time, whatever their number; one that cannot be read is told once."""
+    """No more than two batches are in memory; an unreadable image is reported once."""
     routed = trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
     stored = load_model(routed if tta == "auto" else trained("fedavg") / "sites/A/global")
     seen: list[weakref.ref[Tensor]] = []
@@ -117,12 +117,12 @@ def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
     said: list[str] = []
     summary = predict(stored, [tmp_path / "images"], tmp_path / "out", builder=build_deployed, adapt=tta, say=said.append)
     assert summary.images == 26 and len(said) == len(summary.failed) == 1
-    assert len(seen) > 2 * 26 and "fitted to 26 pictures" in summary.adapted
+    assert len(seen) > 2 * 26 and "adapted to 26 pictures" in summary.adapted
     assert most <= 2 * scoring_batch(stored.task)
 
 
-def test_slices_of_one_volume_are_one_patients(segmentation: TaskConfig) -> None:
-    """A super model that chooses by patient answers them with one network, as the evaluation answers images of one patient."""
+def test_slices_of_one_volume_are_of_one_patient(segmentation: TaskConfig) -> None:
+    """A super model that chooses by patient uses one network for them, as the evaluation does."""
 
     class Always(nn.Module):
         def __init__(self, logit: float):
@@ -148,7 +148,7 @@ def test_slices_of_one_volume_are_one_patients(segmentation: TaskConfig) -> None
     pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
     whole, *alone = predictions(model, [volume, *pictures], segmentation)
     assert torch.equal(whole.probabilities, expected) and len(set(whole.answered)) == 1 and len(whole.answered) == 10
-    assert len({one.answered for one in alone}) == 2, "files may be of several patients, and are asked for one by one"
+    assert len({one.answered for one in alone}) == 2, "pictures may be of several patients"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> N
 # -- what goes wrong -------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_image_is_named_and_the_others_go_through(
+def test_a_broken_image_is_named_and_the_others_are_predicted(
     tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
 ) -> None:
     images = tmp_path / "images"
@@ -278,7 +278,7 @@ def test_a_broken_image_is_named_and_the_others_go_through(
     assert {file.name for file in (tmp_path / "out/images").iterdir()} == {"a_seg.png", "c_seg.png"}
 
 
-def test_an_answer_that_is_no_number_is_no_prediction(tmp_path: Path, data_root: Path, segmentation: TaskConfig) -> None:
+def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, segmentation: TaskConfig) -> None:
     class Broken(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             return torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images)
@@ -308,10 +308,9 @@ def test_a_wrong_setting_is_refused(
 LARGE = {"background": [0], "square": [70000]}
 
 
-def test_a_dicom_picture_whose_mask_cannot_be_written_is_named_and_the_others_go_through(
+def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(
     untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, write_dicom: Callable[..., None]
 ) -> None:
-    """Whether it is a picture or a volume, only reading shows."""
     task = load_task({**segmentation.to_dict(), "target": "multiclass", "labels": list(LARGE), "label_values": LARGE})
     stored = StoredModel(task, plain_message({}), {})
     for name, level in (("dark", 0), ("light", 255)):
@@ -329,15 +328,7 @@ class TwoClasses(nn.Module):
         return torch.cat([1 - bright, bright], dim=1)
 
 
-def test_an_output_folder_that_cannot_be_written(
-    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
-) -> None:
-    (tmp_path / "out").write_text("a file")
-    assert main(["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
-    assert "out" in capsys.readouterr().err
-
-
-def test_a_tampered_model_is_not_loaded(
+def test_a_changed_model_is_not_loaded(
     tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
 ) -> None:
     model = untrained()

@@ -1,8 +1,7 @@
-"""A delivered model as a MONAI bundle (configs, metadata, weights), for MONAI's own tools.
+"""A delivered model as a MONAI bundle (configs, metadata, weights); the fixed parts of the configs are in bundle.json.
 
-The weights come twice: as a state dict for the network that `network_def` builds with medflare, and as TorchScript, which
-needs MONAI and torch alone. A bundle's configuration is code to MONAI ("$..." is evaluated, "_target_" is called), so nothing
-from a model's card enters it that could be read as such.
+The weights are written as a state dict for the network that `network_def` builds with medflare, and as TorchScript, which needs only MONAI
+and torch. MONAI runs parts of a configuration as code ("$..." is evaluated, "_target_" is called): no such text of the card enters it.
 """
 
 import inspect
@@ -21,41 +20,14 @@ from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP
 
-_META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
-_CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
+_TEMPLATE: dict[str, Any] = json.loads(Path(__file__).with_name("bundle.json").read_text(encoding="utf-8"))
+_CODE = ("$", "@", "%")  # MONAI evaluates texts that begin with one of these
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
-_TEMPLATE: dict[str, Any] = {
-    "imports": ["$import pathlib", "$import torch", "$import monai", "$from PIL import ImageOps"],
-    "bundle_root": ".",
-    "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
-    "dataset_dir": "$@bundle_root + '/images'",
-    "output_dir": "$@bundle_root + '/eval'",
-    "network": "$@network_def.to(@device).eval()",
-    "checkpoint": "$@network.load_state_dict(torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True))",
-    "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
-}
 _PREDICTED = "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), meta=item['image'].meta)"
-_SAVE = {
-    "_target_": "SaveImaged",
-    "keys": "pred",
-    "output_dir": "@output_dir",
-    "output_postfix": "seg",
-    "output_dtype": "$torch.uint8",
-    "separate_folder": False,
-    "resample": False,
-    "print_log": False,
-}
 
 
 def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> Callable[[Tensor], Tensor]:
-    """Write the bundle and load its network back.
-
-    Args:
-        stored: the delivered model as read from its folder, with its card.
-        folder: empty; becomes the bundle's root.
-
-    Returns:
-        The configured network: images (N, C, H, W) -> probabilities.
+    """Write the bundle to an empty folder, and load its network: images (N, C, H, W) -> probabilities.
 
     Raises:
         ExportError: a text of the card that MONAI would run as code, or a module that no configuration can describe.
@@ -77,11 +49,11 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
 
 
 def definition(value: Any) -> Any:
-    """What MONAI's `network_def` needs to build an object anew: modules by their constructor's arguments, which they keep as
-    attributes of the same names; networks and tasks by the functions that made them.
+    """MONAI's `network_def`: modules by the arguments of their constructor, which are attributes of the same names; networks and tasks by
+    their functions.
 
     Raises:
-        ExportError: an object that does not say how it was made, or a text that MONAI would run as code.
+        ExportError: a module without such attributes, or a text that MONAI would run as code.
     """
     if isinstance(value, TaskConfig):
         return {"_target_": "medflare.tasks.config.load_task", "source": as_data(value.to_dict())}
@@ -94,12 +66,12 @@ def definition(value: Any) -> Any:
     cls = type(value)
     names = list(inspect.signature(cls).parameters)
     if cls.__module__.split(".")[0] != "medflare" or not all(hasattr(value, name) for name in names):
-        raise ExportError(f"{cls.__name__} does not say how it was made, so no bundle can build it; export torchscript or onnx")
+        raise ExportError(f"{cls.__name__} cannot be described in a MONAI bundle; export torchscript or onnx")
     return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **{name: definition(getattr(value, name)) for name in names}}
 
 
 def as_data(value: Any) -> Any:
-    """The value as data that MONAI reads and never runs.
+    """The value as JSON data.
 
     Raises:
         ExportError: it is not JSON, or MONAI would run a part of it as code.
@@ -122,56 +94,45 @@ def as_data(value: Any) -> Any:
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
-    """A workflow over a folder of pictures, or of NIfTI volumes where the task has them.
+    """A workflow over a folder of pictures or NIfTI volumes.
 
     Raises:
-        ExportError: a task that picks volumes of a file.
+        ExportError: the task has `pick`.
     """
     if task.pick:
-        raise ExportError("a MONAI bundle reads all volumes of a file, this task picks some; export torchscript or onnx")
+        raise ExportError("a MONAI bundle cannot pick volumes of a file; export torchscript or onnx")
     volumes = task.spatial_dims == 3
     intensity = as_data(task.intensity)
     steps = _read_volumes(task) if volumes else _read_pictures(task)
     steps.append({"_target_": f"{intensity.pop('name')}d", "keys": "image", **intensity})
-    content = _TEMPLATE | {
+    content = _TEMPLATE["inference"] | {
         "datalist": _volume_list(task.channel_names) if volumes else _picture_list(),
         "network_def": network,
         "preprocessing": {"_target_": "Compose", "transforms": steps},
         "inferer": sliding_window(task) if task.image_mode == "patch" else _resizing(task),
     }
-    if task.kind == "classification":  # predictions.csv: file, then one probability per class in the order of the metadata
-        saver = {"_target_": "CSVSaver", "output_dir": "@output_dir", "filename": "predictions.csv", "overwrite": True}
+    if task.kind == "classification":  # predictions.csv: file, then the probabilities in the order of the metadata
         saving = f"$[@saver.save({_PREDICTED}, item['image'].meta) for item in @dataset]"
-        return content | {"saver": saver, "run": ["$@checkpoint", saving, "$@saver.finalize()"]}
+        return content | {"saver": _TEMPLATE["table"], "run": ["$@checkpoint", saving, "$@saver.finalize()"]}
     label = {"argmax": True} if task.target == "multiclass" else {"threshold": 0.5}
-    found: dict[str, Any] = {"_target_": "AsDiscreted", "keys": "pred", **label}
+    discrete: dict[str, Any] = {"_target_": "AsDiscreted", "keys": "pred", **label}
     if volumes:
-        back: dict[str, Any] = {
-            "_target_": "Invertd",
-            "keys": "pred",
-            "transform": "@preprocessing",
-            "orig_keys": "image",
-            "nearest_interp": False,
-        }
-        saved = [back, found, {**_SAVE, "output_ext": ".nii.gz", "resample": True}]  # onto the grid that it is on already
+        steps = [_TEMPLATE["invert"], discrete, {**_TEMPLATE["save"], "output_ext": ".nii.gz", "resample": True}]
     else:
-        turned: dict[str, Any] = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}  # MONAI writes pictures column by column
-        saved = [found, turned, {**_SAVE, "output_ext": ".nii.gz" if task.target == "multilabel" else ".png"}]
+        transposed: dict[str, Any] = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}  # MONAI writes pictures by columns
+        ending = ".nii.gz" if task.target == "multilabel" else ".png"
+        steps = [discrete, transposed, {**_TEMPLATE["save"], "output_ext": ending}]
     run = f"$[@postprocessing({{**item, 'pred': {_PREDICTED}}}) for item in @dataset]"
-    return content | {"postprocessing": {"_target_": "Compose", "transforms": saved}, "run": ["$@checkpoint", run]}
+    return content | {"postprocessing": {"_target_": "Compose", "transforms": steps}, "run": ["$@checkpoint", run]}
 
 
 def sliding_window(task: TaskConfig) -> dict[str, Any]:
-    """MONAI's inferer as `training.patches.windowed` uses it.
-
-    Args:
-        task: gives the window's size.
-    """
+    """MONAI's inferer as `training.patches` uses it."""
     return {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
 
 
 def _resizing(task: TaskConfig) -> str:
-    """An inferer that resizes to the network's size as `Preprocessing` does, and masks back as `masks.restored`."""
+    """An inferer that resizes images as `Preprocessing` does, and masks as `masks.restored` does."""
     resize, linear = "torch.nn.functional.interpolate", "bilinear" if task.spatial_dims == 2 else "trilinear"
     there = f"'area' if all(side >= new for side, new in zip(images.shape[2:], {task.size})) else '{linear}'"
     if task.kind == "classification":
@@ -185,16 +146,16 @@ def _picture_list() -> str:
 
 
 def _read_pictures(task: TaskConfig) -> list[Any]:
-    """As `data.reading` reads them, grey values as Pillow rounds them."""
+    """As `data.reading`; gray values are rounded by Pillow."""
     mode = {1: "L", 3: "RGB"}.get(task.image_channels)
-    converted = f".convert({mode!r}) if image.mode[0] not in 'IF' else image" if mode else ""  # 16 bits and floats stay as they are
+    converted = f".convert({mode!r}) if image.mode[0] not in 'IF' else image" if mode else ""  # 16 bits and floats are unchanged
     upright = f"$lambda image: ImageOps.exif_transpose(image){converted}"
     reader = {"_target_": "PILReader", "converter": upright, "reverse_indexing": False}
     return [{"_target_": "LoadImaged", "keys": "image", "reader": reader, "ensure_channel_first": True, "dtype": "$torch.float32"}]
 
 
 def _volume_list(channels: tuple[str, ...]) -> str:
-    """NIfTI files; with named channels, NAME_CHANNEL.nii.gz of all channels together."""
+    """NIfTI files; with named channels, NAME_CHANNEL.nii.gz of all channels."""
     if not channels:
         return "$[{'image': str(p)} for p in sorted(pathlib.Path(@dataset_dir).glob('*.nii*'))]"
     first = f"_{channels[0]}.nii"
@@ -216,7 +177,7 @@ def _read_volumes(task: TaskConfig) -> list[Any]:
 
 
 def metadata(stored: StoredModel) -> dict[str, Any]:
-    """What MONAI's metadata schema asks for, as far as the card knows it."""
+    """configs/metadata.json by MONAI's schema."""
     task, card, versions = stored.task, stored.card, installed_versions()
     classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
     image = {
@@ -228,7 +189,7 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "dtype": "float32",
         "value_range": [],
         "is_patch_data": task.image_mode == "patch",
-        "channel_def": as_data(_channel_words(task)),
+        "channel_def": as_data(_channel_definition(task)),
     }
     output = {
         "type": "image" if task.kind == "segmentation" else "probabilities",
@@ -240,28 +201,22 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "is_patch_data": task.image_mode == "patch",
         "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
     }
-    return {
-        "schema": _META_SCHEMA,
-        "version": "1.0.0",
-        "changelog": {"1.0.0": "exported by medflare"},
+    return _TEMPLATE["metadata"] | {
         "monai_version": versions["monai"],
         "pytorch_version": versions["torch"],
         "numpy_version": versions["numpy"],
-        "required_packages_version": {"medflare": versions.get("medflare", "")},  # absent where the code is not installed
+        "required_packages_version": {"medflare": versions.get("medflare", "")},  # missing if it is not installed
         "name": as_data(f"medflare {task.name}"),
         "task": f"{task.target} {task.kind}",
         "description": as_data(f"Model of kind {stored.kind}, trained by {card.get('method', 'an unnamed method')} on task {task.name}"),
-        "authors": "the federation that trained it",
-        "copyright": "see the data's licence",
         "data_source": as_data(task.source),
         "label_classes": as_data(classes),
         "eval_metrics": as_data(card.get("metrics", {})),
-        "intended_use": "research; not a medical device",
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": as_data(output)}},
     }
 
 
-def _channel_words(task: TaskConfig) -> dict[str, str]:
+def _channel_definition(task: TaskConfig) -> dict[str, str]:
     colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
     names = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
     return {str(number): name for number, name in enumerate(names)}
@@ -272,18 +227,17 @@ def _readme(stored: StoredModel) -> str:
     inputs = "2-D pictures" if stored.task.spatial_dims == 2 else f"NIfTI volumes{first}"
     return f"""# medflare {stored.task.name}
 
-A delivered model ({stored.kind}) as a MONAI bundle; `card.json` says where it comes from. A folder of {inputs} is predicted
-from the bundle's root by
+A delivered model ({stored.kind}) as a MONAI bundle; `card.json` has its origin. Predict a folder of {inputs} from the bundle's root:
 
     from monai import bundle
     bundle.run(config_file="configs/inference.json", dataset_dir="IMAGES", output_dir="OUT")
 
-Where medflare is not installed, the TorchScript file takes the place of network and weights:
+Without medflare, use the TorchScript file:
 
     without = {{"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"}}
     bundle.run(config_file="configs/inference.json", dataset_dir="IMAGES", output_dir="OUT", **without)
 
-The network gives probabilities. Other formats, label values and adaptation to a site: `medflare predict`.
+The network returns probabilities. For other formats, label values and adaptation use `medflare predict`.
 """
 
 

@@ -1,8 +1,7 @@
 """Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
 
-A delivered model is a `Message`. Its item `kind` says how a module is built from it: this file builds the kind "plain" (one
-network) and the adapted kinds of `adaptation.registry`; a method's own kinds stand in its `Method.models`. Every module maps images
-(N, C, H, W) to probabilities.
+A delivered model is a `Message` with the item `kind`: this file builds the kind "plain" (one network) and the adapted kinds of
+`adaptation.registry`; the kinds of a method are in its `Method.models`. Every module maps images (N, C, H, W) to probabilities.
 """
 
 import hashlib
@@ -29,30 +28,25 @@ from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
 
 MODEL = "model"  # the entry of a plain model that holds its weights
-KEPT = "kept"  # item of a deployed model that was chosen at its site: how, for the card and the results
+KEPT = "kept"  # item of a deployed model that the site chose: its role, for the card and the results
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
-_TRIAL = 16.0  # GiB that the intensity transform of one image may take
-SEAL = "signature"  # the card's own checksum, which covers that of the weights
+_TRIAL = 16.0  # maximum GiB for the intensity transform of one image
+SEAL = "signature"  # the checksum of the card, which contains that of the weights
 _PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "image_mode", "orientation", "spacing")
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
 T = TypeVar("T")
 
 
-def no_other_kind(kind: str) -> Builder | None:
-    """What builds models of a kind, where nobody knows any but "plain"."""
-    return None
-
-
-def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = no_other_kind) -> nn.Module:
+def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = lambda kind: None) -> nn.Module:
     """The module of a delivered model, in evaluation mode on the CPU.
 
     Args:
-        builder_of: kind -> what builds models of that kind, None where nothing does.
+        builder_of: kind -> the builder of that kind; None if there is none.
 
     Raises:
-        ConfigError: a kind that nobody here builds.
+        ConfigError: an unknown kind.
         StateError: weights that do not fit the task.
     """
     kind = message.meta.get("kind", "plain")
@@ -62,17 +56,12 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
         return adapted_model(task, message, lambda base: build(task, base, builder_of))
     builder = builder_of(kind)
     if builder is None:
-        remedy = "install the method that delivered it, or build it with methods.catalogue.build_deployed"
-        raise ConfigError(f"no builder for a model of kind {kind!r}; {remedy}")
+        raise ConfigError(f"unknown kind of model {kind!r}; install its method, or use methods.catalogue.build_deployed")
     return builder(task, message)
 
 
 def plain_message(state: StateDict, **meta: Any) -> Message:
-    """One network's weights as a delivered model of kind "plain".
-
-    Args:
-        meta: further meta of the message.
-    """
+    """One network's weights as a delivered model of kind "plain"; `meta` is added to the message."""
     return Message({MODEL: state}, {"kind": "plain", **meta})
 
 
@@ -80,7 +69,7 @@ def plain_model(task: TaskConfig, message: Message) -> nn.Module:
     """The module of a delivered model of kind "plain", in evaluation mode on the CPU.
 
     Raises:
-        StateError: the message holds no model, or its tensors do not fit the task's network.
+        StateError: there are no weights, or they do not fit the task's network.
     """
     if MODEL not in message.states:
         raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
@@ -90,35 +79,24 @@ def plain_model(task: TaskConfig, message: Message) -> nn.Module:
 def network_with(
     task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
 ) -> nn.Module:
-    """A network with the weights of `state`, in evaluation mode: the task's own, or one by `spec` (a selector) with `outputs` outputs.
-
-    Args:
-        task: gives channels, and what the others leave open.
-        state: name -> tensor, every entry of the network.
-        spec: the network, see `networks.catalogue`; None: the task's.
-        outputs: output channels; None: the task's.
+    """A network with the weights `state` in evaluation mode, see `networks.catalogue.task_network`.
 
     Raises:
-        StateError: names or shapes do not fit; the text names the first three.
+        StateError: names or shapes do not fit.
     """
     chosen = task.network if spec is None else spec
-    with seeded(0, "deployed"):  # the initial weights are overwritten; drawing them must not disturb anybody's generator
+    with seeded(0, "deployed"):  # leaves torch's global generator unchanged; the initial weights are overwritten
         network = task_network(task, chosen, outputs)
     if reason := misfit(state, network.state_dict()):
         raise StateError(
-            f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; "
-            "use the task that the model was trained with"
+            f"the weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; use the task of the training"
         )
     network.load_state_dict(state)
     return network.eval()
 
 
 class Repeated(Generic[T]):
-    """Things that are made anew for every pass over them, so that no more than one is in memory.
-
-    Args:
-        make: gives the same things every time.
-    """
+    """An iterable that calls `make` for every pass, so that only one item is in memory."""
 
     def __init__(self, make: Callable[[], Iterable[T]]):
         self._make = make
@@ -129,22 +107,18 @@ class Repeated(Generic[T]):
 
 @runtime_checkable
 class Adaptive(Protocol):
-    """A deployed module that fits itself to a site's unlabelled images before it predicts."""
+    """A deployed module that adapts to a site's unlabeled images before it predicts."""
 
     def adapt(self, batches: "Sequence[Tensor] | Repeated[Tensor]") -> None:
-        """Images (N, C, H, W) in the batches in which they will be predicted.
-
-        Args:
-            batches: at least one image; taken as often as there are passes.
-        """
+        """Adapt to images (N, C, H, W) in the batches in which they will be predicted; possibly in several passes."""
 
 
 @runtime_checkable
 class Branching(Protocol):
-    """A deployed module that computes different things for different images, which no exporter can record."""
+    """A deployed module whose computation depends on the image, which exporters cannot record."""
 
     def unbranched(self) -> nn.Module:
-        """A module that gives the same answers by one computation for all images."""
+        """An equal module with the same computation for all images."""
 
 
 @dataclass(frozen=True)
@@ -161,28 +135,18 @@ class StoredModel:
         return str(self.message.meta["kind"])
 
     def build(self, builder: Builder = build) -> nn.Module:
-        """The module from images to probabilities, in evaluation mode on the CPU.
-
-        Args:
-            builder: `methods.catalogue.build_deployed` knows every kind; the default refuses what it does not know.
-
-        Raises:
-            ConfigError: a kind that the builder does not know.
-            StateError: weights that do not fit the task.
-        """
+        """The module from images to probabilities, see `build`; `methods.catalogue.build_deployed` builds every kind."""
         return builder(self.task, self.message)
 
 
 def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:
-    """Write a delivered model to `folder`: the weights first, then the card that carries their checksum.
+    """Write a delivered model to `folder`: the weights first, then the card with their checksum; an older model is replaced.
 
     Args:
-        folder: made where it does not exist; an older model in it is replaced.
-        task: what the model was trained for; part of the card.
-        card: what the caller knows beside the task: method, site, role, round, seed, metrics, ... (JSON-serialisable).
+        card: further JSON values: method, site, role, round, seed, metrics, ...
 
     Raises:
-        ValueError: the message does not say of which kind it is.
+        ValueError: the message has no kind.
     """
     if "kind" not in message.meta:
         raise ValueError("a delivered model needs the item 'kind'")
@@ -206,13 +170,9 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
 
 
 def signed(card: Mapping[str, Any]) -> dict[str, Any]:
-    """The card with the SHA-256 of all that it says, the checksum of the weights included, in place of an older one.
+    """The card with the SHA-256 of its content, which contains the checksum of the weights.
 
-    It shows what was changed by mistake or by hand. Who forges a card can compute it too: a signature that is to prove where a model comes
-    from is compared with the one that the delivering party tells.
-
-    Args:
-        card: JSON values.
+    It has no key: to prove where a model comes from, the signature is compared with the one that the sender gives.
     """
     content = {name: value for name, value in card.items() if name != SEAL}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -224,13 +184,13 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
 
     Args:
         folder: holds weights and card.
-        unsigned: take a card without a signature too, as a medflare before 0.3 wrote it: nothing tells whether somebody changed it.
-        bounds: how large an image of its task may be.
+        unsigned: accept a card without a signature, as of medflare before 0.3.
+        bounds: maximum size of the task's images.
 
     Raises:
-        StateError: a file is missing or damaged, the card has another schema, was changed or lacks its signature, its task is none that
-            this version knows, or card and weights do not belong together.
-        ConfigError: its images are larger than the bounds.
+        StateError: a file is missing or damaged, the card has another schema, was changed or has no signature, its task is invalid, or card
+            and weights do not belong together.
+        ConfigError: the task's images are larger than the bounds.
     """
     folder = Path(folder)
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
@@ -242,17 +202,16 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
         card = json.loads((folder / CARD_FILE).read_text())
         schema, checksum, described = card["schema"], card["sha256"], card["task"]
         shown = printable_json(card)
-        resealed = signed(card)[SEAL]
+        signature = signed(card)[SEAL]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"{folder / CARD_FILE}: not a model card ({one_line(error)}); fetch the model again") from error
     if schema != CARD_SCHEMA:
         raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
     if SEAL not in card and not unsigned:
         raise StateError(
-            f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it "
-            "where you know that it is of an older medflare (predict and export: --unsigned)"
+            f"{folder / CARD_FILE}: has no {SEAL}; fetch the model again, or for a model of medflare before 0.3 use --unsigned"
         )
-    if card.get(SEAL, resealed) != resealed:
+    if card.get(SEAL, signature) != signature:
         raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its signature does not fit; fetch the model again")
     if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")

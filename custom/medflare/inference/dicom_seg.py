@@ -1,4 +1,4 @@
-"""Predicted masks of a DICOM series as a DICOM segmentation object (PS3.3, A.51), by highdicom: what viewers and archives take."""
+"""Predicted masks of a DICOM series as a DICOM segmentation object (PS3.3, A.51), by highdicom."""
 
 import io
 import warnings
@@ -14,39 +14,31 @@ from medflare.core.packages import require
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import TaskConfig
 
-_SCHEME = "99MEDFLARE"  # labels are the task's own words, so their codes stand in a scheme of their own (PS3.3, 8.2)
-# Patient and study of the object are those of the series. What the standard allows to be empty, anonymised files leave out.
+_SCHEME = "99MEDFLARE"  # labels are free text, so their codes have a private scheme (PS3.3, 8.2)
+# The standard allows these to be empty; anonymized files often lack them.
 _MAY_BE_EMPTY = (
     *("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime"),
     *("AccessionNumber", "ReferringPhysicianName"),
 )
-# Without these nobody can say where the masks lie and whose they are.
 _NEEDED = ("FrameOfReferenceUID", "StudyInstanceUID", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing")
-_ALIGNED = 0.1  # slices between where a file says that it lies and where its slice of the volume does
+_ALIGNED = 0.1  # maximum distance, in slices, of a file's position from its slice of the volume
 
 
 def check_writable() -> None:
-    """Refuse where highdicom is not installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raises ConfigError if highdicom is not installed."""
     require("highdicom", "DICOM-SEG (the extra medflare[dicomseg])")
 
 
 def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.ndarray, task: TaskConfig) -> bytes:
-    """One object with a segment for every structure, in the frame of reference, study and patient of the series.
+    """The content of a file with a segment for every structure; equal masks of a series have equal identifiers.
 
     Args:
-        series: folder with the files of the series.
+        series: folder of the series.
         structures: label -> bool (columns, rows, slices).
-        affine: (4, 4), voxel numbers of these arrays to millimetres in RAS.
-
-    Returns:
-        The content of the file; equal masks of a series give equal identifiers.
+        affine: (4, 4), voxel indices of these arrays to millimetres in RAS.
 
     Raises:
-        DataError: a file of the series cannot be read, lacks what the object needs, or is none of the volume's slices.
+        DataError: a file of the series cannot be read, lacks an attribute that the object needs, or is not a slice of the volume.
     """
     import highdicom
     from pydicom.sr.codedict import codes
@@ -70,21 +62,21 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     ]
     origin = [slices[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
     try:
-        found = _segmentation(slices, volume, described, origin, task)
-    except (ValueError, TypeError, AttributeError) as error:  # a header that highdicom refuses, in its words
+        segmentation = _segmentation(slices, volume, described, origin, task)
+    except (ValueError, TypeError, AttributeError) as error:  # highdicom does not accept a header
         raise unwritable(series, str(error)) from error
     content = io.BytesIO()
-    found.save_as(content)
+    segmentation.save_as(content)
     return content.getvalue()
 
 
 def _segmentation(slices: list[Any], volume: np.ndarray, described: list[Any], origin: list[str], task: TaskConfig) -> Any:
-    """The object, of masks (columns, rows, slices, segments)."""
+    """The object; `volume` is (columns, rows, slices, segments)."""
     import highdicom
     from pydicom.uid import generate_uid
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of masks without a voxel, and of what sources lack
+        warnings.simplefilter("ignore")  # empty masks, missing attributes
         return highdicom.seg.Segmentation(
             source_images=slices,
             pixel_array=volume.transpose(2, 1, 0, 3).astype(np.uint8),  # frames, rows, columns, segments
@@ -102,19 +94,15 @@ def _segmentation(slices: list[Any], volume: np.ndarray, described: list[Any], o
 
 
 def unwritable(image: Path, why: str) -> DataError:
-    """Why masks of this image cannot become such an object, and what to do.
-
-    Args:
-        image: a folder with a series, or a file.
-    """
+    """The error for an image that cannot have a segmentation object."""
     return DataError(f"{image}: cannot have a DICOM segmentation ({why.rstrip('.')}); predict it without --dicom-seg")
 
 
 def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
-    """The files in the order of the volume's slices, without their pixels."""
+    """The headers of the files in the order of the volume's slices."""
     from pydicom import dcmread
 
-    placed: dict[int, Any] = {}
+    headers: dict[int, Any] = {}
     to_index = np.linalg.inv(affine)
     for file in dicom_files(series):
         header = dcmread(file, stop_before_pixels=True)
@@ -122,13 +110,13 @@ def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
             if not header.get(keyword):
                 raise unwritable(series, f"{file.name} has no {keyword}")
         left, posterior, superior = map(float, header.ImagePositionPatient)
-        place = float((to_index @ [-left, -posterior, superior, 1])[2])
-        if abs(place - round(place)) > _ALIGNED or not 0 <= round(place) < count:
-            raise DataError(f"{file}: is none of the volume's {count} slices; give a folder with one series of evenly spaced slices")
+        index = float((to_index @ [-left, -posterior, superior, 1])[2])
+        if abs(index - round(index)) > _ALIGNED or not 0 <= round(index) < count:
+            raise DataError(f"{file}: is not one of the volume's {count} slices; use a folder with one series of evenly spaced slices")
         for keyword in _MAY_BE_EMPTY:
             if keyword not in header:
                 setattr(header, keyword, "")
-        placed[round(place)] = header
-    if len(placed) != count:
-        raise DataError(f"{series}: {len(placed)} files for {count} slices; give a folder with one series of evenly spaced slices")
-    return [placed[place] for place in range(count)]
+        headers[round(index)] = header
+    if len(headers) != count:
+        raise DataError(f"{series}: {len(headers)} files for {count} slices; use a folder with one series of evenly spaced slices")
+    return [headers[index] for index in range(count)]

@@ -1,7 +1,6 @@
-"""A delivered model in other programs' formats: TorchScript, ONNX and a MONAI bundle, from prepared images to probabilities.
+"""Export of a delivered model, from prepared images to probabilities, as TorchScript, ONNX or a MONAI bundle.
 
-What was written is loaded again and has to give the delivered model's own numbers, on a batch of another size than the one that it was
-recorded with.
+The exported model is loaded again and compared with the delivered one, on a batch of another size than that of the recording.
 """
 
 import logging
@@ -26,9 +25,8 @@ from medflare.tasks.config import TaskConfig
 
 TOLERANCE = 1e-4  # of a probability: float32 arithmetic in another order differs by about 1e-6
 _REFUSED = {
-    "tent": "it goes on learning while it predicts; use `medflare predict`, or export the model without Tent (role global)",
-    "routed": "its weights are mixed anew for every image and its statistics are those of the batch; use `medflare predict`, "
-    "or export one of its members (roles global and personal)",
+    "tent": "it adapts while it predicts; use `medflare predict`, or export the model without Tent (role global)",
+    "routed": "its weights depend on the image and its statistics on the batch; use `medflare predict`, or export role global or personal",
 }
 
 Predictor = Callable[[Tensor], Tensor]
@@ -36,26 +34,22 @@ Predictor = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and the largest difference to the delivered model's probabilities."""
+    """The files, and the largest difference to the delivered model's probabilities."""
 
     files: tuple[Path, ...]
     difference: float
 
     def render(self) -> str:
-        """The files, one a line, and how far they are from the delivered model."""
-        return "\n".join([*map(str, self.files), f"gives the numbers of the delivered model; largest difference {self.difference:.1e}"])
+        """The files, one a line, and the difference."""
+        return "\n".join([*map(str, self.files), f"equal to the delivered model; largest difference {self.difference:.1e}"])
 
 
 def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = build) -> Exported:
-    """Write a delivered model in another format, with its card, once it is known to give the same numbers.
-
-    Args:
-        out: folder for the files; made where it does not exist.
-        builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
+    """Write a delivered model in another format to the folder `out`, with its card, if it gives the same numbers.
 
     Raises:
-        ConfigError: an unknown format, or one whose packages are not installed.
-        ExportError: a model that cannot be exported, with the reason and what to do instead, or one that came out different.
+        ConfigError: an unknown format, or a missing package.
+        ExportError: the model cannot be exported, or the exported model gives other numbers.
     """
     if format not in FORMATS:
         raise ConfigError(f"no export format {format!r}; known are {', '.join(FORMATS)}")
@@ -67,9 +61,7 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
         folder = Path(temporary)
         difference = largest_difference(model, _WRITERS[format](stored, model, folder), stored.task)
         if not difference <= TOLERANCE:
-            raise ExportError(
-                f"the model as {format} differs from the delivered one by {difference:.1e}; use another format or `medflare predict`"
-            )
+            raise ExportError(f"{format} differs from the delivered model by {difference:.1e}; use another format or `medflare predict`")
         write_json(folder / CARD_FILE, signed({**stored.card, "export": {"format": format, "largest_difference": difference}}))
         shutil.copytree(folder, out, dirs_exist_ok=True)
         return Exported(tuple(out / file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()), difference)
@@ -77,11 +69,7 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
 
 @torch.no_grad()
 def largest_difference(model: Predictor, exported: Predictor, task: TaskConfig) -> float:
-    """max |p - p'| on five normally distributed images; infinite where shapes differ or an answer is not a number.
-
-    Args:
-        task: gives channels and size.
-    """
+    """max |p - p'| on five normally distributed images; infinite if shapes differ or a result is not finite."""
     images = torch.randn(5, task.image_channels, *task.size, generator=torch_generator(0, "export"))
     expected, found = model(images), exported(images)
     if found.shape != expected.shape or not torch.isfinite(found).all():
@@ -89,33 +77,24 @@ def largest_difference(model: Predictor, exported: Predictor, task: TaskConfig) 
     return float((found - expected).abs().max())
 
 
-# -- formats: each writes into a folder and gives back what it reads from there --------------------------------------------------
+# -- formats: each writes into a folder and returns the model that it loads from there -------------------------------------------
 
 
 def _graph(model: nn.Module) -> nn.Module:
-    """The model as one computation that is the same for all images."""
+    """The model with the same computation for all images."""
     return model.unbranched().eval() if isinstance(model, Branching) else model
 
 
-def traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
-    """The computation recorded on two random images.
-
-    Args:
-        model: images (N, C, H, W) to probabilities.
-        task: gives channels and size.
-
-    Raises:
-        ExportError: it cannot be recorded.
-    """
+def _traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
     try:
         with torch.no_grad():
             return torch.jit.trace(_graph(model), torch.rand(2, task.image_channels, *task.size), check_trace=False)
-    except Exception as error:  # a tracer meets whatever a network does in Python
+    except Exception as error:  # whatever the network raises
         raise _unrecordable(error, "torchscript") from error
 
 
 def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
-    torch.jit.save(traced(model, stored.task), folder / "model.ts")
+    torch.jit.save(_traced(model, stored.task), folder / "model.ts")
     loaded: Predictor = torch.jit.load(folder / "model.ts", map_location="cpu")
     return loaded
 
@@ -146,7 +125,7 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predicto
 
 
 def _write_monai(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
-    return write_bundle(stored, model, traced(model, stored.task), folder)
+    return write_bundle(stored, model, _traced(model, stored.task), folder)
 
 
 _WRITERS: dict[str, Callable[[StoredModel, nn.Module, Path], Predictor]] = {
@@ -158,14 +137,12 @@ FORMATS = tuple(_WRITERS)
 
 
 def _unrecordable(error: Exception, format: str) -> ExportError:
-    return ExportError(
-        f"the model's computation cannot be recorded as {format} ({one_line(error)}); use another format or `medflare predict`"
-    )
+    return ExportError(f"the model cannot be recorded as {format} ({one_line(error)}); use another format or `medflare predict`")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporters' remarks on their own future, on packages that are not needed and on what they are doing."""
+    """Without the exporters' warnings and progress messages."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""What `medflare predict` is given: files, and folders that are searched for images and DICOM series."""
+"""The inputs of `medflare predict`: files, and folders with images and DICOM series."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ class Input:
     """One image or volume.
 
     Attributes:
-        path: a file, or a folder with one DICOM series; the first of them where channels have files of their own.
-        name: where its outputs go below the output folder: unique, without suffix, with the subfolders it was found in.
-        channels: a file for every channel, None for one that is missing; empty where one file holds all.
+        path: a file, or a folder with one DICOM series; with a file for every channel, the first of them.
+        name: path of its outputs in the output folder: unique, without suffix, with its subfolders.
+        channels: a file for every channel, None for a missing one; empty if one file has all channels.
     """
 
     path: Path
@@ -26,14 +26,10 @@ class Input:
 
 
 def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
-    """Everything to be predicted, in the order given and sorted within a folder, and the folders that hold nothing, one line each.
+    """All inputs, in the order of `paths` and sorted within a folder, and a line for every folder without images.
 
-    A folder is searched with its subfolders, `out` excepted. Its DICOM files are one volume where they are the slices of one
-    series; other files are images of their own. A file that was named is taken as it is, so that reading it can say what is wrong.
-    Where channels have names, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image, P07.
-
-    Args:
-        paths: files and folders.
+    A folder is searched with its subfolders except `out`. Its DICOM files are one volume if they are the slices of one series. With named
+    channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image, P07.
 
     Raises:
         ConfigError: an input folder is the output folder.
@@ -44,11 +40,11 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
     prefixed = sum(path.is_dir() for path in paths) > 1
     for path in paths:
         if path.resolve() == out.resolve():
-            raise ConfigError(f"{path} is both an input folder and the output folder; give --out another folder")
-        found = list(_search(path, out.resolve())) if path.is_dir() else [path]
-        if not found:
+            raise ConfigError(f"{path} is both an input folder and the output folder; use another folder for --out")
+        images = list(_search(path, out.resolve())) if path.is_dir() else [path]
+        if not images:
             problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
-        for image in found:
+        for image in images:
             whole, channel = _part_of(image, channels)
             parts.setdefault(whole.resolve(), {}).setdefault(channel, image)
             if whole.resolve() not in inputs:
@@ -58,7 +54,7 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
 
 
 def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
-    """The image that a file belongs to, and which channel of it the file's name says that it is; "" where it says none."""
+    """The image of a file, and the channel in the file's name; "" if there is none."""
     named = stem(image)
     for name in sorted(channels, key=len, reverse=True):
         if named == name:
@@ -85,7 +81,7 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
 
 
 def is_series(files: Sequence[Path]) -> bool:
-    """Whether these DICOM files are the slices of one volume: one series, one size, a number and a place of its own for each."""
+    """Whether these DICOM files are the slices of one volume: one series, one size, different numbers and positions."""
     headers = [header for header in map(_header, files) if header is not None]
     if len(headers) < max(2, len(files)):
         return False
@@ -93,7 +89,7 @@ def is_series(files: Sequence[Path]) -> bool:
 
 
 def _header(file: Path) -> tuple[Any, ...] | None:
-    """(series, rows, columns, number, position); None where one of them is missing or the file cannot be read."""
+    """(series, rows, columns, number, position); None if one of them is missing or the file cannot be read."""
     from pydicom import dcmread
 
     tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
@@ -101,12 +97,12 @@ def _header(file: Path) -> tuple[Any, ...] | None:
         header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
         *fixed, position = (header[tag].value for tag in tags)
         return (*map(str, fixed), tuple(map(float, position)))
-    except Exception:  # whatever is wrong with the file, the reader will say it of this file alone
+    except Exception:  # the reader reports the problem
         return None
 
 
 def _relative_name(image: Path, given: Path, prefixed: bool) -> Path:
-    """The name without suffix, below the folder that was given; below that folder's own name where several were."""
+    """The name without suffix, relative to the given folder, or below that folder's name if there are several."""
     name = stem(image)
     if image == given:
         return Path(name or image.resolve().name)
@@ -115,7 +111,7 @@ def _relative_name(image: Path, given: Path, prefixed: bool) -> Path:
 
 
 def _unique(name: Path, taken: set[str]) -> str:
-    """The name itself, or with the first number that sets it apart from those taken."""
+    """The name, with a number if it is taken."""
     chosen, number = str(name), 1
     while chosen in taken:
         number += 1

@@ -1,9 +1,8 @@
-"""A delivered model on a hospital's own images: preprocessing as in training, masks or a table of probabilities.
+"""Prediction of images with a delivered model: preprocessing as in training, masks or a table of probabilities.
 
-Images are predicted in the order in which they are given, in batches that run across files and slices, as the evaluation of a
-run does with a test split: the same images in the same order give the same numbers. That matters where a model adapts to the
-unlabelled images themselves, see `prediction_model`. What evaluation knows and nobody here is which files are one patient's: a
-model that looks at whole patients (FedSM's) is asked for all slices of a volume together, and for pictures one by one.
+Images are predicted in the given order, in batches across files and slices, as in the evaluation of a run: the same images in the same
+order give the same numbers, also with a model that adapts to unlabeled images. The patients of the files are unknown: a model of whole
+patients (FedSM's) gets all slices of a volume together, and pictures one by one.
 """
 
 from collections import Counter, deque
@@ -39,16 +38,16 @@ from medflare.training.scoring import PatientPredictor, predict_each, predicts_b
 
 ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
 TABLE = "predictions.csv"
-OUTSIDE = "outside_training"  # column of the table: in what an image lies outside what the model was trained on
-_UNSEEN = "outside what the model was trained on"
-_TOLD = 10  # images that are told one by one
+OUTSIDE = "outside_training"  # column of the table: differences of an image from the training images
+_UNSEEN = "outside the range of the training images"
+_LISTED = 10  # images that are printed one by one
 
 
 @runtime_checkable
 class Choosing(Protocol):
-    """A deployed module in which one of several networks answers each image."""
+    """A deployed module that selects one of several networks for each image."""
 
-    answered: list[str]  # the networks that answered the last batch, image by image
+    answered: list[str]  # the networks selected for the last batch, image by image
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,9 @@ class Prepared:
 
     Attributes:
         images: float32 (S, C, ...); S = 1, or the slices of a volume.
-        size: of a picture, slice or volume before the network's size.
+        size: of a picture, slice or volume before it was resized.
         volume: whether it was cut into slices.
-        acquired: as it was read.
-        grids: for a task of volumes, where the voxels lie: as stored, and along the task's axes.
+        grids: for a 3-D task: as stored, and along the task's axes.
     """
 
     source: Input
@@ -73,11 +71,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says about one input.
+    """The prediction for one input.
 
     Attributes:
         probabilities: (S, outputs, ...) on the network's grid, or (S, outputs).
-        answered: for a super model, the member that answered each picture or slice; else empty texts.
+        answered: for a super model, the network of each picture or slice; else "".
     """
 
     prepared: Prepared
@@ -87,17 +85,15 @@ class Prediction:
 
 @dataclass
 class Summary:
-    """What became of a call of `predict`.
+    """The result of a call of `predict`.
 
     Attributes:
         table: the CSV file with a row for every picture.
-        say: see `predict`.
-        images, pictures: inputs predicted; their pictures, counting every slice of a volume.
+        images, pictures: predicted inputs; their pictures, counting every slice of a volume.
         failed: one line for each input that could not be predicted.
-        outside: image -> in what it lies outside what the model was trained on, see `acquisition.outside`; None: the card does not say what
-            that was.
-        answered: for a super model, how many pictures each member answered.
-        adapted: how the model adapted to the images; "" where it did not.
+        outside: image -> its differences from the training images, see `acquisition.outside`; None: the card has no training range.
+        answered: for a super model, the number of pictures of each network.
+        adapted: how the model adapted to the images; "" if it did not.
     """
 
     table: Path
@@ -110,40 +106,40 @@ class Summary:
     adapted: str = ""
 
     def add(self, answered: Sequence[str]) -> None:
-        """One input was predicted; who answered each of its pictures."""
+        """Count a predicted input."""
         self.images += 1
         self.pictures += len(answered)
         self.answered.update(filter(None, answered))
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
-        """One input lies outside what the model was trained on; the first ones are told one by one."""
+        """Record an input outside the training range; the first ones are printed one by one."""
         assert self.outside is not None
         self.outside[image] = dict(differences)
-        if len(self.outside) <= _TOLD:
+        if len(self.outside) <= _LISTED:
             self.say(f"{image}: {_UNSEEN}: {_listed(differences)}")
-        elif len(self.outside) == _TOLD + 1:
+        elif len(self.outside) == _LISTED + 1:
             self.say(f"and further images, see the column {OUTSIDE} of {self.table.name}")
 
     def fail(self, line: str) -> None:
-        """One input was not, for the reason that the line gives."""
+        """Record an input that could not be predicted."""
         self.failed.append(line)
         self.say(line)
 
     def render(self) -> str:
-        """What became of the images, how the model adapted and which members answered, a line each."""
+        """The summary in lines."""
         slices = f" ({self.pictures} pictures with every slice of the volumes)" if self.pictures > self.images else ""
         lines = [f"{self.images} image{'s' * (self.images != 1)} predicted{slices}, {len(self.failed)} failed; table: {self.table}"]
         if self.outside is None:
-            lines.append("nothing is known of what the model was trained on: its card is of an older medflare, or its sites did not tell")
+            lines.append("the range of the training images is unknown: the card is of an older medflare, or the sites did not send it")
         elif self.outside:
             kinds = Counter(kind for differences in self.outside.values() for kind in differences)
-            first = {kind: next(found[kind] for found in self.outside.values() if kind in found) for kind in kinds}
-            told = "; ".join(f"{kind} {first[kind]} ({count})" for kind, count in kinds.most_common())
-            lines.append(f"{len(self.outside)} of {self.images} images lie outside what the model was trained on: {told}")
+            first = {kind: next(values[kind] for values in self.outside.values() if kind in values) for kind in kinds}
+            listed = "; ".join(f"{kind} {first[kind]} ({count})" for kind, count in kinds.most_common())
+            lines.append(f"{len(self.outside)} of {self.images} images are {_UNSEEN}: {listed}")
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")
         if self.answered:
-            lines.append("answered by " + ", ".join(f"{name}: {count}" for name, count in sorted(self.answered.items())))
+            lines.append("networks used: " + ", ".join(f"{name}: {count}" for name, count in sorted(self.answered.items())))
         return "\n".join(lines)
 
 
@@ -163,17 +159,14 @@ def predict(
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
 
     Args:
-        images: files, and folders that are searched, see `find_inputs`.
-        out: made where it does not exist.
-        builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
+        images: files and folders, see `find_inputs`.
         seg: write the masks of a DICOM series as a DICOM segmentation.
-        bounds: how large an image may be.
-        strict: an image outside what the model was trained on, see `acquisition.outside`, fails; else it is predicted and named.
-        say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
+        bounds: maximum size of an image.
+        strict: an image outside the training range, see `acquisition.outside`, fails; otherwise it is predicted and named.
+        say: called with a line for every image that cannot be read or predicted.
 
     Raises:
-        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or `strict` with a card that does not
-            say what the model was trained on.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or `strict` and no training range.
         StateError: weights that do not fit the task.
         OSError: the output folder cannot be written.
     """
@@ -208,17 +201,17 @@ def predict(
             except DataError as error:
                 summary.fail(str(error))
         else:
-            summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
+            summary.fail(f"{prediction.prepared.source.path}: the prediction is NaN or infinite; check the image's intensities")
     columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
     write_atomically(summary.table, csv_text(rows, columns).encode())
     return summary
 
 
 def _trained_on(stored: StoredModel, strict: bool) -> TrainedOn | None:
-    """What the card says that the model was trained on; None where it does not say."""
+    """The range of the training images in the card; None if it has none."""
     if TRAINED_ON not in stored.card:
         if strict:
-            raise ConfigError("strict: the card does not say what the model was trained on; leave out --strict, and look at the masks")
+            raise ConfigError("strict: the card has no range of the training images; leave out --strict, and look at the masks")
         return None
     trained = read_range(stored.card[TRAINED_ON])
     if problem := trained.misfit(stored.task):
@@ -231,12 +224,11 @@ def _listed(differences: Mapping[str, str]) -> str:
 
 
 def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str = "auto") -> nn.Module:
-    """The module that predicts: the delivered model with the test-time adaptation that was asked for.
+    """The delivered model with a test-time adaptation.
 
-    "auto" is the model as its method means it: a model that fits itself to unlabelled images (routed, dsbn) is to be fitted to
-    those that are predicted, one that learns while it predicts (tent) does, others stay as they are. "none" leaves a fitted
-    model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose BatchNorm uses the statistics of its training,
-    in place of what the model came with.
+    "auto" is the adaptation of the method: a model that adapts to unlabeled images (routed, dsbn) is to be adapted to the predicted images,
+    Tent adapts while it predicts. "none": no adaptation to the predicted images. "tent" and "dsbn" replace the adaptation of the model;
+    its BatchNorm must use the statistics of the training.
 
     Raises:
         ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts already.
@@ -244,7 +236,7 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     """
     if adapt not in ADAPTATIONS:
         raise ConfigError(f"no adaptation {adapt!r}; known are {', '.join(ADAPTATIONS)}")
-    replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}  # delivered: what is asked for in its place
+    replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}  # delivered kind: adaptations that replace it
     if adapt in replaced.get(stored.kind, ()):
         meta = {**stored.message.meta, "kind": stored.message.meta["base"]}
         stored = StoredModel(stored.task, Message(stored.message.states, meta), stored.card)
@@ -252,18 +244,15 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     if adapt in ("auto", "none", stored.kind):
         return model
     if any(isinstance(part, TestTimeNorm) for part in model.modules()):
-        raise ConfigError(f"a model of kind {stored.kind!r} normalises by the test images already; use the adaptation auto or none")
+        raise ConfigError(f"a model of kind {stored.kind!r} normalizes by the test images already; use --adapt auto or none")
     return KINDS[adapt](model, stored.task, Message({}, {}))
 
 
 def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str) -> str:
-    """Fit the model to these images, in the batches in which they will be predicted; says what a model of this kind has done.
+    """Adapt the model to the inputs in the batches in which they will be predicted; returns a description, "" without inputs.
 
     Args:
-        model: changed in place.
-        prepared: every input, taken as often as the model looks at all of them; without any nothing happens.
-        task: gives the batch size.
-        device: where the model is.
+        prepared: every input; iterated once for every pass of the model.
     """
     size, count = scoring_batch(task), 0
 
@@ -279,11 +268,11 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
     if next(batches(), None) is None:
         return ""
     model.adapt(Repeated(batches))
-    return f"{kind}, fitted to {count} picture{'s' * (count != 1)} before the first was predicted"
+    return f"{kind}, adapted to {count} picture{'s' * (count != 1)} before the first was predicted"
 
 
 def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Prepared:
-    """Read one input and prepare it as in training; where a task of pictures meets a volume, it is cut, all slices kept.
+    """Read one input and prepare it as in training; for a 2-D task a volume is cut into all its slices.
 
     Raises:
         DataError: the file cannot be read as an image, or is too large.
@@ -304,7 +293,7 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
 def _readable(
     inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None], trained: TrainedOn | None
 ) -> Iterator[Prepared]:
-    """Inputs as they are read; one that cannot be read, or lies outside `trained`, is told, and left out from then on."""
+    """The prepared inputs; one that cannot be read, or is outside `trained`, is reported and removed from `inputs`."""
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
             prepared = prepare(source, task, bounds)
@@ -317,18 +306,8 @@ def _readable(
 
 
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
-    """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs, or by the sliding window.
-
-    A model that looks at whole patients is asked for all slices of a volume together; pictures may be of several patients.
-
-    Args:
-        prepared: inputs; taken as they are needed.
-        task: gives the batch size.
-        device: where the model is.
-
-    Yields:
-        One for each input, with its probabilities on the CPU.
-    """
+    """The prediction of every input, in order, with probabilities on the CPU: in batches of `scoring_batch` across inputs, or by the
+    sliding window. A model of whole patients gets all slices of a volume together."""
     size, answers = scoring_batch(task), _Answers(model)
     if task.image_mode == "patch":
         for whole in prepared:
@@ -347,7 +326,7 @@ def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, de
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []
     done: list[tuple[Tensor, str]] = []
-    for part in chain(prepared, [None]):  # None: no more to come
+    for part in chain(prepared, [None]):  # None: the end
         if part is not None:
             waiting.append(part)
             rows.extend(part.images)
@@ -362,21 +341,21 @@ def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, de
 
 
 class _Answers:
-    """Asks a model and, where it holds a super model, notes who answered."""
+    """Runs a model and records the networks that a super model selects."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.seen: list[str] = []
-        for part in model.modules():  # a super model may stand inside of what adapts it
+        self.selected: list[str] = []
+        for part in model.modules():  # a super model may be inside an adapted model
             if isinstance(part, Choosing):
-                part.register_forward_hook(lambda module, _images, _output: self.seen.extend(module.answered))
+                part.register_forward_hook(lambda module, _images, _output: self.selected.extend(module.answered))
 
     @torch.no_grad()
     def to(self, images: Tensor) -> list[tuple[Tensor, str]]:
-        """Probabilities on the CPU and the answering member of every image; "" where no single member can be named."""
-        self.seen.clear()
+        """Probabilities on the CPU and the network of every image; "" if it is not known."""
+        self.selected.clear()
         outputs = self.model(images).float().cpu()
-        names = self.seen if len(self.seen) == len(images) else [""] * len(images)  # Tent may ask several times
+        names = self.selected if len(self.selected) == len(images) else [""] * len(images)  # Tent runs a batch several times
         return list(zip(outputs, names, strict=True))
 
     @torch.no_grad()
@@ -392,28 +371,28 @@ class _Answers:
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
-    """Writes an input's masks, if the task segments, and gives its rows of the table: one per picture or slice."""
+    """Writes the masks of an input, and returns its rows of the table: one per picture or slice."""
     prepared = prediction.prepared
     grid = None if prepared.grids is None else prepared.grids[0]
     if task.kind == "classification":
-        found = [_classified(p, task) for p in prediction.probabilities]
+        results = [_classified(p, task) for p in prediction.probabilities]
     else:
         masks = [label_map(in_place(p, prepared.size, prepared.grids, task), task) for p in prediction.probabilities]
         whole = np.stack(masks, axis=task.slices.axis + 1) if prepared.volume else masks[0]
         files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
-        found = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
-    place = str(prepared.source.path)
+        results = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
     models = [{"model": name} if name else {} for name in prediction.answered]
-    numbers = range(len(found)) if prepared.volume else [""]
-    return [{"image": place, "slice": number, **row, **model} for number, row, model in zip(numbers, found, models, strict=True)]
+    numbers = range(len(results)) if prepared.volume else [""]
+    image = str(prepared.source.path)
+    return [{"image": image, "slice": number, **row, **model} for number, row, model in zip(numbers, results, models, strict=True)]
 
 
 def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
-    """The chosen label (multilabel: all that apply) and a column for every class; nine digits give a float32 back exactly."""
+    """The predicted label (multilabel: all that apply) and a column for every class; nine digits represent a float32 exactly."""
     p = torch.stack([1 - probabilities[0], probabilities[0]]) if task.target == "binary" else probabilities
     if task.target == "multilabel":
-        chosen = ";".join(label for label, one in zip(task.labels, p, strict=True) if one > 0.5)
+        chosen = ";".join(label for label, value in zip(task.labels, p, strict=True) if value > 0.5)
     else:
         chosen = task.classes[int(p.argmax())]
-    return {"label": chosen, **{f"probability_{name}": f"{one:.9g}" for name, one in zip(task.classes, p.tolist(), strict=True)}}
+    return {"label": chosen, **{f"probability_{name}": f"{value:.9g}" for name, value in zip(task.classes, p.tolist(), strict=True)}}
