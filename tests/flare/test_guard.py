@@ -69,7 +69,7 @@ def update(task: Any) -> Message:
     return Message({"model": model}, {"n_samples": 12, "loss": 0.5, "validation": {"global": 0.7}})
 
 
-def kept_back(result: Shareable) -> str:
+def blocked(result: Shareable) -> str:
     """The one line that is sent instead; fails if any data are."""
     assert "DXO" not in result and "FL_MODEL" not in result
     with pytest.raises(Exception, match="message"):
@@ -110,7 +110,7 @@ def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: Parti
 )
 def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update: Message, spoil: Any, words: str) -> None:
     spoil(update)
-    line = kept_back(OutboundGuard().process(to_shareable(update), context))
+    line = blocked(OutboundGuard().process(to_shareable(update), context))
     assert words in line and SITE in line
     (row,) = report(spec)
     assert row["sent"] == "no" and words in row["purpose"]
@@ -180,27 +180,27 @@ UNDECLARED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "token"), UNDECLARED.values(), ids=UNDECLARED)
-def test_an_undeclared_fact_keeps_the_reply_back(
+def test_undeclared_metadata_blocks_the_reply(
     context: FLContext, spec: ParticipantSpec, update: Message, spoil: Callable[..., object], token: str
 ) -> None:
     spoil(update.meta)
     left = OutboundGuard().process(to_shareable(update), context)
-    assert token in kept_back(left)
+    assert token in blocked(left)
     assert SECRET.encode() not in contents(left), "the reason names the item and not its value"
     assert [row["sent"] for row in report(spec)] == ["no"]
 
 
 @pytest.mark.parametrize("phase", ["enrol", "finalize"])
-def test_facts_of_enrolment_and_delivery_are_declared_too(spec: ParticipantSpec, phase: str) -> None:
+def test_metadata_of_enrollment_and_final_models_is_declared(spec: ParticipantSpec, phase: str) -> None:
     fl_ctx = prepared(spec, Message())
     fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 0, to_shareable(Message()), spec), private=True, sticky=False)
     meta: dict[str, Any] = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
     assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(meta))), fl_ctx)).meta == meta
     left = OutboundGuard().process(to_shareable(Message({}, {**meta, "patients": SECRET})), fl_ctx)
-    assert "'patients'" in kept_back(left) and SECRET.encode() not in contents(left)
+    assert "'patients'" in blocked(left) and SECRET.encode() not in contents(left)
 
 
-def test_facts_leave_as_plain_values(context: FLContext, update: Message) -> None:
+def test_metadata_leaves_as_plain_values(context: FLContext, update: Message) -> None:
     update.meta["validation"] = {Hiding("global"): np.float64(0.5)}
     meta = to_message(OutboundGuard().process(to_shareable(update), context)).meta
     ((name, value),) = meta["validation"].items()
@@ -228,7 +228,7 @@ def test_a_failed_task_hides_nothing(context: FLContext, hide: Callable[..., obj
 
 def test_a_reason_is_one_short_line_without_folders(context: FLContext) -> None:
     reply = make_reply(ReturnCode.EXECUTION_EXCEPTION, {"medflare.error": f"/srv/{SECRET}/x.json\n cannot be read " + "x" * 5000})
-    line = kept_back(OutboundGuard().process(reply, context))
+    line = blocked(OutboundGuard().process(reply, context))
     assert SECRET not in line and "\n" not in line and len(line) <= 1000 and "cannot be read" in line
 
 
@@ -267,7 +267,7 @@ def rounded(spec: ParticipantSpec, update: Message) -> tuple[Message, Message]:
     return incoming, rounding.up(train, update, rounding.widened(incoming))
 
 
-def test_the_wire_of_the_run_is_part_of_what_is_declared(spec: ParticipantSpec, update: Message) -> None:
+def test_rounded_weights_are_part_of_the_declaration(spec: ParticipantSpec, update: Message) -> None:
     """Rounded where the server sends it so, and then nothing else; the report has the bytes that leave."""
     incoming, reply = rounded(spec, update)
     sent = to_shareable(reply)
@@ -275,14 +275,14 @@ def test_the_wire_of_the_run_is_part_of_what_is_declared(spec: ParticipantSpec, 
     assert all(left.states["model"][name].equal(tensor) for name, tensor in reply.states["model"].items())
     model, *_ = report(spec)
     assert int(model["bytes"]) == reply.nbytes < 0.6 * update.nbytes
-    assert "bfloat16" in kept_back(OutboundGuard().process(to_shareable(update), prepared(spec, incoming)))
-    assert "float32" in kept_back(OutboundGuard().process(sent, prepared(spec, Message(update.states))))
+    assert "bfloat16" in blocked(OutboundGuard().process(to_shareable(update), prepared(spec, incoming)))
+    assert "float32" in blocked(OutboundGuard().process(sent, prepared(spec, Message(update.states))))
 
 
 def test_headers_carry_no_data(context: FLContext, update: Message) -> None:
     shareable = to_shareable(update)
     shareable.set_header("notes", torch.ones(4))
-    assert "notes" in kept_back(OutboundGuard().process(shareable, context))
+    assert "notes" in blocked(OutboundGuard().process(shareable, context))
 
 
 def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
@@ -291,7 +291,7 @@ def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, spec:
     failed.set_header("medflare.error", "no images")
     result = OutboundGuard().process(failed, context)
     assert result.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
-    assert kept_back(result) == "no images"
+    assert blocked(result) == "no images"
     (row,) = report(spec)
     assert (row["entry"], row["purpose"], row["sent"]) == ("error", "no images", "yes"), "the line leaves, too"
 
@@ -300,20 +300,20 @@ def test_results_of_other_executors_stay(update: Message) -> None:
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, SITE)
     weights = DXO(DataKind.WEIGHTS, {"w": torch.ones(2)}).to_shareable()
-    assert SITE in kept_back(OutboundGuard().process(weights, fl_ctx))
+    assert SITE in blocked(OutboundGuard().process(weights, fl_ctx))
     assert OutboundGuard().process(make_reply(ReturnCode.TASK_ABORTED), fl_ctx).get_return_code() == ReturnCode.TASK_ABORTED
 
 
 class TestTheSitesOwnList:
     def test_entries(self, context: FLContext, spec: ParticipantSpec, update: Message) -> None:
         Path(spec.local_file).write_text('{"outbound": {"entries": ["selector"]}}')
-        assert "model" in kept_back(OutboundGuard().process(to_shareable(update), context))
+        assert "model" in blocked(OutboundGuard().process(to_shareable(update), context))
         Path(spec.local_file).write_text('{"outbound": {"entries": ["model"]}}')
         assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
 
     def test_bytes(self, context: FLContext, spec: ParticipantSpec, update: Message) -> None:
         Path(spec.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes - 1}}))
-        assert str(update.nbytes) in kept_back(OutboundGuard().process(to_shareable(update), context))
+        assert str(update.nbytes) in blocked(OutboundGuard().process(to_shareable(update), context))
         Path(spec.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes}}))
         assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
 
@@ -324,7 +324,7 @@ class TestTheSitesOwnList:
         Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
         with pytest.raises(ConfigError, match="outbound"):
             outbound_limits(Path(spec.local_file))
-        assert "outbound" in kept_back(OutboundGuard().process(to_shareable(update), context))
+        assert "outbound" in blocked(OutboundGuard().process(to_shareable(update), context))
 
 
 class TestPrivacyFiltersOfFlare:
@@ -351,7 +351,7 @@ class TestPrivacyFiltersOfFlare:
 
     def test_what_cannot_be_protected_is_not_sent(self, context: FLContext, update: Message) -> None:
         kept = UpdatePrivacy("percentile").process(to_shareable(update), context)
-        assert "model" in kept_back(kept)
+        assert "model" in blocked(kept)
 
     def test_unknown_filters_and_options_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="laplace"):

@@ -171,11 +171,6 @@ def test_a_step_is_closed_in_time() -> None:
     assert controller.cancelled == {"DU", "FG"}
 
 
-def test_enrollment_has_its_own_timeout() -> None:
-    controller = FakeController(CS=later(0.5, answers()))
-    assert exchange(controller, step_timeout=0.1)(ENROLLMENT, requests(controller))["CS"].message is not None
-
-
 def test_a_site_that_is_late_for_enrollment_is_asked_again_when_it_asks_for_work() -> None:
     controller = FakeController(CS=answers(), DU=never_answers, FG=never_fetches)
     tasks = exchange(controller, enrol_timeout=0.3)
