@@ -58,9 +58,7 @@ def run(sites: Path, out: Path, *options: str) -> tuple[dict[str, Any], Path]:
     return json.loads((folder / "results.json").read_text()), folder
 
 
-def test_a_useless_model_is_called_so_wherever_its_results_are_shown(
-    sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_about_a_doubtful_model_are_in_all_outputs(sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = tmp_path / "task.json"
     proposed(sites, task, "--network", "small_cnn", "--size", "32,32")
     assert "warning: site-1" in capsys.readouterr().out, "classes that are too rare at a site"
@@ -121,7 +119,7 @@ def test_pretrained_weights_by_an_option_of_run(sites: Path, tmp_path: Path) -> 
         (["--network", "efficientnet_lite", "--task", "phantom_grades"], "efficientnet_lite0"),
     ],
 )
-def test_weights_that_cannot_be_had_are_refused(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_weights_are_errors(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "fedavg", "--engine", "local", *options]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert word in line

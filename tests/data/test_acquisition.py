@@ -72,7 +72,7 @@ def rows(count: int = 101, **spread: float) -> list[list[float]]:
     return [dataclasses.replace(WITHIN, medians=(100.0 * number / (count - 1),)).row() for number in range(count)]
 
 
-def test_a_range_tells_of_no_single_image() -> None:
+def test_a_range_has_percentiles_and_none_below_the_minimum_of_patients() -> None:
     told = range_of(rows(), 101, 3)
     assert told is not None and told.medians == ((5.0,), (95.0,)) and told.images == 101 and told.extent == ((40, 40, 30), (40, 40, 30))
     inner = range_of(rows(), 101, 3, minimum=5)
@@ -80,7 +80,7 @@ def test_a_range_tells_of_no_single_image() -> None:
     assert range_of(rows(4), 4, 3, minimum=5) is None and range_of([], 0, 3) is None
 
 
-def test_colours_of_a_few_images_are_not_told() -> None:
+def test_colours_of_a_few_images_are_not_in_the_range() -> None:
     def told(coloured: int, minimum: int = 0) -> Any:
         images = [dataclasses.replace(WITHIN, coloured=number < coloured).row() for number in range(101)]
         found = range_of(images, 101, 3, minimum)
@@ -90,7 +90,7 @@ def test_colours_of_a_few_images_are_not_told() -> None:
     assert told(9, minimum=5) == (False,)
 
 
-def test_one_image_is_a_range_and_an_unknown_spacing_none() -> None:
+def test_ranges_of_one_image_and_of_unknown_spacing() -> None:
     unknown = dataclasses.replace(WITHIN, spacing=None)
     one = range_of([unknown.row()], 1, 3)
     assert one is not None and one.spacing is None and one.extent is None and outside(unknown, one) == {}
@@ -99,7 +99,7 @@ def test_one_image_is_a_range_and_an_unknown_spacing_none() -> None:
     assert math.isnan(unknown.row()[3])
 
 
-def test_sites_together_have_the_widest_range() -> None:
+def test_the_range_of_several_sites_is_the_widest() -> None:
     other = dataclasses.replace(RANGE, spacing=None, extent=None, medians=((-5.0,), (20.0,)), coloured=(True,))
     both = joined_range([RANGE, other])
     assert both is not None and both.images == 18 and both.medians == ((-5.0,), (40.0,)) and both.coloured == (False, True)
@@ -142,7 +142,7 @@ def test_differences_beyond_the_limits_are_named(change: dict[str, Any], kinds: 
     assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == kinds
 
 
-def test_sizes_in_pixels_count_where_nobody_knows_millimetres() -> None:
+def test_sizes_in_pixels_are_compared_without_spacing() -> None:
     trained = dataclasses.replace(RANGE, sides=((100.0, 100.0), (200.0, 300.0)), spacing=None, extent=None)
     picture = Acquisition((90.0, 500.0), None, (25.0,), (90.0,), False)
     assert outside(picture, trained) == {} and list(outside(dataclasses.replace(picture, sides=(90.0, 601.0)), trained)) == ["size"]

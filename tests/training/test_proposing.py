@@ -66,7 +66,7 @@ def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tu
     assert (task.network["name"], task.image_mode) == ("DynUNet", "patch")
 
 
-def test_answers_count(tmp_path: Path) -> None:
+def test_hints_are_used(tmp_path: Path) -> None:
     task, plan = proposed(pairs(tmp_path, values=(1, 2)), name="eyes", labels=("disc", "cup"), size=(32, 16))
     assert (task.name, task.labels, task.size, task.image_mode) == ("eyes", ("background", "disc", "cup"), (32, 16), "resize")
     assert task.network == {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
@@ -85,7 +85,7 @@ def test_one_class_may_be_renamed(tmp_path: Path) -> None:
     assert task.label_values == {"background": [0], "disc": [1], "pit": [2]}
 
 
-def test_no_name_is_dropped_where_masks_hold_fewer_values(tmp_path: Path) -> None:
+def test_labels_and_values_of_masks_must_agree(tmp_path: Path) -> None:
     """A rare value among many masks: the names were given to those that were seen, in their order."""
     import_folder(pairs(tmp_path, values=(2,)))
     with pytest.raises(ConfigError, match="--labels rim,cup"):
@@ -155,13 +155,13 @@ def test_volumes_with_named_channels(tmp_path: Path) -> None:
         ({"size": (8,)}, "--size"),
     ],
 )
-def test_an_answer_that_does_not_fit_is_named(answers: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_hints_that_do_not_fit_are_errors(answers: dict[str, Any], named: str, tmp_path: Path) -> None:
     import_folder(pairs(tmp_path, values=(1, 2)))
     with pytest.raises(ConfigError, match=named):
         propose(tmp_path, TaskHints(**answers))
 
 
-def test_masks_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_masks_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="datalist"):
         propose(pairs(tmp_path / "a"), TaskHints())
     soft = pairs(tmp_path / "soft")
@@ -176,7 +176,7 @@ def test_masks_that_are_none_are_refused(tmp_path: Path) -> None:
         propose(empty, TaskHints())
 
 
-def test_sites_that_name_other_labels_are_refused(tmp_path: Path) -> None:
+def test_sites_with_different_labels_are_errors(tmp_path: Path) -> None:
     import_folder(classes(tmp_path / "A"))
     import_folder(classes(tmp_path / "B", names=("cat", "horse")))
     with pytest.raises(ConfigError, match="labels"):

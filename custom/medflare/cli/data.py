@@ -33,44 +33,15 @@ def add_commands(app: typer.Typer) -> None:
         epilog="example: medflare data check DATA --task task.json --out check",
         **AUTO_HELP,
     )
-    add_command(
-        data,
-        "init",
-        init,
-        "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
-        "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
-        "medflare data init scans --table scans/list.csv --site-column hospital --out DATA",
-    )
-    add_command(data, "phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification")
-    add_command(data, "check", check, "medflare data check DATA --task brain_lgg --out check")
-    add_command(data, "fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json")
-    add_command(
-        data,
-        "prepare",
-        prepare,
-        "medflare data prepare --list",
-        "medflare data prepare fed_isic2019 --from DOWNLOADS --to DATA",
-    )
-    add_command(
-        data,
-        "features",
-        features,
-        "medflare data features DATA --task task.json --to FEATURES",
-        "medflare run grace --task FEATURES/task.json --data-root FEATURES --sites a,b,c --rounds 40 --engine local",
-    )
+    for name, command, *examples in _DATA_COMMANDS:
+        add_command(data, name, command, *examples)
     app.add_typer(data, name="data")
     tasks = typer.Typer(
         help="Propose a task from images. A task is a JSON file with labels, image size, network, loss and optimizer (docs/task.md).",
         epilog="example: medflare task init DATA --out task.json",
         **AUTO_HELP,
     )
-    add_command(
-        tasks,
-        "init",
-        init_task,
-        "medflare task init DATA --size 128,128 --labels healthy,ill --yes --out task.json",
-        "medflare task init CT --modality ct --memory 24 --out liver.json",
-    )
+    add_command(tasks, "init", init_task, "medflare task init CT --modality ct --memory 24 --yes --out liver.json")
     add_command(tasks, "plan", plan, "medflare task plan site-1.json site-2.json --modality ct --memory 24 --name liver --out liver.json")
     app.add_typer(tasks, name="task")
 
@@ -252,6 +223,21 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
         raise DataError(f"no task can be proposed: {error}; or name one with --task") from error
     print(f"task: {task.name}, as medflare task init proposes it; name another with --task", file=sys.stderr)
     return task
+
+
+_DATA_COMMANDS: Final[tuple[tuple[Any, ...], ...]] = (
+    (
+        "init",
+        init,
+        "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
+        "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
+    ),
+    ("phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification"),
+    ("check", check, "medflare data check DATA --task brain_lgg --out check"),
+    ("fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json"),
+    ("prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --to DATA"),
+    ("features", features, "medflare data features DATA --task task.json --to FEATURES"),
+)
 
 
 # -- task --------------------------------------------------------------------------------------------------------------------

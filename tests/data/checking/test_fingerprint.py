@@ -43,7 +43,7 @@ def test_numbers_of_the_training_images(make_site: SiteOf, make_task: TaskOf) ->
     assert found.classes["square"].images == 3 and found.classes["square"].share == pytest.approx(16 / 256)
 
 
-def test_nobody_looks_at_validation_and_test_images(make_site: SiteOf, make_task: TaskOf) -> None:
+def test_validation_and_test_images_are_not_read(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site(SPLITS)
     before = fingerprints(folder, make_task())
     for number in (3, 4):
@@ -51,7 +51,7 @@ def test_nobody_looks_at_validation_and_test_images(make_site: SiteOf, make_task
     assert fingerprints(folder, make_task()) == before
 
 
-def test_no_name_of_a_file_or_patient_leaks(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+def test_a_fingerprint_has_no_names_of_files_or_patients(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     text = json.dumps(to_json(fingerprints(make_site(SPLITS), make_task())))
     assert [word for word in ("smith", "jones", "brown", "davis", ".png", "images/", str(tmp_path)) if word in text] == []
     assert text.count('"A"') == 1  # the site alone
@@ -101,7 +101,7 @@ def test_classes_of_images(make_site: SiteOf, make_task: TaskOf) -> None:
     assert [channel.foreground for channel in found.channels] == [None]
 
 
-def test_what_few_patients_show_is_held_back(make_site: SiteOf, make_task: TaskOf) -> None:
+def test_numbers_of_few_patients_are_suppressed(make_site: SiteOf, make_task: TaskOf) -> None:
     """Two patients, of whom one shows both structures and the other none."""
     values = {"square": [1], "nothing": [2]}
     task = make_task(target="multilabel", labels=list(values), label_values=values)
