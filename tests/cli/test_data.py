@@ -67,8 +67,8 @@ def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
 def test_wrong_options_are_one_line(options: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     classes(tmp_path, patients=6)
     assert main([option.format(root=tmp_path) for option in options]) == 1
-    said = capsys.readouterr().err
-    assert named in said and said.count("\n") == 1 and not (tmp_path / "datalist.json").exists()
+    output = capsys.readouterr().err
+    assert named in output and output.count("\n") == 1 and not (tmp_path / "datalist.json").exists()
 
 
 @pytest.mark.parametrize("place", ["", "site-1"], ids=["of the sites", "of one site"])
@@ -77,16 +77,16 @@ def test_the_task_beside_the_data_is_taken(root: Path, place: str, capsys: pytes
     assert main(["task", "init", str(root), "--yes", "--name", "beside", "--size", "32,16", "--out", str(task)]) == 0
     capsys.readouterr()
     assert main(["data", "check", str(root / place)]) == 0
-    said, told = capsys.readouterr()
-    assert "beside" in said and str(task.resolve()) in told
+    output, errors = capsys.readouterr()
+    assert "beside" in output and str(task.resolve()) in errors
 
 
 def test_a_task_is_proposed_where_none_is_beside_the_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["data", "fingerprint", str(root)]) == 0
-    said, told = capsys.readouterr()
-    assert [site["site"] for site in json.loads(said)["sites"]] == ["site-1", "site-2"], "JSON alone is printed"
-    assert "task: pets" in told and not (root / "task.json").exists()
+    output, errors = capsys.readouterr()
+    assert [site["site"] for site in json.loads(output)["sites"]] == ["site-1", "site-2"], "JSON alone is printed"
+    assert "task: pets" in errors and not (root / "task.json").exists()
 
 
 def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path
     for place, named in ((tmp_path / "nowhere", "nowhere"), (root, "--task")):
         capsys.readouterr()
         assert main(["data", "check", str(place)]) == 1
-        assert named in (told := capsys.readouterr().err) and "Traceback" not in told
+        assert named in (errors := capsys.readouterr().err) and "Traceback" not in errors
 
 
 @pytest.fixture

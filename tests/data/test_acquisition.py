@@ -73,21 +73,21 @@ def rows(count: int = 101, **spread: float) -> list[list[float]]:
 
 
 def test_a_range_has_percentiles_and_none_below_the_minimum_of_patients() -> None:
-    told = range_of(rows(), 101, 3)
-    assert told is not None and told.medians == ((5.0,), (95.0,)) and told.images == 101 and told.extent == ((40, 40, 30), (40, 40, 30))
+    whole = range_of(rows(), 101, 3)
+    assert whole is not None and whole.medians == ((5.0,), (95.0,)) and whole.images == 101 and whole.extent == ((40, 40, 30), (40, 40, 30))
     inner = range_of(rows(), 101, 3, minimum=5)
     assert inner is not None and inner.medians == ((10.0,), (90.0,))
     assert range_of(rows(4), 4, 3, minimum=5) is None and range_of([], 0, 3) is None
 
 
 def test_colours_of_a_few_images_are_not_in_the_range() -> None:
-    def told(coloured: int, minimum: int = 0) -> Any:
+    def colours(coloured: int, minimum: int = 0) -> Any:
         images = [dataclasses.replace(WITHIN, coloured=number < coloured).row() for number in range(101)]
         found = range_of(images, 101, 3, minimum)
         return None if found is None else found.coloured
 
-    assert told(0) == told(2) == (False,) and told(9) == told(50) == (False, True) and told(101) == (True,)
-    assert told(9, minimum=5) == (False,)
+    assert colours(0) == colours(2) == (False,) and colours(9) == colours(50) == (False, True) and colours(101) == (True,)
+    assert colours(9, minimum=5) == (False,)
 
 
 def test_ranges_of_one_image_and_of_unknown_spacing() -> None:

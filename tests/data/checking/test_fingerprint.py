@@ -110,11 +110,11 @@ def test_numbers_of_few_patients_are_suppressed(make_site: SiteOf, make_task: Ta
     for mask in masks[:2]:  # of the one with two images
         Image.fromarray(np.zeros((16, 16), np.uint8)).save(folder / mask)
 
-    def told(minimum: int) -> DatasetFingerprint | None:
+    def with_minimum(minimum: int) -> DatasetFingerprint | None:
         return fingerprint_of("A", task, lambda task: Source(folder, task), minimum)
 
-    whole, guarded = told(1), told(2)
-    assert whole == told(0) and whole is not None and guarded is not None and told(3) is None
+    whole, guarded = with_minimum(1), with_minimum(2)
+    assert whole == with_minimum(0) and whole is not None and guarded is not None and with_minimum(3) is None
     assert whole.classes["square"].images == 1 and whole.channels[0].foreground is not None
     assert (guarded.classes["square"].images, guarded.classes["square"].share) == (None, None)
     assert guarded.classes["nothing"].images == 0 and guarded.channels[0].foreground is None

@@ -269,13 +269,17 @@ def test_a_volume_without_a_mask_is_named(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", "--list"]) == 0
-    said = capsys.readouterr().out
-    assert "BCN 12413" in said and "human_breast_cancer of 150 patients" in said and "20552 in all" in said
-    assert "camelyon17: Camelyon17-WILDS" in said and "licence: CC BY-NC 4.0" in said and "from https://liuquande.github.io/SAML/" in said
+    output = capsys.readouterr().out
+    assert "BCN 12413" in output and "human_breast_cancer of 150 patients" in output and "20552 in all" in output
+    assert (
+        "camelyon17: Camelyon17-WILDS" in output
+        and "licence: CC BY-NC 4.0" in output
+        and "from https://liuquande.github.io/SAML/" in output
+    )
     options = ["--from", str(paper_releases.prostate(tmp_path / "from")), "--to", str(tmp_path / "DATA")]
     assert main(["data", "prepare", "prostate", *options, "--copy"]) == 0
-    said = capsys.readouterr().out
-    assert f"written: {tmp_path}/DATA/HK/datalist.json" in said and "published counts: IOP-FL" in said
+    output = capsys.readouterr().out
+    assert f"written: {tmp_path}/DATA/HK/datalist.json" in output and "published counts: IOP-FL" in output
     assert (tmp_path / "DATA/HK/HK/Case00.nii.gz").stat().st_nlink == 1
     assert main(["data", "prepare", "prostate", *options]) == 1
     assert "--force" in capsys.readouterr().err
