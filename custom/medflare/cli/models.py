@@ -9,11 +9,11 @@ import typer
 from medflare.cli.options import add_command
 
 Model = Annotated[Path, typer.Argument(help="Folder with model.safetensors and card.json")]
-Unsealed = Annotated[bool, typer.Option("--unsigned", help="Take a model whose card has no signature, as of medflare before 0.3")]
+Unsigned = Annotated[bool, typer.Option("--unsigned", help="Accept a model whose card has no signature (medflare before 0.3)")]
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Declare both."""
+    """Add both commands."""
     add_command(
         app,
         "predict",
@@ -37,17 +37,15 @@ def predict(
     out: Annotated[Path, typer.Option(help="Folder for masks and predictions.csv")],
     adapt: Annotated[
         Literal["auto", "none", "tent", "dsbn"],
-        typer.Option(help="Test-time adaptation to these images; auto: as the model's method means it; none: as it was delivered"),
+        typer.Option(help="Test-time adaptation to these images; auto: that of the model's method; none: as delivered"),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     max_pixels: Annotated[
-        int | None, typer.Option(help="The most pixels of an image, counted before it is unpacked (default: 8192 x 8192)")
+        int | None, typer.Option(help="Maximum pixels of an image, checked before decoding (default: 8192 x 8192)")
     ] = None,
-    max_voxels: Annotated[int | None, typer.Option(help="The most voxels of a volume (default: 512 x 512 x 1024)")] = None,
-    unsigned: Unsealed = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Images outside what the model was trained on fail and are not predicted")
-    ] = False,
+    max_voxels: Annotated[int | None, typer.Option(help="Maximum voxels of a volume (default: 512 x 512 x 1024)")] = None,
+    unsigned: Unsigned = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Images outside the range of the training images fail")] = False,
     dicom_seg: Annotated[bool, typer.Option("--dicom-seg", help="Masks of DICOM series as DICOM segmentations; needs highdicom")] = False,
 ) -> int:
     """Predict images with a delivered model: masks, or a table of probabilities.
@@ -60,8 +58,8 @@ def predict(
     from medflare.inference.predict import predict
     from medflare.methods.catalogue import build_deployed
 
-    given = {"pixels": max_pixels, "voxels": max_voxels}
-    bounds = checked(ImageBounds, {unit: most for unit, most in given.items() if most is not None}, "--max-pixels, --max-voxels")
+    limits = {"pixels": max_pixels, "voxels": max_voxels}
+    bounds = checked(ImageBounds, {unit: limit for unit, limit in limits.items() if limit is not None}, "--max-pixels, --max-voxels")
     summary = predict(
         load_model(model, unsigned=unsigned, bounds=bounds),
         images,
@@ -82,11 +80,11 @@ def export(
     model: Model,
     format: Annotated[Literal["torchscript", "onnx", "monai"], typer.Option(help="onnx needs: pip install 'medflare[export]'")],
     out: Annotated[Path, typer.Option(help="Folder to write")],
-    unsigned: Unsealed = False,
+    unsigned: Unsigned = False,
 ) -> int:
     """Write a delivered model as TorchScript, ONNX or a MONAI bundle.
 
-    It maps prepared images to probabilities, and is written once it is known to give the delivered model's numbers.
+    The exported model maps prepared images to probabilities. It is written only if it gives the numbers of the delivered model.
     """
     from medflare.inference.deployed import load_model
     from medflare.inference.export import export

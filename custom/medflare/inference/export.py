@@ -71,10 +71,10 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
 def largest_difference(model: Predictor, exported: Predictor, task: TaskConfig) -> float:
     """max |p - p'| on five normally distributed images; infinite if shapes differ or a result is not finite."""
     images = torch.randn(5, task.image_channels, *task.size, generator=torch_generator(0, "export"))
-    expected, found = model(images), exported(images)
-    if found.shape != expected.shape or not torch.isfinite(found).all():
+    expected, actual = model(images), exported(images)
+    if actual.shape != expected.shape or not torch.isfinite(actual).all():
         return float("inf")
-    return float((found - expected).abs().max())
+    return float((actual - expected).abs().max())
 
 
 # -- formats: each writes into a folder and returns the model that it loads from there -------------------------------------------

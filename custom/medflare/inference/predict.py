@@ -360,8 +360,8 @@ class _Answers:
 
     @torch.no_grad()
     def together(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[str, ...]]:
-        """The same of all slices of one volume, of a model that looks at whole patients."""
-        assert isinstance(self.model, PatientPredictor)  # nobody else is asked so
+        """The same for all slices of one volume, by a model of whole patients."""
+        assert isinstance(self.model, PatientPredictor)
         outputs = self.model.predict_patient(parts).float().cpu()
         names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
         return outputs, tuple(names)

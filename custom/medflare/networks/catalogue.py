@@ -108,14 +108,17 @@ def _is_usable(name: str, build: Any) -> bool:
 
 def parameters_of(build: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a network's class or function, with those to which it passes **kwargs."""
-    found: dict[str, inspect.Parameter] = {}
+    collected: dict[str, inspect.Parameter] = {}
     makers = build.__mro__ if inspect.isclass(build) else (build, *[cls for cls in [_returned_class(build)] if cls])
     for maker in makers:
         parameters = inspect.signature(maker).parameters
-        found = {**{name: parameter for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}, **found}
+        collected = {
+            **{name: parameter for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD},
+            **collected,
+        }
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
-    return found
+    return collected
 
 
 def _returned_class(function: Any) -> Any:
