@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from medflare.core.packages import installed
 from medflare.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
             only if every image is of another patient. Empty for segmentation, without images, and with more than `MOST_CLASSES` labels.
     """
     if cases.probabilities is None or cases.targets is None or not len(cases.patients) or len(labels) > MOST_CLASSES:
+        return {}
+    if not (installed("sklearn") and installed("scipy")):  # as where a job brings its code
         return {}
     from sklearn.metrics import confusion_matrix
 

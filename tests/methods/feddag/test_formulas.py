@@ -17,6 +17,7 @@ from medflare.methods.feddag.formulas import (
     centred_scores,
     choose_evaluators,
     discrepancy,
+    ema_decay,
     ema_update,
     generalization_scores,
     instance_discrepancy,
@@ -24,6 +25,7 @@ from medflare.methods.feddag.formulas import (
     sharpness_perturbation,
     similarity_loss,
     soft_balancing_weights,
+    softmax_weights,
     within_client_average,
 )
 from medflare.methods.feddag.generator import DomainGenerator, generated
@@ -127,6 +129,12 @@ def test_centred_scores_do_not_have_the_evaluators_levels() -> None:
     plain, centred = generalization_scores(constants), centred_scores(constants)
     assert plain.max() - plain.min() > 0.1
     assert centred.unique().numel() == 1 and centred[0].item() == pytest.approx(plain.mean().item())
+
+
+def test_readings_that_the_product_does_not_use() -> None:
+    assert [ema_decay(step, 0.7, ramp=True) for step in (0, 1, 9)] == [0.0, 0.5, 0.7] and ema_decay(0, 0.9) == 0.9
+    torch.testing.assert_close(softmax_weights([0.5, 0.4], 0.1), torch.tensor([1.0, math.exp(-1)]) / (1 + math.exp(-1)))
+    torch.testing.assert_close(softmax_weights([0.5, 0.5, 0.5], 0.1), torch.full((3,), 1 / 3))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -249,3 +249,7 @@ class TestADistance:
         x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
         assert grace.a_distance(x, x * 2, seed=1) == grace.a_distance(x, x * 2, seed=1)
         assert math.isnan(grace.a_distance(x[:1], x[:1]))
+
+
+def test_reversal_ramp_grows_from_0_to_almost_1() -> None:
+    assert grace.reversal_ramp(0.0) == 0 and round(grace.reversal_ramp(1.0), 4) == 0.9999

@@ -10,10 +10,18 @@ from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.formulas import (
     consistency_loss,
     entropy_loss,
+    entropy_loss_official,
     local_adapted,
+    local_adapted_explicit,
+    local_adapted_incremental,
     neighbourhood_range,
     shape_loss,
+    shape_loss_official,
+    site_step,
     total_loss,
+    total_loss_official,
+    turned,
+    turned_back,
 )
 
 ENTRIES = ("conv.weight", "bn.weight", "bn.running_mean", "bn.num_batches_tracked")
@@ -46,9 +54,27 @@ def test_trajectory_equals_the_published_code(iop: dict[str, Tensor]) -> None:
         assert adapted["bn.num_batches_tracked"].dtype == torch.int64 and adapted["bn.num_batches_tracked"] == 7  # theirs: 6.9999995
 
 
-def test_equation_4_as_an_average_of_weights(iop: dict[str, Tensor]) -> None:
-    local = iop["eq4/w_g_t"] - iop["eq4/eta_l"] * iop["eq4/sum_local_grad"]
-    close(local_adapted(iop["eq4/P_t"], local, float(iop["eq4/tau"])), iop["eq4/sound_official_ema_of_local_model"], rtol=1e-12)
+def test_readings_of_equation_4(iop: dict[str, Tensor]) -> None:
+    weights, previous, tau = {"w": iop["eq4/w_g_t"]}, {"w": iop["eq4/P_t"]}, float(iop["eq4/tau"])
+    local_step = {"w": -iop["eq4/eta_l"] * iop["eq4/sum_local_grad"]}
+    global_step = {"w": -iop["eq4/eta_g"] * iop["eq4/global_grad"]}
+    local = {"w": weights["w"] + local_step["w"]}
+    next_global = {"w": weights["w"] + global_step["w"]}
+    close(local_adapted(previous, local, tau)["w"], iop["eq4/sound_official_ema_of_local_model"], rtol=1e-12)
+    close(local_adapted_explicit(previous, next_global, local_step, tau)["w"], iop["eq4/sound_explicit_global_step_first"], rtol=1e-12)
+    close(local_adapted_incremental(previous, local_step, global_step, tau)["w"], iop["eq4/incremental_P_minus_tau_grads"], rtol=1e-12)
+
+
+def test_statistics_have_no_gradient_step() -> None:
+    local, global_ = ({"w": torch.tensor(w), "running_var": torch.tensor(var)} for w, var in ((1.0, 0.25), (3.0, 1.0)))
+    step = site_step(local, global_, learnt=["w"])
+    assert step == {"w": torch.tensor(-2.0), "running_var": torch.tensor(0.25)}
+    previous = {"w": torch.tensor(0.0), "running_var": torch.tensor(0.75)}
+    for adapted in (
+        local_adapted_explicit(previous, global_, step, 0.5, learnt=["w"]),
+        local_adapted_incremental(previous, step, {"w": torch.tensor(0.0), "running_var": torch.tensor(0.0)}, 0.5, learnt=["w"]),
+    ):
+        assert adapted["running_var"] == 0.5
 
 
 def test_result_shares_no_memory_with_the_live_model() -> None:
@@ -87,14 +113,15 @@ def test_shape(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor], d: 
     close(shape_loss(p, d), iop[f"tta/ref64_shape_mean_per_pixel_d{d}"])
     close(neighbourhood_range(p, d).sum(), iop[f"tta/ref64_paper_shape_sum_all_classes_d{d}"])
     close(neighbourhood_range(p[:, 1:], d) * 1e-6, iop[f"tta/official_smooth_map_x1e-6_d{d}"], atol=1e-12)
+    close(shape_loss_official(p[:, 1:], d), iop[f"tta/official_smooth_L2norm_d{d}"], atol=1e-10)
 
 
 def test_entropy(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) -> None:
     p, _ = probabilities
     close(entropy_loss(p), iop["tta/ref64_paper_entropy_mean_pixel"])
     close(entropy_loss(p) * p[:, 0].numel(), iop["tta/ref64_paper_entropy_sum"])
-    # the published code sums over the images instead of the classes and divides by log C
-    close(entropy_loss(p) * p.shape[0] / (p.shape[1] * math.log(p.shape[1])), iop["tta/official_entropy"])
+    close(entropy_loss_official(p), iop["tta/official_entropy"])
+    close(entropy_loss_official(p), entropy_loss(p) * p.shape[0] / (p.shape[1] * math.log(p.shape[1])))
 
 
 def test_totals(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) -> None:
@@ -103,6 +130,15 @@ def test_totals(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) ->
         total_loss(consistency_loss(p, noisy), shape_loss(p, 10), entropy_loss(p), 0.01),
         iop["tta/paper_total_mean_normalised_beta0.01_d10"],
     )
+    official = total_loss_official(consistency_loss(p, noisy), shape_loss_official(p[:, 1:], 10), entropy_loss_official(p), 2)
+    close(official, iop["tta/official_total_d10"])
+
+
+def test_turned_images_equal_the_published_augmentation(iop: dict[str, Tensor]) -> None:
+    images, turns, flips = iop["tta/rot_in"], iop["tta/rot_k"], iop["tta/flip"]
+    assert torch.equal(turned(images, turns, flips), iop["tta/rot_out"])
+    assert torch.equal(turned_back(iop["tta/rot_out"], turns, flips), images)
+    assert torch.equal(iop_math.foreground(images, "multiclass"), images[:, 1:]) and iop_math.foreground(images, "binary") is images
 
 
 def test_a_cube_window_equals_a_full_three_dimensional_search_and_one_slice_is_a_picture() -> None:

@@ -67,6 +67,11 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], dec
             tensor.copy_(student[name])
 
 
+def ema_decay(step: int, decay: float, ramp: bool = False) -> float:
+    """The decay of EMA step `step` (0-based); with `ramp` it grows as 1 - 1/(step + 1) until it reaches `decay`."""
+    return min(1 - 1 / (step + 1), decay) if ramp else decay
+
+
 def round_decay(batches: int) -> float:
     """The teacher's decay by the round's length, exp(-1 / (0.2 B)) for B batches, at most 0.99 (from B = 498).
 
@@ -173,6 +178,18 @@ def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: 
     scores = torch.as_tensor(scores)
     logs = _defined_scores(scores).clamp(min=torch.finfo(torch.float64).tiny).log()
     return torch.softmax(beta * logs, dim=0).to(_weight_dtype(scores))
+
+
+def softmax_weights(scores: Tensor | Sequence[float] | np.ndarray, temperature: float) -> Tensor:
+    """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6.
+
+    Returns:
+        (K,) weights that sum to 1, in the dtype of `scores`.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    values = torch.as_tensor(scores)
+    return torch.softmax(_defined_scores(values) / temperature, dim=0).to(_weight_dtype(values))
 
 
 def _defined_scores(scores: Tensor) -> Tensor:

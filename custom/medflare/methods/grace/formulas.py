@@ -237,6 +237,11 @@ def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
     return _Reversal.apply(features, alpha)
 
 
+def reversal_ramp(progress: float) -> float:
+    """alpha = 2 / (1 + exp(-10 progress)) - 1 (Ganin et al., JMLR 2016), progress from 0 to 1 over the federation."""
+    return 2 / (1 + math.exp(-10 * progress)) - 1
+
+
 def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
     """Binary cross-entropy of a discriminator between global (label 1) and local features (label 0): (N, D), (M, D) -> scalar.
 

@@ -3,14 +3,15 @@
 Probabilities are (N, C, H, W) or (N, C, X, Y, Z) for segmentation and (N, C) for classification, over all classes, background included.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medflare.core.states import StateDict, blend, misfit
+from medflare.core.states import StateDict, blend, difference, misfit, moved
 from medflare.methods.parts.tensors import refuse_shapes
 
 _CODE_RADIUS, _CODE_SIDE = 10, 384  # the published code's window and images
@@ -53,6 +54,55 @@ def local_adapted(previous: Mapping[str, Tensor] | Tensor, local: Mapping[str, T
     return blend(previous, local, tau)
 
 
+def site_step(local: Mapping[str, Tensor], global_: Mapping[str, Tensor], learnt: Collection[str]) -> StateDict:
+    """-eta_l grad_L = w_k - w_g of the parameters named in `learnt`; of all other entries (running statistics), w_k itself."""
+    step = difference(local, global_)
+    return {name: step[name] if name in learnt else tensor.clone() for name, tensor in local.items()}
+
+
+def local_adapted_explicit(
+    previous: Mapping[str, Tensor],
+    global_: Mapping[str, Tensor],
+    step: Mapping[str, Tensor],
+    tau: float,
+    learnt: Collection[str] | None = None,
+) -> StateDict:
+    """P <- (1 - tau) P + tau (w_g^{t+1} - eta_l grad_L): Eq. 4 with this round's global step taken before the local one.
+
+    Args:
+        previous: P_k^t.
+        global_: w_g^{t+1}, which includes -eta_g grad_G of the same round.
+        step: -eta_l grad_L = w_k - w_g^t, see `site_step`.
+        learnt: names of the parameters; None: all entries. Entries without a gradient move to w_k, as in `local_adapted`.
+    """
+    return blend(previous, {**moved(global_, step), **_statistics(step, learnt)}, tau)
+
+
+def local_adapted_incremental(
+    previous: Mapping[str, Tensor],
+    local_step: Mapping[str, Tensor],
+    global_step: Mapping[str, Tensor],
+    tau: float,
+    learnt: Collection[str] | None = None,
+) -> StateDict:
+    """P <- P - tau (eta_l grad_L + eta_g grad_G): Eq. 4 as a gradient step without averaging.
+
+    Args:
+        previous: P_k^t.
+        local_step: -eta_l grad_L = w_k - w_g, see `site_step`.
+        global_step: -eta_g grad_G, the difference of two global models.
+        learnt: as for `local_adapted_explicit`.
+    """
+    statistics = _statistics(local_step, learnt)
+    stepped = moved(moved(previous, global_step, tau), local_step, tau)
+    return {**stepped, **blend({name: previous[name] for name in statistics}, statistics, tau)}
+
+
+def _statistics(step: Mapping[str, Tensor], learnt: Collection[str] | None) -> StateDict:
+    """The entries of a `site_step` that have no gradient."""
+    return {} if learnt is None else {name: tensor for name, tensor in step.items() if name not in learnt}
+
+
 def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
     """Eq. 7: squared distance of the predictions for an image and its noisy copy; sum over classes, mean over pixels and images."""
     refuse_shapes(p=p, p_noisy=p_noisy)
@@ -90,9 +140,22 @@ def shape_loss(p: Tensor, d: int) -> Tensor:
     return neighbourhood_range(p, d).sum(dim=1).mean()
 
 
+def shape_loss_official(p_foreground: Tensor, d: int) -> Tensor:
+    """The published code's shape term: L2 norm over all pixels of 1e-6 times the range, foreground classes only."""
+    return (neighbourhood_range(p_foreground, d) * 1e-6).norm()
+
+
 def entropy_loss(p: Tensor) -> Tensor:
     """Eq. 9: -sum_c p_c log p_c, averaged over pixels and images; 0 log 0 counts as 0."""
     return _minus_p_log_p(p).sum(dim=1).mean()
+
+
+def entropy_loss_official(p: Tensor) -> Tensor:
+    """The published code's entropy: summed over the images of the batch, divided by log C, averaged over classes and pixels.
+
+    Equals `entropy_loss` times N / (C log C).
+    """
+    return _minus_p_log_p(p).sum(dim=0).mean() / math.log(p.shape[1])
 
 
 def _minus_p_log_p(p: Tensor) -> Tensor:
@@ -105,6 +168,14 @@ def total_loss(consistency: Tensor, shape: Tensor, entropy: Tensor, beta: float)
     return consistency + beta * (shape + entropy)
 
 
+def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, classes: int) -> Tensor:
+    """The published code's weights, 10 L_e + 0.1 L_cons / C + L_s, for its shape and entropy terms.
+
+    The code's consistency is a mean over the C classes; Eq. 7 (`consistency_loss`) sums over them.
+    """
+    return 10 * entropy + 0.1 * consistency / classes + shape
+
+
 def all_classes(p: Tensor, target: str) -> Tensor:
     """Probabilities of all classes (N, C, ...): of a network's own, and for sigmoid outputs their complements before them.
 
@@ -113,6 +184,29 @@ def all_classes(p: Tensor, target: str) -> Tensor:
         target: "multiclass" (softmax), "binary" or "multilabel" (sigmoid).
     """
     return p if target == "multiclass" else torch.cat([1 - p, p], dim=1)
+
+
+def foreground(p: Tensor, target: str) -> Tensor:
+    """The foreground classes of a network's probabilities: all but class 0 for softmax, every channel for sigmoid."""
+    return p[:, 1:] if target == "multiclass" else p
+
+
+def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
+    """The published augmentation: each image is rotated by quarter turns, then flipped upside down.
+
+    Args:
+        images: (N, C, H, W) with H = W for odd turns; volumes (N, C, X, Y, Z) rotate about their third axis.
+        turns: (N,) counter-clockwise quarter turns.
+        flips: (N,) bool.
+    """
+    parts = [torch.rot90(image, int(turn), (1, 2)) for image, turn in zip(images, turns, strict=True)]
+    return torch.stack([part.flip(1) if flip else part for part, flip in zip(parts, flips, strict=True)])
+
+
+def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
+    """The inverse of `turned`, for maps that were predicted from its images."""
+    parts = [part.flip(1) if flip else part for part, flip in zip(maps, flips, strict=True)]
+    return torch.stack([torch.rot90(part, -int(turn), (1, 2)) for part, turn in zip(parts, turns, strict=True)])
 
 
 # Protection from collapse. Eq. 7-10 fall if all predictions become the same: an empty mask is consistent, without shape and certain.
