@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 from medflare.core.rng import numpy_generator
@@ -118,6 +117,8 @@ def write_photographs(folder: Path, kind: str, site: str = "site-1") -> int:
     Args:
         folder: receives images/ and masks/ ("segmentation"; mask values 1 disc rim, 2 cup) or a folder per grade ("classification").
     """
+    from PIL import Image  # a job that brings its code needs torch, MONAI and FLARE only
+
     pictures = photographs(site)
     for picture in pictures:
         if kind == "segmentation":
