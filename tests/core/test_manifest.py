@@ -18,7 +18,7 @@ def test_only_nan_and_infinity_are_non_finite() -> None:
     assert non_finite(Message({"model": {"w": torch.tensor([math.inf, -math.inf])}})) is not None, "their sum is NaN"
 
 
-def test_a_running_variance_below_zero_is_found() -> None:
+def test_a_running_variance_below_zero_is_detected() -> None:
     state = {"1.running_var": torch.tensor([0.5, 0.0]), "1.running_mean": torch.tensor([-1.0])}
     manifest = {"model": StateSpec.like(state, "")}
     assert negative(Message({"model": state}), manifest) is None and negative(Message(), {}) is None

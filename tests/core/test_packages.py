@@ -31,5 +31,5 @@ def test_a_missing_package_is_named_as_pip_names_it(monkeypatch: pytest.MonkeyPa
 
 def test_a_process_ends_without_garbage_collection() -> None:
     code = "import atexit, gc; from medflare.core.packages import end_quickly; atexit.register(lambda: print(gc.get_freeze_count() > 0))"
-    for call, said in (("", "False"), ("; end_quickly()", "True")):
-        assert subprocess.run([sys.executable, "-c", code + call], capture_output=True, text=True, check=True).stdout.strip() == said
+    for call, frozen in (("", "False"), ("; end_quickly()", "True")):
+        assert subprocess.run([sys.executable, "-c", code + call], capture_output=True, text=True, check=True).stdout.strip() == frozen

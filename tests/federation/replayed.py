@@ -119,7 +119,7 @@ def participant(recording: Recorded, site: str) -> Participant:
 
 
 def copied(message: Message) -> Message:
-    """A message of its own; the tensors are shared."""
+    """A copy of the message that shares its tensors."""
     return Message({entry: dict(state) for entry, state in message.states.items()}, copy.deepcopy(message.meta))
 
 

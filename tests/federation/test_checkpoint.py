@@ -24,7 +24,7 @@ PLAN: dict[str, Any] = {
 }
 
 
-class Nobody:
+class NoSites:
     """An exchange that reaches no site."""
 
     def present(self, round: int) -> list[str]:
@@ -36,7 +36,7 @@ class Nobody:
 
 def federation() -> Any:
     """A run that has done nothing yet."""
-    return Federation(squares.server(FedAvgServer), Nobody())
+    return Federation(squares.server(FedAvgServer), NoSites())
 
 
 def under_way() -> Any:
@@ -88,12 +88,12 @@ def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
 
 
 def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
-    interrupted, own = Checkpoint(tmp_path / "interrupted", PLAN), Checkpoint(tmp_path / "own", PLAN)
+    interrupted, copied = Checkpoint(tmp_path / "interrupted", PLAN), Checkpoint(tmp_path / "copied", PLAN)
     interrupted.save(1, under_way())
-    take_up(interrupted.folder, own.folder)
-    assert own.restore(federation()) == 1
-    own.save(2, under_way())
-    take_up(own.folder, tmp_path / "third")
+    take_up(interrupted.folder, copied.folder)
+    assert copied.restore(federation()) == 1
+    copied.save(2, under_way())
+    take_up(copied.folder, tmp_path / "third")
     assert interrupted.restore(federation()) == 1
 
 
@@ -103,6 +103,6 @@ def test_a_damaged_checkpoint_raises(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: take_up(tmp_path, tmp_path / "own")):
+    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: take_up(tmp_path, tmp_path / "copied")):
         with pytest.raises(StateError, match="checksum"):
             load()

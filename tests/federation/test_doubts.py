@@ -45,12 +45,12 @@ BALANCED = [0, 1, 2] * 4
 def federated(
     task: TaskConfig, data: dict[str, SiteData], *, rounds: int = 1, minimum: int = 0, method: str = "fedavg", **options: Any
 ) -> dict[str, Any]:
-    found = get_method(method)
+    chosen = get_method(method)
     members = {}
     for name, split in data.items():
         site = Site(name, task, split)
-        members[name] = Participant(name, lambda role, site=site: site, found, options, minimum_patients=minimum)  # type: ignore[misc]
-    run = Run(found, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data)))
+        members[name] = Participant(name, lambda role, site=site: site, chosen, options, minimum_patients=minimum)  # type: ignore[misc]
+    run = Run(chosen, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data)))
     results = run.execute(LocalExchange(tuple(members), members.__getitem__))
     assert results["status"] == "COMPLETED", results["reason"]
     return results
@@ -58,11 +58,11 @@ def federated(
 
 def doubts(results: dict[str, Any]) -> Doubts:
     """Kind -> sites."""
-    found: Doubts = {}
+    by_kind: Doubts = {}
     for event in results["events"]:
         if event["kind"] in DOUBTS:
-            found.setdefault(event["kind"], []).append(event["site"])
-    return found
+            by_kind.setdefault(event["kind"], []).append(event["site"])
+    return by_kind
 
 
 def data(train: list[int], validation: list[int], test: list[int], blank: bool = False) -> SiteData:
@@ -115,14 +115,14 @@ def test_an_event_does_not_name_a_small_class() -> None:
 )
 def test_few_validation_images_are_noted(sizes: tuple[int, ...], options: dict[str, Any], expected: list[str]) -> None:
     split = {site: data(BALANCED, BALANCED[:size], BALANCED) for site, size in zip(SITES, sizes, strict=True)}
-    found = doubts(federated(small_task("classification"), split, rounds=2, **options))
-    assert found.get("few_validation_images", []) == expected
+    by_kind = doubts(federated(small_task("classification"), split, rounds=2, **options))
+    assert by_kind.get("few_validation_images", []) == expected
 
 
 def test_a_site_that_selects_alone_is_named() -> None:
     split = {"A": data(BALANCED, BALANCED[:4], BALANCED), "B": data(BALANCED, BALANCED, BALANCED), "C": data(BALANCED, BALANCED, BALANCED)}
-    found = doubts(federated(small_task("classification"), split, rounds=2, method="ditto"))
-    assert found["few_validation_images"] == ["A"]
+    by_kind = doubts(federated(small_task("classification"), split, rounds=2, method="ditto"))
+    assert by_kind["few_validation_images"] == ["A"]
 
 
 def test_a_rare_class_is_not_named_if_its_count_is_suppressed() -> None:

@@ -1,4 +1,4 @@
-"""Partial participation: the sites drawn for a round, and those asked in place of a site that fails."""
+"""Partial participation: the sites drawn for a round, and those chosen in place of a site that fails."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ SITES: Final = ("A", "B", "C")
 Fault = Callable[[str, Step, Message], Message | None]
 
 
-class Asked(LocalExchange):
-    """Records which sites are asked, and changes replies by `fault`."""
+class RecordingExchange(LocalExchange):
+    """Records which sites get requests, and changes replies by `fault`."""
 
     def __init__(self, method: Method, fault: Fault):
         super().__init__(SITES, lambda name: Participant(name, lambda role: squares.site(name), method, {}))
         self.fault = fault
-        self.asked: list[tuple[str, int, str]] = []
+        self.requests: list[tuple[str, int, str]] = []
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        self.asked.append((step.phase, step.round, "".join(sorted(outgoing))))
+        self.requests.append((step.phase, step.round, "".join(sorted(outgoing))))
         return super().__call__(step, outgoing)
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
@@ -37,11 +37,13 @@ class Asked(LocalExchange):
         return Reply(self.fault(site, step, reply.message))
 
 
-def run(rounds: int, method: Method | None = None, fault: Fault = lambda site, step, message: message) -> tuple[dict[str, Any], Asked]:
-    """A run of three sites, two of them a round, and who was asked in it."""
+def run(
+    rounds: int, method: Method | None = None, fault: Fault = lambda site, step, message: message
+) -> tuple[dict[str, Any], RecordingExchange]:
+    """A run of three sites, two of them a round, and the requests in it."""
     method = method or get_method("fedavg")
     settings = run_settings({"rounds": rounds, "seed": squares.SEED, "sites_per_round": 2})
-    exchange = Asked(method, fault)
+    exchange = RecordingExchange(method, fault)
     return Run(method, squares.SEGMENTATION, {}, settings, SITES).execute(exchange), exchange
 
 
@@ -52,17 +54,17 @@ def broken(site: str, step: Step, message: Message) -> Message:
     return message
 
 
-def of_phase(exchange: Asked, phase: str) -> list[tuple[int, str]]:
-    return [(round, sites) for name, round, sites in exchange.asked if name == phase]
+def of_phase(exchange: RecordingExchange, phase: str) -> list[tuple[int, str]]:
+    return [(round, sites) for name, round, sites in exchange.requests if name == phase]
 
 
 def test_another_site_is_asked_in_place_of_a_drawn_site_that_fails() -> None:
-    """Once; who has answered is asked again, and other rounds have the draws that they have without the fault."""
+    """Once; a site that has answered gets a second request, and other rounds have the draws that they have without the fault."""
     (_, fine), (results, exchange) = run(5), run(5, fault=broken)
-    drawn, asked = of_phase(fine, "train"), of_phase(exchange, "train")
+    drawn, requests = of_phase(fine, "train"), of_phase(exchange, "train")
     with_b = [(round, pair) for round, pair in drawn if "B" in pair]
     assert results["status"] == "COMPLETED" and {pair for _, pair in with_b} == {"AB", "BC"}
-    assert sorted(asked) == sorted([*drawn, *((round, "AC") for round, _ in with_b)])
+    assert sorted(requests) == sorted([*drawn, *((round, "AC") for round, _ in with_b)])
     assert [event["round"] for event in results["events"] if event["kind"] == "repeated"] == [round for round, _ in with_b]
 
 

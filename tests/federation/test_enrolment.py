@@ -50,20 +50,20 @@ def enrolment(sites: Sites, returning: Mapping[str, Mapping[str, int]] | None = 
     return Enrolment(context, Transport(sites, Outcome()), {"method": "fedavg"}, returning, finished)
 
 
-def noted(found: Enrolment, kind: str) -> list[tuple[str | None, int | None]]:
-    return [(event["site"], event["round"]) for event in found.context.events.of(kind)]
+def noted(admission: Enrolment, kind: str) -> list[tuple[str | None, int | None]]:
+    return [(event["site"], event["round"]) for event in admission.context.events.of(kind)]
 
 
 def test_every_site_of_the_run_is_enrolled_and_no_other() -> None:
     sites = Sites({0: "OCBAX"})
-    found = enrolment(sites)
-    found.open(3)
+    admission = enrolment(sites)
+    admission.open(3)
     assert sites.sent["A"] == {"method": "fedavg", "sites": ["A", "B", "C"], "role": "inside", "finished": 0}
     assert sites.sent["O"]["role"] == "outside" and "X" not in sites.sent
-    assert list(found.enrolled) == ["A", "B", "C", "O"] and found.inside == ["A", "B", "C"]
-    assert found.enrolled["O"] == {**COUNTS, "role": "outside"} == found.context.site_counts["O"]
-    assert found.transport.outcome.enrolled is found.enrolled
-    assert noted(found, "warning") == [(site, None) for site in "ABCO"]
+    assert list(admission.enrolled) == ["A", "B", "C", "O"] and admission.inside == ["A", "B", "C"]
+    assert admission.enrolled["O"] == {**COUNTS, "role": "outside"} == admission.context.site_counts["O"]
+    assert admission.transport.outcome.enrolled is admission.enrolled
+    assert noted(admission, "warning") == [(site, None) for site in "ABCO"]
 
 
 def test_a_returning_site_continues_and_a_new_one_starts() -> None:
@@ -74,22 +74,22 @@ def test_a_returning_site_continues_and_a_new_one_starts() -> None:
 
 def test_a_returning_site_with_other_counts_is_rejected() -> None:
     sites = Sites({0: "ABC"})
-    found = enrolment(sites, returning={"A": COUNTS["n"], "B": {**COUNTS["n"], "train": 10**9}}, finished=4)
-    found.open(2)
-    assert sorted(found.enrolled) == ["A", "C"] and noted(found, "rejected") == [("B", 0)]
-    (event,) = found.context.events.of("rejected")
+    admission = enrolment(sites, returning={"A": COUNTS["n"], "B": {**COUNTS["n"], "train": 10**9}}, finished=4)
+    admission.open(2)
+    assert sorted(admission.enrolled) == ["A", "C"] and noted(admission, "rejected") == [("B", 0)]
+    (event,) = admission.context.events.of("rejected")
     assert "counts" in event["message"] and "\n" not in event["message"]
 
 
 def test_a_site_with_more_images_than_the_others_together_is_named_once() -> None:
     sites = Sites({0: "AB", 1: "ABC"})
     sites.broken = {site: Reply(Message({}, counts(train))) for site, train in zip("ABC", (5, 5, 90), strict=True)}
-    found = enrolment(sites)
-    found.open(2)
-    assert not noted(found, "warning")
+    admission = enrolment(sites)
+    admission.open(2)
+    assert not noted(admission, "warning")
     for _ in range(2):
-        found.members(Step("train", 1))
-    assert [(event["site"], event["message"][:30]) for event in found.context.events.of("warning")] == [
+        admission.members(Step("train", 1))
+    assert [(event["site"], event["message"][:30]) for event in admission.context.events.of("warning")] == [
         ("C", "has 90% of all training images")
     ]
 
@@ -97,54 +97,54 @@ def test_a_site_with_more_images_than_the_others_together_is_named_once() -> Non
 def test_a_maximum_weight_applies_to_counts_by_class() -> None:
     sites = Sites({0: "ABC"}, {"C": Reply(Message({}, counts(28)))})
     for most, counted in ((None, {}), (0.5, {"A": 1.0, "B": 1.0, "C": 0.5})):
-        found = enrolment(sites)
-        found.max_client_weight = most
-        found.open(2)
-        assert found.context.counted == counted
+        admission = enrolment(sites)
+        admission.max_client_weight = most
+        admission.open(2)
+        assert admission.context.counted == counted
 
 
 def test_absent_sites_are_noted_at_the_start_and_at_every_step() -> None:
-    found = enrolment(Sites({0: "AB", 1: "A"}))
-    found.open(2)
-    assert noted(found, "missing") == [("C", 0), ("O", 0)]
-    assert found.members(Step("train", 1)) == ["A"]
-    assert noted(found, "missing")[2:] == [("B", 1)]
+    admission = enrolment(Sites({0: "AB", 1: "A"}))
+    admission.open(2)
+    assert noted(admission, "missing") == [("C", 0), ("O", 0)]
+    assert admission.members(Step("train", 1)) == ["A"]
+    assert noted(admission, "missing")[2:] == [("B", 1)]
 
 
 def test_a_late_site_joins_and_is_asked_once() -> None:
     sites = Sites({0: "AB", 1: "ABC", 2: "ABC"})
-    found = enrolment(sites)
-    found.open(2)
+    admission = enrolment(sites)
+    admission.open(2)
     sites.sent.clear()
-    assert [found.members(Step("train", round)) for round in (1, 2)] == [["A", "B", "C"]] * 2
-    assert noted(found, "joined") == [("C", 1)] and list(sites.sent) == ["C"]
+    assert [admission.members(Step("train", round)) for round in (1, 2)] == [["A", "B", "C"]] * 2
+    assert noted(admission, "joined") == [("C", 1)] and list(sites.sent) == ["C"]
 
 
 def test_a_late_site_that_fails_is_named_once_and_may_join_later() -> None:
     sites = Sites({0: "AB", 1: "ABC", 2: "ABC", 3: "ABC"}, {"C": Reply(problem="no images")})
-    found = enrolment(sites)
-    found.open(2)
-    assert [found.members(Step("train", round)) for round in (1, 2)] == [["A", "B"]] * 2
-    assert noted(found, "failed") == [("C", 1)]
+    admission = enrolment(sites)
+    admission.open(2)
+    assert [admission.members(Step("train", round)) for round in (1, 2)] == [["A", "B"]] * 2
+    assert noted(admission, "failed") == [("C", 1)]
     sites.broken = {}
-    assert found.members(Step("train", 3)) == ["A", "B", "C"]
+    assert admission.members(Step("train", 3)) == ["A", "B", "C"]
 
 
 def test_a_site_that_cannot_take_part_ends_the_run() -> None:
-    found = enrolment(Sites({0: "ABC"}, {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")}))
+    admission = enrolment(Sites({0: "ABC"}, {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")}))
     with pytest.raises(FederationFailed, match=r"B: no images.*site C: another task"):
-        found.open(1)
+        admission.open(1)
 
 
 def test_a_site_without_an_answer_is_named_and_may_join_later() -> None:
     late = Reply(problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late")
     sites = Sites({0: "ABC", 1: "ABC"}, {"C": late})
-    found = enrolment(sites)
-    found.open(2)
-    assert found.inside == ["A", "B"] and noted(found, "late") == [("C", 0)]
-    assert noted(found, "missing") == [("O", 0)]
+    admission = enrolment(sites)
+    admission.open(2)
+    assert admission.inside == ["A", "B"] and noted(admission, "late") == [("C", 0)]
+    assert noted(admission, "missing") == [("O", 0)]
     sites.broken = {}
-    assert found.members(Step("train", 1)) == ["A", "B", "C"] and not noted(found, "failed")
+    assert admission.members(Step("train", 1)) == ["A", "B", "C"] and not noted(admission, "failed")
 
 
 def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
@@ -159,12 +159,12 @@ def test_a_rejected_site_is_named_once_and_not_asked_again() -> None:
     invalid, suppressed = {"n": {"train": 10**400}, "class_counts": [1]}, {**COUNTS, "class_counts": []}
     replies = {"B": Reply(Message({}, invalid)), "C": Reply(Message({}, suppressed))}
     sites = Sites({0: "ABCO", 1: "ABCO"}, broken=replies)
-    found = enrolment(sites)
-    found.open(2)
-    assert found.inside == ["A", "C"], "counts by class may be suppressed"
+    admission = enrolment(sites)
+    admission.open(2)
+    assert admission.inside == ["A", "C"], "counts by class may be suppressed"
     sites.sent.clear()
-    assert found.members(Step("train", 1)) == ["A", "C"] and not sites.sent
-    assert noted(found, "rejected") == [("B", 0)] and not noted(found, "missing")
+    assert admission.members(Step("train", 1)) == ["A", "C"] and not sites.sent
+    assert noted(admission, "rejected") == [("B", 0)] and not noted(admission, "missing")
 
 
 HERE: Final = versions_here()
@@ -183,10 +183,10 @@ HERE: Final = versions_here()
 )
 def test_a_site_with_other_versions_is_named_or_rejected(versions: dict[str, str], kind: str | None, tokens: tuple[str, ...]) -> None:
     sites = Sites({0: "ABC", 1: "ABC"}, {"B": Reply(Message({}, {**COUNTS, "versions": dict(versions)}))})
-    found = enrolment(sites)
-    found.open(2)
-    found.members(Step("train", 1))
-    events = [event for event in found.context.events if event["site"] == "B"]
+    admission = enrolment(sites)
+    admission.open(2)
+    admission.members(Step("train", 1))
+    events = [event for event in admission.context.events if event["site"] == "B"]
     assert [event["kind"] for event in events] == ([kind] if kind else [])
     assert all(token in event["message"] for event in events for token in tokens)
-    assert ("B" in found.enrolled) == (kind != "rejected")
+    assert ("B" in admission.enrolled) == (kind != "rejected")

@@ -1,4 +1,4 @@
-"""The transport: a reply for every site that was asked, and counted bytes."""
+"""The transport: a reply for every site with a request, and counted bytes."""
 
 from collections.abc import Mapping
 
@@ -31,11 +31,11 @@ class Answering:
         return self.answers
 
 
-def test_every_site_that_was_asked_has_a_reply_in_sorted_order() -> None:
+def test_every_site_with_a_request_has_a_reply_in_sorted_order() -> None:
     exchange = Answering(C=Reply(message(1)), A=Reply(message(2)), Z=Reply(message(9)))
     transport = Transport(exchange, Outcome())
     replies = transport.ask(STEP, {name: message(4) for name in "CBA"})
-    assert list(replies) == ["A", "B", "C"], "sorted, and nobody who was not asked"
+    assert list(replies) == ["A", "B", "C"], "sorted, and no site without a request"
     assert replies["B"] == Reply(problem="no answer to 'train' of round 2", kind="missing")
 
 
@@ -49,7 +49,7 @@ def test_bytes_and_seconds_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "said"),
+    ("problem", "expected"),
     [
         ("no data\n\n  here", "no data here"),
         ("half a character: \ud800", "half a character: ?"),
@@ -57,9 +57,9 @@ def test_bytes_and_seconds_are_counted() -> None:
         ("x" * 10**6, "x" * 2000),
     ],
 )
-def test_a_sites_reason_is_one_printable_line(problem: str, said: str) -> None:
+def test_a_sites_reason_is_one_printable_line(problem: str, expected: str) -> None:
     (reply,) = Transport(Answering(A=Reply(problem=problem)), Outcome()).ask(STEP, {"A": Message()}).values()
-    assert reply.problem == said and reply.kind == "failed"
+    assert reply.problem == expected and reply.kind == "failed"
 
 
 @pytest.mark.parametrize("phase", ["enrol", "finalize"])

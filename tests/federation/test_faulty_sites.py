@@ -32,8 +32,8 @@ def numbers(change: Callable[[Any], Any], *only: str) -> Fault:
             return [replaced(inner) for inner in value]
         return change(value) if isinstance(value, int | float) else value
 
-    def fault(found: Recorded, place: Place) -> Message:
-        reply = copied(found.replies[place][FAULTY])
+    def fault(recording: Recorded, place: Place) -> Message:
+        reply = copied(recording.replies[place][FAULTY])
         reply.meta = {name: replaced(value) if name in only or not only else value for name, value in reply.meta.items()}
         return reply
 
@@ -43,8 +43,8 @@ def numbers(change: Callable[[Any], Any], *only: str) -> Fault:
 def meta(**more: Any) -> Fault:
     """Metadata added, or replaced."""
 
-    def fault(found: Recorded, place: Place) -> Message:
-        reply = copied(found.replies[place][FAULTY])
+    def fault(recording: Recorded, place: Place) -> Message:
+        reply = copied(recording.replies[place][FAULTY])
         reply.meta |= more
         return reply
 
@@ -54,8 +54,8 @@ def meta(**more: Any) -> Fault:
 def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     """Every floating tensor replaced."""
 
-    def fault(found: Recorded, place: Place) -> Message:
-        reply = copied(found.replies[place][FAULTY])
+    def fault(recording: Recorded, place: Place) -> Message:
+        reply = copied(recording.replies[place][FAULTY])
         for state in reply.states.values():
             state |= {name: change(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
         return reply
@@ -63,10 +63,10 @@ def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     return fault
 
 
-def of_another_step(found: Recorded, place: Place) -> Message:
+def of_another_step(recording: Recorded, place: Place) -> Message:
     """The reply to the next step, or to the first one."""
-    places = sorted(found.replies)
-    return copied(found.replies[places[(places.index(place) + 1) % len(places)]][FAULTY])
+    places = sorted(recording.replies)
+    return copied(recording.replies[places[(places.index(place) + 1) % len(places)]][FAULTY])
 
 
 FAULTS: Final[dict[str, Fault]] = {
@@ -85,16 +85,16 @@ FAULTS: Final[dict[str, Fault]] = {
 PLAUSIBLE: Final[dict[str, Fault]] = {
     "perfect metrics": numbers(lambda value: 1.0, "validation", "metrics", "gains", "scores"),
     "flipped sign": tensors(lambda tensor: -tensor),
-    "no states": lambda found, place: Message({}, copied(found.replies[place][FAULTY]).meta),
+    "no states": lambda recording, place: Message({}, copied(recording.replies[place][FAULTY]).meta),
 }
 
 
 def run_with(name: str, fault: Fault, places: list[Place] | None = None, folder: Path | None = None) -> dict[str, Any]:
     """The results of a run with the fault at these places; by default at all but enrollment."""
-    found = recorded(name)
-    places = [place for place in found.replies if place[0] != ENROL] if places is None else places
-    exchange = Replay(found, {place: Reply(fault(found, place)) for place in places})
-    results = found.run(folder).execute(exchange)
+    recording = recorded(name)
+    places = [place for place in recording.replies if place[0] != ENROL] if places is None else places
+    exchange = Replay(recording, {place: Reply(fault(recording, place)) for place in places})
+    results = recording.run(folder).execute(exchange)
     assert results["status"] == "COMPLETED", results["reason"]
     validate_results(results)
     json.dumps(results, allow_nan=False).encode()
@@ -119,9 +119,9 @@ def test_a_plausible_fault_ends_no_run(name: str, fault: str) -> None:
 
 def test_a_rejected_update_has_no_effect_on_the_results(tmp_path: Path) -> None:
     place = ("train", 0, 0)
-    found = recorded("fedavg")
+    recording = recorded("fedavg")
     rejected = run_with("fedavg", FAULTS["NaN in tensors"], [place], tmp_path)
-    missing = found.run().execute(Replay(found, {place: Reply(problem="no answer")}))
+    missing = recording.run().execute(Replay(recording, {place: Reply(problem="no answer")}))
     assert rejected["mean"] == missing["mean"] and rejected["sites"] == missing["sites"]
     assert (tmp_path / REPORT_FILE).is_file()
 
@@ -150,13 +150,13 @@ def test_an_impossible_item_is_rejected_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEDERATIONS)
 def test_no_reply_that_is_nearly_right_ends_a_run(name: str) -> None:
-    found = recorded(name)
+    recording = recorded(name)
 
     @cases(8)
     @given(st.data())
     def one(data: st.DataObject) -> None:
-        place = data.draw(st.sampled_from(sorted(found.replies)))
-        reply = data.draw(nearly(found.replies[place][FAULTY]))
-        run_with(name, lambda found, place: reply, [place])
+        place = data.draw(st.sampled_from(sorted(recording.replies)))
+        reply = data.draw(nearly(recording.replies[place][FAULTY]))
+        run_with(name, lambda recording, place: reply, [place])
 
     one()

@@ -33,15 +33,15 @@ def run(method: str, folder: Path, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether models lay in files when a checkpoint was written."""
-    found: list[bool] = []
+    flags: list[bool] = []
     state = ServerAlgorithm.state
 
     def noted(algorithm: ServerAlgorithm[Any]) -> Message:
-        found.append(is_memory_mapped())
+        flags.append(is_memory_mapped())
         return state(algorithm)
 
     monkeypatch.setattr(ServerAlgorithm, "state", noted)
-    return found
+    return flags
 
 
 @pytest.mark.parametrize("method", ["fedsm", "prr"])
@@ -76,14 +76,14 @@ def test_only_large_valid_tensors_of_a_reply_are_mapped(tmp_path: Path) -> None:
 
 
 def most_memory(folder: Path, models_gb: float) -> float:
-    """Models that a round of FedAvg over sixteen sites has in memory at once, in a process of its own."""
+    """Models that a round of FedAvg over sixteen sites has in memory at once, in a separate process."""
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT / 'custom'}", "MEDFLARE_NETWORKS": "server"}
     command = [sys.executable, str(ROOT / "benchmarks/server.py"), "--one", "fedavg", str(folder), "--sites", "16", "--width", "8"]
-    said = subprocess.run([*command, "--models-gb", str(models_gb)], env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(said.stdout.splitlines()[-1])
-    assert found["answers"] == pytest.approx(16 * found["model"], rel=0.01)
-    return float(found["memory"] / found["model"])
+    completed = subprocess.run([*command, "--models-gb", str(models_gb)], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    measured = json.loads(completed.stdout.splitlines()[-1])
+    assert measured["answers"] == pytest.approx(16 * measured["model"], rel=0.01)
+    return float(measured["memory"] / measured["model"])
 
 
 @pytest.mark.slow

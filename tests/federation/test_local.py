@@ -130,7 +130,7 @@ class TestDefinedBehaviour:
     def test_an_outside_site_may_be_named_among_all(self) -> None:
         """As the command and studies take them."""
         results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
-        assert {site: found["role"] for site, found in results["sites"].items()} == {
+        assert {site: result["role"] for site, result in results["sites"].items()} == {
             "site-1": "inside",
             "site-2": "inside",
             "site-3": "outside",
@@ -183,8 +183,8 @@ def test_the_learning_rate_follows_the_schedule_after_a_restart(tmp_path: Path, 
     rates: list[float] = []
     build = Site.optimizer
 
-    def noted(site: Site, *given: Any, **override: Any) -> Any:
-        optimizer = build(site, *given, **override)
+    def noted(site: Site, *arguments: Any, **override: Any) -> Any:
+        optimizer = build(site, *arguments, **override)
         rates.append(optimizer.param_groups[0]["lr"])
         return optimizer
 
@@ -225,8 +225,8 @@ def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered:
     results = medflare.run_local(method, task, 2, rounds=1, seed=0, out=tmp_path, weights=model)
     assert results["status"] == "COMPLETED", results["reason"]
     start = load_model(model).message.states["model"]
-    found = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
-    assert found is not None and all(torch.equal(found.states["start"][name], start[name]) for name in start)
+    stored = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
+    assert stored is not None and all(torch.equal(stored.states["start"][name], start[name]) for name in start)
     step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     site = open_site("site-1", load_task(task), seed=0)
     site.start = start
@@ -235,18 +235,18 @@ def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered:
 
 
 def test_without_rounds_every_site_evaluates_the_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
-    """No round trains: what is delivered is what was given, tested on images of sites that it has never seen, too."""
+    """No round trains: the delivered weights are the initial ones, tested on images of sites that it has never seen, too."""
     model, task = delivered
-    given = load_model(model).message.states["model"]
+    initial = load_model(model).message.states["model"]
     results = medflare.run_local("fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model)
     assert results["status"] == "COMPLETED" and results["rounds"] == 0 and results["traffic"]["up_bytes"] == 0
     kept = load_model(tmp_path / "sites" / "site-3" / "deployed").message.states["model"]
-    assert all(torch.equal(kept[name], given[name]) for name in given)
-    for name, found in results["sites"].items():
-        site = open_site(name, load_task(task), seed=3, role=found["role"])
-        site.start = given
+    assert all(torch.equal(kept[name], initial[name]) for name in initial)
+    for name, result in results["sites"].items():
+        site = open_site(name, load_task(task), seed=3, role=result["role"])
+        site.start = initial
         expected = site.score(site.predictor(site.network()), "test", ["dice"]).values["dice"]
-        assert found["metrics"]["global"]["dice"] == pytest.approx(expected)
+        assert result["metrics"]["global"]["dice"] == pytest.approx(expected)
 
 
 def test_a_missing_weights_file_fails_the_run(delivered: tuple[Path, dict[str, Any]]) -> None:

@@ -199,26 +199,26 @@ def test_a_repeated_step_is_answered_again_also_after_a_restart() -> None:
 
 @pytest.mark.parametrize(("item", "value"), [("selector", {"name": "vgg11"}), ("sites", ["A", "B"]), ("gamma", 1.5)])
 def test_a_super_model_of_another_run_raises(item: str, value: Any) -> None:
-    found = recorded("fedsm")
-    message = copied(found.sent[FINALIZE, ROUNDS, 0][FAULTY])
+    recording = recorded("fedsm")
+    message = copied(recording.sent[FINALIZE, ROUNDS, 0][FAULTY])
     message.meta[item] = value
     with pytest.raises(MessageError, match=item):
-        found.participants[FAULTY].answer(FINALIZE, ROUNDS, message)
+        recording.participants[FAULTY].answer(FINALIZE, ROUNDS, message)
 
 
 def test_class_totals_of_other_classes_raise() -> None:
-    found = recorded("prr")
-    message = copied(found.sent["share_normalisation", ROUNDS, 0][FAULTY])
+    recording = recorded("prr")
+    message = copied(recording.sent["share_normalisation", ROUNDS, 0][FAULTY])
     message.meta["class_totals"] = [[1.0, 2.0, 3.0]]
     with pytest.raises(MessageError, match="class_totals"):
-        found.participants[FAULTY].answer("share_normalisation", ROUNDS, message)
+        recording.participants[FAULTY].answer("share_normalisation", ROUNDS, message)
 
 
 def test_training_a_selector_without_its_models_raises() -> None:
-    found, place = recorded("fedsm_extra"), ("train_selector", ROUNDS, 0)
-    late = replayed_participant(found, FAULTY)
+    recording, place = recorded("fedsm_extra"), ("train_selector", ROUNDS, 0)
+    late = replayed_participant(recording, FAULTY)
     late.answer(ENROL, 0, Message({}, dict(INVITATION)))
-    message = copied(found.sent[place][FAULTY])
+    message = copied(recording.sent[place][FAULTY])
     message.states = {entry: state for entry, state in message.states.items() if entry.startswith("selector")}
     with pytest.raises(StateError, match="finished models"):
         late.answer("train_selector", ROUNDS, message)

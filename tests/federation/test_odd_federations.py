@@ -86,7 +86,7 @@ def federation(
 
 @pytest.fixture(autouse=True)
 def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have tests of their own, and drawing one takes as long as these runs."""
+    """Reports have separate tests, and drawing one takes as long as these runs."""
     monkeypatch.setattr("medflare.evaluation.report.render_report", lambda *_: "")
 
 
@@ -120,8 +120,8 @@ def test_a_class_that_no_site_has(method: str, tmp_path: Path) -> None:
     results = federation(method, GRADE, classes=2, counts=(9, 6, 6), out=tmp_path)
     metrics = results["sites"]["A"]["metrics"]["deployed"]
     assert metrics["accuracy"] is not None
-    said = [event["message"] for event in results["events"] if event["kind"] == "undefined" and event["site"] == "A"]
-    assert all(any(f"deployed {name}: " in line for line in said) for name, value in metrics.items() if value is None)
+    messages = [event["message"] for event in results["events"] if event["kind"] == "undefined" and event["site"] == "A"]
+    assert all(any(f"deployed {name}: " in line for line in messages) for name, value in metrics.items() if value is None)
 
 
 def test_feddag_weighs_models_equally_that_no_site_can_score(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, 
 
 def test_a_report_that_cannot_be_written_is_a_warning() -> None:
     class Full(ArtifactStore):
-        def finish(self, *given: Any) -> None:
+        def finish(self, *arguments: Any) -> None:
             raise OSError("no space left beside scans/Meier.png")
 
     site = _site()
@@ -117,7 +117,7 @@ class Clock:
 
 
 def _worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant:
-    """A participant as a process of its own makes it; two batches make its round."""
+    """A participant as a separate process makes it; two batches make its round."""
 
     def opened(role: str) -> Site:
         site = _site()

@@ -63,7 +63,7 @@ class StyleServer(ServerAlgorithm[Any]):
 
 def style(**declared: Any) -> Method:
     """The method of a notebook: in no package, and another object in every cell."""
-    return Method("style", "Shared intensities", "nobody's", StyleSite, StyleServer, **declared)
+    return Method("style", "Shared intensities", "unpublished", StyleSite, StyleServer, **declared)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def events(results: dict[str, Any], site: str, role: str) -> list[str]:
 
 
 def test_a_method_runs_as_an_object(tmp_path: Path) -> None:
-    mine = Method("mine", "FedAvg under another name", "nobody's", FedAvgSite, FedAvgServer)
+    mine = Method("mine", "FedAvg under another name", "unpublished", FedAvgSite, FedAvgServer)
     ours = run_local(mine, TASK, 2, rounds=1, seed=0, out=tmp_path)
     theirs = run_local("fedavg", TASK, 2, rounds=1, seed=0)
     assert ours["status"] == "COMPLETED" and ours["sites"] == theirs["sites"]

@@ -46,7 +46,7 @@ def run(folder: Path, method: str = "fedsm", **options: Any) -> dict[str, Any]:
 
 
 def killed(folder: Path, method: str, moment: str, count: int) -> None:
-    """A run in a process of its own that kills itself."""
+    """A run in a separate process that kills itself."""
     import json
 
     done = subprocess.run(

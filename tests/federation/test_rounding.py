@@ -53,8 +53,8 @@ class TestConversion:
         assert sent.meta == {"step": 0, TRANSPORT_DTYPE: "bf16"}
         assert 0 < len(large(weights)) < len(weights)
         for name, tensor in weights.items():
-            found = sent.states["model"][name]
-            assert torch.equal(found, tensor.to(HALF)) and found.dtype == HALF if tensor.ndim > 1 else found is tensor
+            received = sent.states["model"][name]
+            assert torch.equal(received, tensor.to(HALF)) and received.dtype == HALF if tensor.ndim > 1 else received is tensor
         assert not violation(
             Message(sent.states), {"model": self.rounding.sent(self.train.request[0], self.train.request[0].spec(self.plan))}
         )
@@ -65,18 +65,18 @@ class TestConversion:
         assert all(incoming.states["model"][name].dtype == tensor.dtype for name, tensor in weights.items())
         reply = self.rounding.up(self.train, Message({"model": trained}, {"loss": 1.0}), incoming)
         assert not violation(reply, self.rounding.manifest(self.train)) and reply.meta == {"loss": 1.0}
-        taken = self.rounding.restored(reply, Message({"model": weights})).states["model"]
+        restored = self.rounding.restored(reply, Message({"model": weights})).states["model"]
         for name, tensor in trained.items():
             update = (tensor - weights[name].to(HALF).float()).to(HALF) if tensor.ndim > 1 else None
-            assert torch.equal(taken[name], tensor if update is None else update.float() + weights[name])
+            assert torch.equal(restored[name], tensor if update is None else update.float() + weights[name])
 
     def test_small_updates_of_large_weights_are_not_lost(self) -> None:
         weights = {name: torch.ones_like(tensor) for name, tensor in model(self.plan, 1).items()}
         incoming = self.rounding.widened(self.rounding.down(self.train, Message({"model": weights}), {}))
         trained = {name: tensor + 2**-12 if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
         assert all(torch.equal(trained[name].to(HALF), weights[name].to(HALF)) for name in large(trained)), "would vanish as weights"
-        taken = self.rounding.restored(self.rounding.up(self.train, Message({"model": trained}), incoming), Message({"model": weights}))
-        assert all(torch.equal(taken.states["model"][name], trained[name]) for name in large(trained))
+        restored = self.rounding.restored(self.rounding.up(self.train, Message({"model": trained}), incoming), Message({"model": weights}))
+        assert all(torch.equal(restored.states["model"][name], trained[name]) for name in large(trained))
 
     @pytest.mark.parametrize(
         ("method", "phase", "rounded", "exact"),
@@ -91,8 +91,8 @@ class TestConversion:
         ],
     )
     def test_only_new_versions_of_weights_are_replied_rounded(self, method: str, phase: str, rounded: set[str], exact: set[str]) -> None:
-        found = get_method(method)
-        manifest = Rounding(planned(method)).manifest(found.site_class.phase(phase))
+        chosen = get_method(method)
+        manifest = Rounding(planned(method)).manifest(chosen.site_class.phase(phase))
         algorithms = {entry for entry, spec in manifest.items() if HALF in {dtype for _, dtype in spec.tensors.values()}}
         assert algorithms == rounded and exact <= manifest.keys()
 
@@ -114,7 +114,7 @@ def delivered(folder: Path, role: str = "global") -> StateDict:
 def test_a_run_ends_with_the_dice_of_one_in_fp32(method: str) -> None:
     """Bright squares, which six rounds learn: every site's test Dice within .01, and the same events."""
     task = squares.task(network=INSTANCE_UNET, local_epochs=4)
-    found = []
+    summary = []
     fresh: dict[str, Any] = {} if method == "prr" else {"reset_optimizer": True}  # as prr: with it six rounds are enough
     for transport_dtype in ("fp32", "bf16"):
         results = run_local(
@@ -130,11 +130,11 @@ def test_a_run_ends_with_the_dice_of_one_in_fp32(method: str) -> None:
         assert results["status"] == "COMPLETED" and results["configuration"]["settings"]["transport_dtype"] == transport_dtype, results[
             "reason"
         ]
-        found.append([site["metrics"]["deployed"]["dice"] for site in results["sites"].values()])
-        found.append([event["kind"] for event in results["events"]])
-    exact, events, rounded, same_events = found
+        summary.append([site["metrics"]["deployed"]["dice"] for site in results["sites"].values()])
+        summary.append([event["kind"] for event in results["events"]])
+    exact, events, rounded, same_events = summary
     assert events == same_events and min(exact) > 0.9
-    assert all(abs(one - other) < 0.01 for one, other in zip(exact, rounded, strict=True)), found
+    assert all(abs(one - other) < 0.01 for one, other in zip(exact, rounded, strict=True)), summary
 
 
 def test_traffic_of_the_rounds_halves_and_final_models_are_fp32(tmp_path: Path) -> None:

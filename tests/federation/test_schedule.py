@@ -1,4 +1,4 @@
-"""The schedule: who is asked, what happens to answers that are missing, unusable or come from newcomers."""
+"""The schedule: which sites get requests, what happens to replies that are missing, unusable or come from newcomers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -32,14 +32,14 @@ class Sites:
     def __init__(self, absent: Mapping[int, set[str]] | None = None) -> None:
         self.members = {name: participant(name) for name in (*SITES, "O")}
         self.absent = absent or {}
-        self.asked: list[tuple[str, int, tuple[str, ...]]] = []
+        self.requests: list[tuple[str, int, tuple[str, ...]]] = []
         self.spoil: Callable[[str, Step, Message], Message | Reply | None] = lambda site, step, message: message
 
     def present(self, round: int) -> list[str]:
         return [name for name in self.members if name not in self.absent.get(round, set())]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        self.asked.append((step.phase, step.round, tuple(outgoing)))
+        self.requests.append((step.phase, step.round, tuple(outgoing)))
         replies = {}
         for site, message in outgoing.items():
             answer = self.spoil(site, step, self.members[site].answer(step.phase, step.round, message))
@@ -54,8 +54,8 @@ def run() -> Callable[..., Federation]:
         task = squares.SEGMENTATION
         plan = FEDAVG.plan(task, SITES, FRESH)
         server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
-        own = {**identity_of(FEDAVG, FRESH, task.fingerprint(), squares.SEED), **identity}
-        federation = Federation(server, exchange, rules or Rules(), own)
+        expected = {**identity_of(FEDAVG, FRESH, task.fingerprint(), squares.SEED), **identity}
+        federation = Federation(server, exchange, rules or Rules(), expected)
         federation.run()
         return federation
 
@@ -129,7 +129,7 @@ class TestBadUpdates:
         exchange.spoil = poison(lambda s: s[first(s)].fill_(math.nan), victims=SITES)
         with pytest.raises(FederationFailed, match=r"A: .*NaN"):
             run(exchange)
-        assert [phase for phase, _, _ in exchange.asked] == ["enrol", "train", "train"]
+        assert [phase for phase, _, _ in exchange.requests] == ["enrol", "train", "train"]
 
     def test_min_sites_decides_how_many_are_enough(self, run: Any) -> None:
         exchange = Sites()
@@ -194,7 +194,7 @@ class TestPresence:
     def test_a_site_that_misses_a_round_is_noted_and_asked_again(self, run: Any) -> None:
         exchange = Sites(absent={1: {"C"}})
         federation = run(exchange, rounds=3)
-        assert [asked for phase, _, asked in exchange.asked if phase == "train"] == [SITES, ("A", "B"), SITES]
+        assert [requests for phase, _, requests in exchange.requests if phase == "train"] == [SITES, ("A", "B"), SITES]
         assert ("missing", "C", 1) in kinds(federation)
 
     def test_a_site_that_is_gone_is_among_the_reasons(self, run: Any) -> None:
@@ -212,5 +212,5 @@ class TestPresence:
     def test_outside_sites_are_delivered_to_and_never_train(self, run: Any) -> None:
         exchange = Sites()
         federation = run(exchange, outside=("O",))
-        assert all("O" not in asked for phase, _, asked in exchange.asked if phase in ("train", "validate"))
+        assert all("O" not in requests for phase, _, requests in exchange.requests if phase in ("train", "validate"))
         assert federation.outcome.delivered["O"]["metrics"]["global"]["dice"] is not None

@@ -10,7 +10,7 @@ from medflare.core.errors import ConfigError
 from medflare.federation.settings import RUN_SETTINGS, run_settings
 
 NEEDED: dict[str, Any] = {"rounds": 3, "seed": 1}
-GIVEN: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     **NEEDED,
     "seed": -4,
     "outside": ["X", "Y"],
@@ -28,16 +28,16 @@ GIVEN: dict[str, Any] = {
 
 
 def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
-    assert {*RUN_SETTINGS} == GIVEN.keys()
+    assert {*RUN_SETTINGS} == SETTINGS.keys()
     few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_client_weight": None, "outlier_policy": "used", "patience": None}
     defaults = {**few, "transport_dtype": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "heartbeat_timeout": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
 def test_settings_are_read_from_json_and_written_back() -> None:
-    settings = run_settings(json.loads(json.dumps(GIVEN)))
+    settings = run_settings(json.loads(json.dumps(SETTINGS)))
     assert settings.outside == ("X", "Y") and settings.step_timeout == 60.0
-    assert settings.to_dict() == GIVEN == json.loads(json.dumps(settings.to_dict()))
+    assert settings.to_dict() == SETTINGS == json.loads(json.dumps(settings.to_dict()))
     assert run_settings(settings.to_dict()) == settings
 
 

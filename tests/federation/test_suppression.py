@@ -93,7 +93,7 @@ def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         for row, inner in enumerate(value):
             yield from numbers(inner, f"{place}[{row}]")
     elif isinstance(value, str):
-        yield from ((f"{place}: {value}", float(found)) for found in re.findall(r"(?<![\w.+])\d+(?:\.\d+)?(?![\w.])", value))
+        yield from ((f"{place}: {value}", float(number)) for number in re.findall(r"(?<![\w.+])\d+(?:\.\d+)?(?![\w.])", value))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, float(value)
 
@@ -101,13 +101,13 @@ def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
 def disclosures(message: Message, counts: tuple[int, ...]) -> list[str]:
     """Where a message holds one of these counts, or its fraction of their sum."""
     secrets = [float(number) for count in counts for number in (count, count / sum(counts))]
-    found = [place for place, value in numbers(message.meta, "meta") if any(abs(value - secret) < 1e-9 for secret in secrets)]
+    leaks = [place for place, value in numbers(message.meta, "meta") if any(abs(value - secret) < 1e-9 for secret in secrets)]
     for entry, state in message.states.items():
         for name, tensor in state.items():
             values = tensor.double()
             if any(bool((values == _as(tensor.dtype, secret)).any()) for secret in secrets):
-                found.append(f"{entry}/{name}")
-    return found
+                leaks.append(f"{entry}/{name}")
+    return leaks
 
 
 def _as(dtype: torch.dtype, secret: float) -> float:
@@ -285,9 +285,9 @@ def test_small_classes_of_a_multilabel_segmentation() -> None:
 def test_a_federation_without_counts_by_class(method: str) -> None:
     """The methods that use the counts report what they do instead."""
     options: dict[str, Any] = {"outside_model": "personal"} if method == "prr" else {}
-    found = get_method(method)
-    members = {name: _member(name, found, options) for name in ("A", "B", "C", "O")}
-    run = Run(found, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
+    chosen = get_method(method)
+    members = {name: _member(name, chosen, options) for name in ("A", "B", "C", "O")}
+    run = Run(chosen, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
     results = run.execute(LocalExchange(tuple(members), members.__getitem__))
     assert results["status"] == "COMPLETED", results["reason"]
     warnings = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]

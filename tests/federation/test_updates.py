@@ -20,14 +20,14 @@ def validated(
         site: Message({"model": {"w": WEIGHTS["w"] * sent + length * ALONG}}, {}) for site, length in zip(sites, lengths, strict=True)
     }
     enrolled = {site: {"train": count} for site, count in zip(sites, images or [4] * len(sites), strict=True)}
-    asked = {site: Message({"model": dict(WEIGHTS)} if sent else {}, {}) for site in sites}
+    requests = {site: Message({"model": dict(WEIGHTS)} if sent else {}, {}) for site in sites}
     chosen = ["model"] if weights else []
-    return validate_replies(replies, {"model": StateSpec.like(WEIGHTS, "")}, asked, enrolled, weights=chosen, strict=strict)
+    return validate_replies(replies, {"model": StateSpec.like(WEIGHTS, "")}, requests, enrolled, weights=chosen, strict=strict)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 11], [1, 2, 16], [1, 1, 1, 11], [1, 1, 90, 90], [1, 1, 1, 1e30]])
 def test_longer_than_ten_times_the_others_median_is_rejected(lengths: list[float]) -> None:
-    """Two sites with the same fault are found if they are at most half."""
+    """Two sites with the same fault are detected if they are at most half."""
     assert validated(lengths).rejected.keys() == {site for site, length in zip("ABCD", lengths, strict=False) if length > 10}
 
 
@@ -38,12 +38,12 @@ def test_a_short_update_is_accepted(lengths: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "length", "taken"),
+    ("images", "length", "accepted"),
     [([4, 4, 4], 14, False), ([4, 4, 8], 14, True), ([400, 4, 4], 14, False), ([4, 4, 400], 90, True), ([4, 4, 10**9], 110, False)],
 )
-def test_a_site_with_more_images_may_move_further_up_to_a_hundredfold(images: list[int], length: float, taken: bool) -> None:
+def test_a_site_with_more_images_may_move_further_up_to_a_hundredfold(images: list[int], length: float, accepted: bool) -> None:
     """Of honest sites of 400, 8 and 8 images the large one's update is 64 times as long (SGD with momentum), of 60, 8 and 8 20 times."""
-    assert ("C" in validated([1, 1, length], images).accepted) == taken
+    assert ("C" in validated([1, 1, length], images).accepted) == accepted
 
 
 def test_the_limit_is_a_hundred_for_two_sites_and_for_statistics() -> None:

@@ -18,11 +18,11 @@ KINDS: Final = (
     "suspicious",  # an update was used although it is against all others: an error, an attack, or different patients
     "undefined",  # a metric has no value, for example AUC of an absent class
     "failed",  # a site's task, or the run, ended with an error
-    "reverted",  # a deployed model reverted its own adaptation
+    "reverted",  # a deployed model reverted its adaptation
     "left_out",  # an image that cannot be used and that the task allows to skip
     "joined",  # a site enrolled after the first round
     "left",  # a site left before the last round
-    "repeated",  # a step was asked again
+    "repeated",  # the request of a step was sent again
     "resumed",  # a run or a site continued from its stored state
     "stopped_early",  # training ended before its last round: no validated model became better
     "aborted",  # stopped from outside
@@ -44,18 +44,9 @@ class EventLog:
         self.extend(events)
 
     def add(self, kind: str, message: str, *, site: str | None = None, round: int | None = None) -> Event:
-        """Add and return an event.
-
-        Args:
-            kind: one of `KINDS`.
-            message: becomes one printable line.
-            round: 0-based.
-
-        Raises:
-            ValueError: an unknown kind.
-        """
+        """Add and return an event; `message` becomes one printable line, `round` is 0-based. ValueError: `kind` is not in `KINDS`."""
         if kind not in KINDS:
-            raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind of event {kind!r}; allowed are {', '.join(KINDS)}")
         event = {"round": round, "site": site, "kind": kind, "message": printable(str(message))}
         self._events.append(event)
         return event
@@ -63,13 +54,8 @@ class EventLog:
     def extend(self, events: Iterable[Mapping[str, Any]], *, site: str | None = None, round: int | None = None) -> None:
         """Add events as mappings; `site` and `round` are used for those without."""
         for event in events:
-            event_site, event_round = event.get("site"), event.get("round")
-            self.add(
-                event["kind"],
-                event["message"],
-                site=site if event_site is None else event_site,
-                round=round if event_round is None else event_round,
-            )
+            place = {name: event[name] for name in ("site", "round") if event.get(name) is not None}
+            self.add(event["kind"], event["message"], **{"site": site, "round": round, **place})
 
     def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Replace all events; a resumed run continues those of the interrupted one."""

@@ -24,7 +24,7 @@ class StateSpec:
 
     Attributes:
         tensors: tensor name -> (shape, dtype).
-        purpose: why the state leaves the site, for the site's own record.
+        purpose: why the state leaves the site, for the site's record.
         nonnegative: names of tensors without values below 0 (a square root of them must not be NaN).
     """
 
@@ -41,7 +41,7 @@ class StateSpec:
 
 Manifest = dict[str, StateSpec]
 # How values belong to classes, for small-cell suppression: "values" of a class describe that class only; "counts" of all classes add up to
-# a known total, so that one of them follows from the others.
+# a fixed total, so that one of them follows from the others.
 PerClass = Literal["", "values", "counts"]
 
 
@@ -63,7 +63,7 @@ class TensorSpec(str):
 
     Attributes:
         purpose: why it leaves the site; may be empty if only the server sends it.
-        template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's own network.
+        template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's network.
         when: plan -> whether it is sent with these settings.
         nonnegative: whether no value is below 0.
         optional: whether the server's message may lack it.

@@ -55,7 +55,7 @@ def first_problem(problem: ValidationError) -> str:
 
 
 def nested(kind: type) -> BeforeValidator:
-    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is an object with strict settings of its own."""
+    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is itself an object with strict settings."""
     return BeforeValidator(lambda value: _built(kind, value) if isinstance(value, Mapping) else value)
 
 
@@ -94,15 +94,15 @@ def no_such(kind: str, value: str, names: Iterable[str], place: str = "") -> str
         >>> no_such("metric", "dise", ["dice", "iou"], "task brain")
         "task brain: unknown metric 'dise'; did you mean dice? known: dice, iou"
     """
-    known = sorted(names)
-    close = get_close_matches(str(value), known, n=2, cutoff=0.5)
+    choices = sorted(names)
+    close = get_close_matches(str(value), choices, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{place + ': ' if place else ''}unknown {kind} {value!r}; {hint}known: {', '.join(known)}"
+    return f"{place + ': ' if place else ''}unknown {kind} {value!r}; {hint}known: {', '.join(choices)}"
 
 
-def refuse_arguments(build: Callable[..., Any], arguments: Iterable[str], place: str, *, taken: Iterable[str] = ()) -> None:
-    """Raise ConfigError for an argument that the signature of `build` does not have, or that is `taken`: it is not a setting."""
-    accepted = [name for name in inspect.signature(build).parameters if name not in taken]
+def refuse_arguments(build: Callable[..., Any], arguments: Iterable[str], place: str, *, reserved: Iterable[str] = ()) -> None:
+    """Raise ConfigError for an argument that the signature of `build` does not have, or that is `reserved`: it is not a setting."""
+    accepted = [name for name in inspect.signature(build).parameters if name not in reserved]
     for name in arguments:
         if name not in accepted:
             raise unknown("argument", name, accepted, place)

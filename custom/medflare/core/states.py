@@ -89,7 +89,7 @@ def check_same_shapes(states: Mapping[str, StateDict]) -> None:
 def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
     """sum_k weights_k states_k / sum_k weights_k, by site.
 
-    Floating tensors are summed in float64 in sorted site order and returned in their own dtype. Integer tensors (BatchNorm's
+    Floating tensors are summed in float64 in sorted site order and returned in their dtype. Integer tensors (BatchNorm's
     `num_batches_tracked`) take the largest value of the sites with a weight above 0.
 
     Args:
@@ -165,7 +165,7 @@ def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: floa
 
 
 def batch_norm_entries(module: nn.Module) -> frozenset[str]:
-    """Names of all state entries that belong to batch-normalisation layers, found by module type, never by name.
+    """Names of all state entries that belong to batch-normalisation layers, selected by module type, never by name.
 
     Any normalisation that keeps running statistics counts (BatchNorm, SyncBatchNorm, InstanceNorm with tracking).
     """

@@ -28,12 +28,9 @@ _HEADER = "medflare"  # the field of the safetensors header with metadata, entry
 
 
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Replace a file in one step, so that a reader, or a crash, sees the old content or the new one.
+    """Replace a file in one step, so that a reader, or a crash, sees the old content or the new one; its folders are made if needed.
 
-    Args:
-        path: the file; its folders are made if needed.
-        public: files and folders get the permissions of the umask, for a report. By default only this account can read them, since most
-            files come from patients' images.
+    A `public` file and its folders get the permissions of the umask. Only this account can read others: most come from patients' images.
     """
     with replacing(path, public=public) as temporary:
         temporary.write_bytes(content)
@@ -45,7 +42,7 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
     make_folder(path.parent, public=public)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(temporary, "xb", opener=None if public else own_opener) as file:
+        with open(temporary, "xb", opener=None if public else private_opener) as file:
             yield temporary
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -74,8 +71,8 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def own_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=own_opener)`: only this account can read a new file."""
+def private_opener(path: str, flags: int) -> int:
+    """For `open(..., opener=private_opener)`: only this account can read a new file."""
     return os.open(path, flags, 0o600)
 
 

@@ -142,7 +142,7 @@ def _construct(setting: str, ending: str, settings: Mapping[str, Any]) -> Any:
     name = settings["name"]
     transform = _transform_class(name + ending)
     arguments = {key: value for key, value in settings.items() if key != "name"}
-    refuse_arguments(transform, [key for key in arguments if key != "keys"], f"{setting} {name}", taken=["keys"])
+    refuse_arguments(transform, [key for key in arguments if key != "keys"], f"{setting} {name}", reserved=["keys"])
     try:
         return transform(**arguments)
     except (TypeError, ValueError) as error:

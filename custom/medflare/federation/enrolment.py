@@ -87,7 +87,7 @@ class Enrolment:
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> None:
-        """Ask the present sites that are not enrolled; a site whose reply was rejected is not asked again."""
+        """Invite the present sites that are not enrolled; a site whose reply was rejected is not invited again."""
         context = self.context
         wanted = {*context.sites, *context.outside} - self.enrolled.keys()
         wanted -= {site for site, (kind, _) in self._problems.items() if kind == "rejected"}
@@ -103,7 +103,7 @@ class Enrolment:
             if reply.message is not None:
                 kind, problem = "rejected", self._problem(site, reply.message.meta)
             if problem:
-                if self._problems.get(site) != (kind, problem):  # the site is asked at every step
+                if self._problems.get(site) != (kind, problem):  # the site is invited at every step
                     context.events.add(kind, problem, site=site, round=round)
                 self._problems[site] = kind, problem
             elif reply.message is not None:
@@ -156,9 +156,9 @@ def release_difference(site: Mapping[str, str], server: Mapping[str, str]) -> st
     """Why a site with another minor release of medflare cannot take part; "" for the same one, or if the site does not report it."""
     here = server["medflare"]
     there = site.get("medflare", here)
-    return (
-        "" if there.split(".")[:2] == here.split(".")[:2] else f"runs medflare {there}, the server {here}; install the same version at both"
-    )
+    if there.split(".")[:2] == here.split(".")[:2]:
+        return ""
+    return f"runs medflare {there}, the server {here}; install the same version at both"
 
 
 def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:

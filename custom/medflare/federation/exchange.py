@@ -64,7 +64,7 @@ class Exchange(Protocol):
     """
 
     def present(self, round: int) -> list[str]:
-        """Names of the sites that can be asked in this round."""
+        """Names of the sites that can be reached in this round."""
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Mapping[str, Reply]:
         """Ask every site in `outgoing`; a site without an entry in the result is missing."""

@@ -1,11 +1,11 @@
-"""A site's final models: evaluated on its own test images, and stored with their cards."""
+"""A site's final models: evaluated on its test images, and stored with their cards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
@@ -36,22 +36,6 @@ Metrics = dict[str, float | None]
 Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, final model, metrics, scores by patient)
 
 
-@runtime_checkable
-class Reporting(Protocol):
-    """A deployed model that reports on its predictions, for example how often each member answered."""
-
-    def report(self) -> dict[str, Any]:
-        """JSON values."""
-
-
-@runtime_checkable
-class Reverting(Protocol):
-    """A deployed model that may have reverted its own adaptation."""
-
-    def notices(self) -> list[str]:
-        """One line for each reverted adaptation."""
-
-
 class ArtifactStore:
     """Stores what stays at a participant's site. This one stores nothing; engines supply others."""
 
@@ -62,7 +46,7 @@ class ArtifactStore:
         """Store a picture that the method makes for the site itself."""
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        """Write the site's own report, after all final models."""
+        """Write the site's report, after all final models."""
 
     def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:
         """A step begins, or has ended."""
@@ -70,7 +54,7 @@ class ArtifactStore:
 
 @dataclass(frozen=True)
 class SiteFolder(ArtifactStore):
-    """A site's own folder in a run: final models with their cards, scores by patient, pictures, the site's report, and the current step."""
+    """A site's folder in a run: final models with their cards, scores by patient, pictures, the site's report, and the current step."""
 
     folder: Path
     site: str
@@ -95,7 +79,7 @@ class SiteFolder(ArtifactStore):
         self.pictures[title] = png
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        """Write the site's own report, if it has a final model."""
+        """Write the site's report, if it has a final model."""
         if not self.delivered:
             return
         metrics = {name: values for name, (values, _) in self.delivered.items()}
@@ -157,12 +141,12 @@ def evaluated(
         if id(models[role]) not in measured:
             module = build_deployed(site.task, models[role]).to(site.device)
             measured[id(models[role])] = _measured(site, module, role, log)
-            if isinstance(module, Reporting):
-                reports[role] = module.report()
+            if report := getattr(module, "report", None):  # JSON values about its predictions, for example how often each member answered
+                reports[role] = report()
             if KEPT in models[role].meta:
                 reports[role] = {**reports.get(role, {}), KEPT: models[role].meta[KEPT]["model"]}
-            if isinstance(module, Reverting):
-                for line in module.notices():
+            if notices := getattr(module, "notices", None):  # one line for each adaptation that the model reverted
+                for line in notices():
                     log.add("reverted", f"{role}: {line}")
         metrics[role], cases, constant = measured[id(models[role])]
         keep(role, models[role], metrics[role], cases)

@@ -26,9 +26,7 @@ class StoredAlgorithm:
 
     The store holds the memory under the number of the step that it precedes: the newest one and the one before it.
 
-    Args:
-        name: of the site; a state of another site is an error.
-        make: (role, inside sites, initial weights) -> a new algorithm.
+    `make` is (role, inside sites, initial weights) -> a new algorithm.
     """
 
     def __init__(self, name: str, store: Store, make: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]):
@@ -37,13 +35,7 @@ class StoredAlgorithm:
         self._precedes = 0  # the step that the algorithm of this process is ready for
 
     def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
-        """A new run with a new algorithm: delete what an earlier run stored.
-
-        Args:
-            role: "inside" or "outside".
-            sites: the inside sites.
-            start: initial weights of the task's network; None: drawn from the seed.
-        """
+        """Begin a new run and delete what an earlier run stored; without `start` the initial weights are drawn from the seed."""
         self._algorithm, self._precedes = self.make(role, sites, start), 0
         for step in self._stored_steps():
             self.store.delete(f"{_PREFIX}{step}")
@@ -83,7 +75,7 @@ class StoredAlgorithm:
         if membership is None:
             raise StateError(f"site {self.name} has not enrolled, or its state is lost; restore the state or start the run again")
         if (owner := membership.meta["site"]) != self.name:
-            raise StateError(f"the stored state of site {self.name} belongs to site {owner}; restore each site's own state")
+            raise StateError(f"the stored state of site {self.name} belongs to site {owner}; restore the state of each site")
         usable = [stored for stored in self._stored_steps() if stored <= step]
         memory = self.store.load(f"{_PREFIX}{usable[-1]}") if usable else None
         if memory is None:

@@ -236,8 +236,8 @@ class Participant:
             self.artifacts.finish(algorithm.site, "inside" if algorithm.inside else "outside", models, meta["events"])
         except Aborted:
             raise
-        except Exception as error:  # models and metrics are not lost for the site's own report
-            text = f"the site's own report could not be written ({type(error).__name__})"
+        except Exception as error:  # models and metrics are not lost because of the site's report
+            text = f"the site's report could not be written ({type(error).__name__})"
             meta["events"].append({"kind": "warning", "message": text})
         suppress_test_events(meta["events"], small)
         cost = algorithm.privacy()
@@ -257,7 +257,7 @@ def _data_events(site: Site, minimum_patients: int, small: bool) -> list[dict[st
     for note in site.notes[:_MOST_NOTES]:
         log.add("warning", note[:_LONGEST_NOTE])
     if len(site.notes) > _MOST_NOTES:
-        log.add("warning", f"and {len(site.notes) - _MOST_NOTES} more, which the site's own data check names")
+        log.add("warning", f"and {len(site.notes) - _MOST_NOTES} more, which the site's data check names")
     if site.data.left_out:  # their names are not sent
-        log.add("left_out", f"{len(site.data.left_out)} images cannot be used; the site's own data check names them")
+        log.add("left_out", f"{len(site.data.left_out)} images cannot be used; the site's data check names them")
     return log.to_list()

@@ -53,7 +53,7 @@ def _check_rounds(rounds: int, task: TaskConfig, method: Method) -> None:
 def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:
     """What one algorithm sends or needs that the other does not declare, in words, or None.
 
-    A new server algorithm is asked for its schedule and its first message, and gets replies of zeros as the site algorithm declares.
+    A new server algorithm makes its schedule and its first message, and gets replies of zeros as the site algorithm declares.
     """
     phases = pair.site_class.phases
     server = pair.make_server(ServerContext(plan, 0, 1, tuple(outside), phases=phases))

@@ -44,7 +44,7 @@ class Run:
     Attributes:
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         sites: inside sites, sorted.
-        aggregation: the formula of FLARE's aggregator component; None: the server algorithm's own.
+        aggregation: the formula of FLARE's aggregator component; None: that of the server algorithm.
         folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only the returned dict.
         checkpoints: folder of the checkpoint if it is not `folder`.
         pictures: title -> PNG for the report; only the plain loop has the sites' images.
@@ -228,11 +228,8 @@ def refused_run(
     """Write and return the results of a run that could not start, because its task, method or settings are wrong.
 
     Args:
-        folder: of results.json and report.html.
-        reason: one line.
         roles: site -> "inside" or "outside".
         seed, rounds: as in the job; a value that is not a whole number is recorded as 0.
-        events: noted so far.
     """
     log = EventLog(events)
     log.add("failed", reason)

@@ -119,7 +119,7 @@ class Federation:
 
         Args:
             members: sites that are present.
-            attempt: how often the step was asked before.
+            attempt: how often the request of the step was sent before.
             failed: sites without a usable reply to the step; they are not drawn if there are enough others.
         """
         count = self.rules.sites_per_round
@@ -140,15 +140,15 @@ class Federation:
         for attempt in range(_REPEATS + 1):
             started = time.monotonic()
             members = enrolment.members(step)
-            asked = self._participants(step, members, attempt, failed)
-            outgoing = {site: numbered(self.server.configure(step, site), index, context.rounds) for site in asked}
+            participants = self._participants(step, members, attempt, failed)
+            outgoing = {site: numbered(self.server.configure(step, site), index, context.rounds) for site in participants}
             validated, rejected = self._exchange(step, outgoing)
             accepted = validated.accepted
             if len(accepted) >= min(self._needed, self.rules.sites_per_round or self._needed):
                 break
             reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed} are needed"
             absent = dict.fromkeys((site for site in enrolment.inside if site not in members), "not there")
-            problems = join_problems({**absent, **rejected}) if asked else "no site is present"
+            problems = join_problems({**absent, **rejected}) if participants else "no site is present"
             if attempt == _REPEATS:
                 raise FederationFailed(f"{reason} ({problems})")
             self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
@@ -211,7 +211,7 @@ class Federation:
     # -- final models ----------------------------------------------------------------------------------------------------------
 
     def _finalize(self, index: int, enrolment: Enrolment) -> None:
-        """Every enrolled site, inside and outside, gets its final models and evaluates them on its own test images."""
+        """Every enrolled site, inside and outside, gets its final models and evaluates them on its test images."""
         step = Step(FINALIZE, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
         outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
@@ -242,5 +242,5 @@ class Federation:
             validated = {model for meta in reports for model in meta.get("validation") or {}}
             alone = sorted(validated - outcome.model_selection.keys())
             if alone and images[site] < FEW_IMAGES:
-                text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of its own"
+                text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of this site"
                 self.events.add("few_validation_images", text, site=site)

@@ -142,12 +142,12 @@ class MedflareExecutor(Executor):
 
     def _store_traceback(self) -> None:
         """Append the current error to a file of the site; FLARE's own log may leave the site."""
-        from medflare.core.store import make_folder, own_opener
+        from medflare.core.store import make_folder, private_opener
 
         with suppress(OSError, MedflareError):
             if self._spec is not None:
                 make_folder(Path(self._spec.folder))
-                with open(Path(self._spec.folder) / ERRORS, "a", encoding="utf-8", opener=own_opener) as file:
+                with open(Path(self._spec.folder) / ERRORS, "a", encoding="utf-8", opener=private_opener) as file:
                     file.write(traceback.format_exc())
 
     def _aborted(self) -> bool:

@@ -217,12 +217,12 @@ def _rows(message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec, .
 
 def _record(task: SiteTask, rows: list[dict[str, Any]]) -> None:
     """Append rows to outbound.csv in the site's folder of the job."""
-    from medflare.core.store import csv_text, make_folder, own_opener
+    from medflare.core.store import csv_text, make_folder, private_opener
 
     path = Path(task.spec.folder) / OUTBOUND
     make_folder(path.parent)
     common = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "phase": task.phase, "round": task.round}
     empty = not path.exists() or path.stat().st_size == 0  # a full disk may have left an empty file
     text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=empty)
-    with open(path, "a", encoding="utf-8", opener=own_opener) as file:
+    with open(path, "a", encoding="utf-8", opener=private_opener) as file:
         file.write(text)

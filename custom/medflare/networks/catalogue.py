@@ -69,7 +69,7 @@ def build_network(
 def _ours(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, images: Mapping[str, Any]) -> FeatureNetwork:
     """One of `NETWORKS`; `images` has "spatial_dims" and "size", for those that have such an argument."""
     build = NETWORKS[name]
-    refuse_arguments(build, settings, f"network {name}", taken=["in_channels", "out_channels", *images])
+    refuse_arguments(build, settings, f"network {name}", reserved=["in_channels", "out_channels", *images])
     accepted = {key: value for key, value in images.items() if key in inspect.signature(build).parameters}
     if "spatial_dims" not in accepted and images["spatial_dims"] != 2:
         raise ConfigError(f"network {name}: is 2-D, spatial_dims is {images['spatial_dims']}; use unet, resnet18 or one of MONAI's")

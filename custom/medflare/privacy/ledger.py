@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from medflare.core.errors import PrivacyError
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore, Store, make_folder, own_opener
+from medflare.core.store import MemoryStore, StateStore, Store, make_folder, private_opener
 from medflare.data.local import PrivacyLimit
 from medflare.training.site import Site
 
@@ -103,7 +103,7 @@ class Budget:
     def _locked(self) -> Iterator[None]:
         """Two jobs at the same time must not both spend the rest of the budget."""
         make_folder(self.folder)
-        with open(self.folder / f".privacy-{self.site}.lock", "w", opener=own_opener) as file:
+        with open(self.folder / f".privacy-{self.site}.lock", "w", opener=private_opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
             yield
 

@@ -32,14 +32,14 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
     settings = dict(spec or task.loss)
     name = settings.pop("name")
     if name in LOSSES:
-        refuse_arguments(LOSSES[name], settings, f"loss {name}", taken=["task"])
+        refuse_arguments(LOSSES[name], settings, f"loss {name}", reserved=["task"])
         try:
             return LOSSES[name](task, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"loss {name}: {error}") from error
     if name not in monai_losses():
         raise unknown("loss", name, {*LOSSES, *monai_losses()}, "loss")
-    refuse_arguments(monai_losses()[name], settings, f"loss {name}", taken=["to_onehot_y", "spatial_dims", "pretrained"])
+    refuse_arguments(monai_losses()[name], settings, f"loss {name}", reserved=["to_onehot_y", "spatial_dims", "pretrained"])
     try:
         loss = MonaiLoss(task, name, settings)
         logits, targets = example(task)

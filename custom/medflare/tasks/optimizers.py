@@ -53,7 +53,7 @@ def build_optimizer(
     arguments = dict(settings)
     name = arguments.pop("name")
     cls = optimizer_class(name, place)
-    refuse_arguments(cls, arguments, f"{place}: optimizer {name}", taken=["params"])
+    refuse_arguments(cls, arguments, f"{place}: optimizer {name}", reserved=["params"])
     try:
         optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -34,7 +34,7 @@ class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
 
     Args:
-        open_participant: makes a site's participant when it is first asked; its errors are that site's errors.
+        open_participant: makes a site's participant at its first request; its errors are that site's errors.
         absent: round -> sites that cannot be reached in it.
     """
 
@@ -113,7 +113,7 @@ def receive(connection: Connection) -> tuple[dict[str, Any], Message]:
 
 
 class ForkedExchange(LocalExchange):
-    """A `LocalExchange` with every site in a process of its own, which is forked when the site is first asked.
+    """A `LocalExchange` with every site in a separate process, which is forked at its first request.
 
     Args:
         workers: how many sites work at the same time.

@@ -123,7 +123,7 @@ def run_local(
 
 @dataclass(frozen=True)
 class _Shown(ArtifactStore):
-    """The store of a site's own folder, which also passes models and pictures to the caller of `run_local`."""
+    """The store of a site's folder, which also passes models and pictures to the caller of `run_local`."""
 
     run: Run
     name: str

@@ -1,7 +1,7 @@
 """Validation of messages: the form of any message, the metadata of every run, and a server's requests at a site.
 
 The server checks every reply and every site every request before a method sees it. The parties are honest, but may have a full disk,
-another version or a method of their own.
+another version or a different method.
 """
 
 import json
@@ -52,7 +52,7 @@ def message_problem(message: Message, site: str) -> str | None:
     """Why a site's reply cannot be used, whatever its phase, in words, or None."""
     try:
         return state_problem(message.states) or meta_problem(message.meta) or event_problem(message.meta.get("events", []), site)
-    except Exception as error:  # a method of the site's own may have put anything into it
+    except Exception as error:  # a method that only the site has may have put anything into it
         return f"it cannot be read ({type(error).__name__})"
 
 
@@ -102,7 +102,7 @@ def _check_plain(value: object, depth: int) -> None:
 
 
 def event_problem(events: object, site: str) -> str | None:
-    """Why the events of a reply cannot be recorded, in words, or None; a site may send events in its own name only."""
+    """Why the events of a reply cannot be recorded, in words, or None; a site may send events in its name only."""
     if problem := _EVENTS.problem(list(events) if isinstance(events, tuple) else events):
         return f"events: {problem}"
     other = next((event["site"] for event in events if event.get("site") not in (None, site)), None)  # type: ignore[attr-defined]
@@ -127,11 +127,7 @@ def reason_line(text: object) -> str:
 
 
 def declaration_problem(message: Message, declared: tuple[MetaSpec, ...], required: Iterable[str] = ()) -> str | None:
-    """Which metadata item is not declared, missing or of another type, in words, or None; events need no declaration.
-
-    Args:
-        message: its metadata are plain, see `meta_problem`.
-    """
+    """Which item of plain metadata is not declared, missing or of another type, in words, or None; events need no declaration."""
     if extra := sorted(message.meta.keys() - {*declared, "events"}):
         return f"unexpected item {shown(extra[0])}"
     if missing := [name for name in required if name not in message.meta]:
@@ -262,7 +258,7 @@ class RequestValidator:
         self.site = site
 
     def check_invitation(self, round: int, message: Message) -> None:
-        """Check an invitation, as far as is possible before the site's task is known."""
+        """Check an invitation, as far as is possible before the site's task is loaded."""
         self._check(ENROL, round, _form_problem(round, message) or _request_meta_problem(message, INVITES))
         if (message.meta[ROLE] == "inside") != (self.site in message.meta[SITES]):
             self._check(ENROL, round, f"item {SITES!r} and the role {message.meta[ROLE]!r} of {self.site} do not agree")
@@ -273,7 +269,7 @@ class RequestValidator:
         self._check(ENROL, round, request_problem(Phase(ENROL, request=request, request_meta=INVITES), plan, message))
 
     def pop_numbers(self, phase: str, round: int, message: Message) -> dict[str, Any]:
-        """The items of `NUMBERED`, which do not belong to the method; they are taken out of the message."""
+        """The items of `NUMBERED`, which do not belong to the method; they are removed from the message."""
         self._check(phase, round, _form_problem(round, message))
         numbers = {str(item): message.meta.pop(item) for item in NUMBERED if item in message.meta}
         self._check(phase, round, _request_meta_problem(Message({}, numbers), NUMBERED))

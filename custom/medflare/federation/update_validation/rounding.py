@@ -84,7 +84,7 @@ class Rounding:
         return Message(states, reply.meta)
 
     def restored(self, reply: Message, sent: Message) -> Message:
-        """The reply in fp32: the server's own weights plus the site's rounded updates."""
+        """The reply in fp32: the server's weights plus the site's rounded updates."""
         states = {}
         for entry, state in reply.states.items():
             wide = {name: self._wide(name, tensor) for name, tensor in state.items()}

@@ -20,7 +20,7 @@ from medflare.federation.update_validation.messages import METRIC, declaration_p
 
 _REQUIRED: Final = ("n_samples",)  # if the phase declares it
 _LIMIT: Final = 10.0  # times the median length of the others' updates
-_LARGEST_LIMIT: Final = 100.0  # with two sites, whose usual length is not known, and for gradients and statistics
+_LARGEST_LIMIT: Final = 100.0  # with two sites, without a usual length, and for gradients and statistics
 OPPOSITE: Final = -0.3  # an update with a smaller cosine to the others is suspicious; those of honest phantom sites are positive
 
 
@@ -75,7 +75,7 @@ def validate_replies(
     updates = {entry: _updates(accepted, outgoing, entry) for entry in entries}
     rejected |= _too_long(updates, {site: counts.get("train", 0) for site, counts in enrolled.items()})
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    compared = {entry: found for entry, found in updates.items() if found.replaces and (weights is None or entry in weights)}
+    compared = {entry: update for entry, update in updates.items() if update.replaces and (weights is None or entry in weights)}
     suspicious = _against_the_others(compared, accepted)
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected, suspicious = rejected | suspicious, {}
