@@ -81,7 +81,7 @@ def test_an_unknown_or_missing_setting_is_named() -> None:
         checked(Settings, {"rounds": 1, "name": 3}, "list[3]", error=DataError)
 
 
-def test_a_validator_of_several_settings_raises_its_own_text() -> None:
+def test_a_validator_of_several_settings_raises_its_text() -> None:
     @dataclass(frozen=True, config=STRICT)
     class Range:
         low: int

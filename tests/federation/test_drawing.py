@@ -58,7 +58,7 @@ def of_phase(exchange: RecordingExchange, phase: str) -> list[tuple[int, str]]:
     return [(round, sites) for name, round, sites in exchange.requests if name == phase]
 
 
-def test_another_site_is_asked_in_place_of_a_drawn_site_that_fails() -> None:
+def test_another_site_is_drawn_in_place_of_a_site_that_fails() -> None:
     """Once; a site that has answered gets a second request, and other rounds have the draws that they have without the fault."""
     (_, fine), (results, exchange) = run(5), run(5, fault=broken)
     drawn, requests = of_phase(fine, "train"), of_phase(exchange, "train")

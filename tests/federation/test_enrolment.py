@@ -111,7 +111,7 @@ def test_absent_sites_are_noted_at_the_start_and_at_every_step() -> None:
     assert noted(admission, "missing")[2:] == [("B", 1)]
 
 
-def test_a_late_site_joins_and_is_asked_once() -> None:
+def test_a_late_site_joins_and_is_invited_once() -> None:
     sites = Sites({0: "AB", 1: "ABC", 2: "ABC"})
     admission = enrolment(sites)
     admission.open(2)
@@ -155,7 +155,7 @@ def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
         enrolment(Sites({0: "ABC"}, problems)).open(2)
 
 
-def test_a_rejected_site_is_named_once_and_not_asked_again() -> None:
+def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
     invalid, suppressed = {"n": {"train": 10**400}, "class_counts": [1]}, {**COUNTS, "class_counts": []}
     replies = {"B": Reply(Message({}, invalid)), "C": Reply(Message({}, suppressed))}
     sites = Sites({0: "ABCO", 1: "ABCO"}, broken=replies)

@@ -62,7 +62,7 @@ class TestResults:
         for file in ("results.json", "metrics.jsonl", "report.html"):
             assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
 
-    def test_every_site_has_a_report_of_its_own(self, kept: tuple[dict[str, Any], Path]) -> None:
+    def test_every_site_has_a_separate_report(self, kept: tuple[dict[str, Any], Path]) -> None:
         _, folder = kept
         for name in ("site-2", "site-9"):
             file = folder / "sites" / name / "report.html"

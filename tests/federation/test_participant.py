@@ -27,7 +27,7 @@ def _site() -> Site:
     return squares.site("A")
 
 
-def _asked(minimum: int) -> dict[str, Message]:
+def _replies(minimum: int) -> dict[str, Message]:
     """Replies to enrolment, one round and delivery of FedAvg."""
     site = _site()
     participant = Participant("A", lambda role: site, get_method("fedavg"), {}, minimum_patients=minimum)
@@ -53,7 +53,7 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
 
 @pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
 def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, test: bool) -> None:
-    replies = _asked(minimum)
+    replies = _replies(minimum)
     trained, delivered = replies["train"].meta, replies[FINALIZE].meta
     assert (trained["validation"]["global"] is not None) == validation and trained["loss"] is not None
     assert (delivered["metrics"]["global"]["dice"] is not None) == test and delivered["n"]["test"] == 5
@@ -147,7 +147,7 @@ def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(monkeypatch
     assert _round(_worked(clock, store, 2.0), 20, rounds=20, phase=FINALIZE).meta["metrics"]["global"]["dice"] is not None
 
 
-def test_a_new_run_has_hours_of_its_own_and_without_a_limit_none_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_has_separate_hours_and_without_a_limit_none_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = Clock(monkeypatch), MemoryStore()
     for _ in range(3):
         _worked(clock, store, 1.5).answer(ENROL, 0, Message({}, dict(INVITATION)))

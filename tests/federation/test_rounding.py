@@ -59,7 +59,7 @@ class TestConversion:
             Message(sent.states), {"model": self.rounding.sent(self.train.request[0], self.train.request[0].spec(self.plan))}
         )
 
-    def test_a_rounded_update_is_added_to_the_servers_own_weights(self) -> None:
+    def test_a_rounded_update_is_added_to_the_servers_weights(self) -> None:
         weights, trained = model(self.plan, 1), model(self.plan, 2)
         incoming = self.rounding.widened(self.rounding.down(self.train, Message({"model": weights}), {}))
         assert all(incoming.states["model"][name].dtype == tensor.dtype for name, tensor in weights.items())
@@ -86,7 +86,7 @@ class TestConversion:
             ("fedsm", "selector_features", set(), {"selector_statistics"}),
             ("prr", "train", {"model"}, {"prototypes"}),
             ("prr", "share_normalisation", set(), {"normalisation"}),
-            ("fedrep", "share", set(), {"own"}),
+            ("fedrep", "share", set(), {"local"}),
             ("fedrep", "train", {"model"}, set()),
         ],
     )

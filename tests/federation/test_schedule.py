@@ -191,7 +191,7 @@ class TestCounts:
 
 
 class TestPresence:
-    def test_a_site_that_misses_a_round_is_noted_and_asked_again(self, run: Any) -> None:
+    def test_a_site_that_misses_a_round_is_noted_and_gets_the_next_request(self, run: Any) -> None:
         exchange = Sites(absent={1: {"C"}})
         federation = run(exchange, rounds=3)
         assert [requests for phase, _, requests in exchange.requests if phase == "train"] == [SITES, ("A", "B"), SITES]

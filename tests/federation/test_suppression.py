@@ -116,7 +116,7 @@ def _as(dtype: torch.dtype, secret: float) -> float:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_message_of_any_method_holds_a_suppressedcount(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_of_any_method_holds_a_suppressed_count(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method, hyper = RUNS[name]
     call, make = LocalExchange.__call__, Participant
     seen: list[tuple[str, str]] = []
