@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.small_tasks import stacked
 from medflare.adaptation.dsbn import TargetStatistics
 from medflare.adaptation.registry import adapted_model, dsbn_for, with_dsbn, with_tent
 from medflare.adaptation.tent import Tent
@@ -30,7 +29,7 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
     save_model(tmp_path, task, message, {})
     module = load_model(tmp_path).build(build_deployed)
     assert type(module) is kind
-    images = stacked(squares.site("O", task).data.test).images
+    images = squares.site("O", task).data.test.images
     if isinstance(module, TargetStatistics):
         module.adapt([images])
     if isinstance(module, Tent):
@@ -45,8 +44,8 @@ def test_dsbn_has_the_sites_statistics(task: TaskConfig, tmp_path: Path) -> None
     message = dsbn_for(site, plain, partial(build_deployed, task))
     save_model(tmp_path, task, message, {})
     expected = TargetStatistics(build_deployed(task, plain))
-    expected.adapt([stacked(site.data.test).images])
-    images = stacked(site.data.test).images
+    expected.adapt([site.data.test.images])
+    images = site.data.test.images
     torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
     assert with_tent(plain, task).states.keys() == with_dsbn(plain).states.keys() == {"model"}
     assert plain.states.keys() == {"model"} and plain.meta["kind"] == "plain"

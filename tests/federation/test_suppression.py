@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.small_tasks import small_task, stacked
+from helpers.small_tasks import small_task
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
@@ -145,7 +145,7 @@ def test_no_message_of_any_method_holds_a_suppressed_count(name: str, data: Path
 def rare_square(task: TaskConfig) -> Site:
     """A site with two of twelve training patients in the last class."""
     site = squares.site("A", task)
-    split = stacked(site.data.train)
+    split = site.data.train
     targets = split.targets.clone()
     if task.target == "multilabel":
         targets[:10, 1] = 0
@@ -273,9 +273,9 @@ def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool
 
 def test_small_classes_of_a_multilabel_segmentation() -> None:
     site = squares.site("A", squares.MULTILABEL)
-    targets = stacked(site.data.train).targets.clone()
+    targets = site.data.train.targets.clone()
     targets[:10, 1] = 0
-    site.data = replace(site.data, train=replace(stacked(site.data.train), targets=targets))
+    site.data = replace(site.data, train=replace(site.data.train, targets=targets))
     assert not small_classes(site, "train", 2) and small_classes(site, "train", 3)
     targets[:10, 1], targets[10:, 1] = 1, 0
     assert not small_classes(site, "train", 3)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from medflare.data.loading import Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import Images, Portion, Scores, measure
 from medflare.training.patches import Predictor
@@ -56,11 +55,6 @@ def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
     }
     ordered = [by_row[row] for row in sorted(by_row)]
     return ordered if site.task.image_mode == "patch" else torch.stack(ordered)
-
-
-def stacked(samples: Split) -> Split:
-    """A split of pictures, which are one tensor."""
-    return samples
 
 
 def score(

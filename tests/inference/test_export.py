@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from helpers.small_tasks import stacked
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
@@ -86,7 +85,7 @@ def test_a_site_adapted_model_keeps_its_statistics(
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
     export(stored, "torchscript", tmp_path, builder=build_deployed)
-    images, recorded = stacked(site.data.test).images, torch.jit.load(tmp_path / "model.ts")
+    images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
     with torch.no_grad():
         torch.testing.assert_close(recorded(images), built(stored)(images), rtol=0, atol=1e-6)
         assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)

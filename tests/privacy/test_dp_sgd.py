@@ -14,7 +14,6 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
 from helpers.picture_sites import SEGMENTATION, numbered_split
-from helpers.small_tasks import stacked
 from medflare.core.errors import Aborted
 from medflare.data.loading import SiteData, Split
 from medflare.privacy.dp_sgd import drawn_patients, epsilon_of, train_dp_sgd
@@ -126,7 +125,7 @@ def test_gradients_of_task_networks_equal_autograds(name: str) -> None:
     task = squares.task(kind, network=network, batch_size=3)
     site = squares.site(task=task, counts=(3, 1, 1))
     gradients = []
-    for image, target in zip(stacked(site.data.train).images, site.data.train.targets, strict=True):
+    for image, target in zip(site.data.train.images, site.data.train.targets, strict=True):
         model = site.network().train()
         gradients.append(torch.autograd.grad(site.loss(model(image[None]), target[None]), list(model.parameters())))
     norms = [torch.cat([part.flatten() for part in gradient]).norm().item() for gradient in gradients]

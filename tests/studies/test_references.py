@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.small_tasks import small_task, stacked, tiny_phantom
+from helpers.small_tasks import small_task, tiny_phantom
 from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
@@ -27,7 +27,7 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
     both = pooled([one, other])
     assert [len(both.split(name)) for name in ("train", "validation", "test")] == [5, 2, 3]
     assert set(both.train.patients) == {"0/p", "1/p"}
-    assert stacked(both.train).images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
+    assert both.train.images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
 
 
 def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from helpers.small_tasks import stacked
 from medflare.training.montage import contact_sheet, fullest_row, overlay
 from medflare.training.site import Site
 from methods import squares
@@ -64,14 +63,14 @@ def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) ->
             self.sizes.append(sum(map(len, parts)))
             return torch.cat([corner(part) for part in parts])
 
-    data = stacked(site.data.test)
+    data = site.data.test
     site.data = replace(site.data, test=replace(data, patients=("one", "two", "two", "two", "three")))
     model = ByPatient()
     assert MAGENTA in colours(overlay(site, model, 2))[1] and model.sizes == [3]
 
 
 def test_the_fullest_image_of_a_patient_is_shown(site: Site) -> None:
-    data = stacked(site.data.test)
+    data = site.data.test
     targets = torch.zeros_like(data.targets)
     targets[1, :2], targets[3, :5] = 1, 1
     site.data = replace(site.data, test=replace(data, targets=targets, patients=("one", "two", "one", "two", "one")))

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from helpers.small_tasks import stacked
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.methods.baselines import moon
@@ -47,7 +46,7 @@ def test_all_three_models_normalise_by_the_batch() -> None:
     algorithm = squares.algorithm(MoonSite)
     state = {name: tensor + 3.0 if "running" in name else tensor for name, tensor in squares.start().items()}
     model = algorithm.network("model", state).train()
-    images = stacked(squares.site().data.train).images[:6]
+    images = squares.site().data.train.images[:6]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moon, "contrastive_loss", lambda *features: torch.stack(features[:3]))
         local, shared, previous = algorithm._contrast(model, state)(images, model.features_and_output(images)[0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.small_tasks import predicted, stacked
+from helpers.small_tasks import predicted
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.data.loading import Batch, SiteData, Split
@@ -54,7 +54,7 @@ def test_a_restart_after_every_step_changes_nothing(settings: dict[str, Any], tm
     assert first.meta == second.meta and first.states.keys() == second.states.keys()
     assert all(equal(state, second.states[entry]) for entry, state in first.states.items())
     for model in once.algorithms["A"].finalize(first).values():
-        assert torch.isfinite(build_deployed(squares.SEGMENTATION, model)(stacked(squares.site().data.test).images)).all()
+        assert torch.isfinite(build_deployed(squares.SEGMENTATION, model)(squares.site().data.test.images)).all()
 
 
 @pytest.mark.parametrize("combine", ["extra", "ensemble"])
@@ -389,7 +389,7 @@ def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
         )
 
     def training_loss(state: StateDict) -> float:
-        network, images = algorithm.frozen(state), stacked(algorithm.site.data.train)
+        network, images = algorithm.frozen(state), algorithm.site.data.train
         return float(algorithm.site.loss(network(images.images), images.targets))
 
     assert moved("meta") > 0.1 * moved("model") > 0

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.small_tasks import stacked
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods import grace
@@ -55,7 +54,7 @@ class TestLocalTraining:
         algorithm = squares.algorithm(GraceSite)
         local = algorithm.network("model", squares.trained(FedAvgSite)[0])
         shared = algorithm.frozen(copy_state(local.state_dict()))
-        before, images = copy_state(shared.state_dict()), stacked(algorithm.site.data.train).images
+        before, images = copy_state(shared.state_dict()), algorithm.site.data.train.images
         gap = algorithm.aligned(shared, distance)(images, local.train().features_and_output(images)[0]).item()
         assert gap == pytest.approx(0, abs=1e-9)
         assert squares.equal(shared.state_dict(), before)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.federation.final_models import evaluated
 from medflare.methods.catalogue import build_deployed
@@ -85,7 +84,7 @@ def test_the_gate_prevents_a_collapse() -> None:
     model, site = routed(**COLLAPSING)
     report = model.report()
     assert report["agreement"][report["chosen"]] < 0.9 and not model.notices()
-    images = stacked(site.data.test).images
+    images = site.data.test.images
     model.gated = True
     model.adapt([images])
     start, _ = routed(**{**COLLAPSING, "route_epochs": 0})

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from helpers.fixture_types import Golden
-from helpers.small_tasks import stacked
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
@@ -41,7 +40,7 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
     assert models.keys() == {"global", "deployed"} and models["deployed"].meta["kind"] == "routed"
     model: Any = build_deployed(network, models["deployed"])
     with torch.no_grad():
-        p = model(stacked(algorithm.site.data.test).images)
+        p = model(algorithm.site.data.test.images)
     assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
     coefficients = model.report()["coefficients"]
     assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
@@ -54,12 +53,12 @@ def test_the_state_with_the_lowest_loss_is_used() -> None:
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
-    assert model.measure(stacked(algorithm.site.data.test).images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.measure(algorithm.site.data.test.images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
 
 
 def test_labels_are_not_used() -> None:
     correct, wrong = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
-    test = stacked(wrong.data.test)
+    test = wrong.data.test
     wrong.data = dataclasses.replace(wrong.data, test=dataclasses.replace(test, targets=1 - test.targets))
     first, second = (final_models(outside=place)[1]["deployed"].states["router"] for place in (correct, wrong))
     assert equal(first, second)
@@ -68,7 +67,7 @@ def test_labels_are_not_used() -> None:
 def test_predictions_do_not_depend_on_the_callers_batches() -> None:
     """Eight images at once are predicted in the same two batches of four."""
     algorithm, models = final_models(counts=(0, 0, 8))
-    model, images = build_deployed(SEGMENTATION, models["deployed"]), stacked(algorithm.site.data.test).images
+    model, images = build_deployed(SEGMENTATION, models["deployed"]), algorithm.site.data.test.images
     with torch.no_grad():
         torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
@@ -144,7 +143,7 @@ def test_comparisons_of_table_two() -> None:
     with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
     assert models.keys() == {"global", "deployed", "ensemble", "mixture", "personal/A", "personal/B", "personal/C"} | with_batch_norm
     assert not with_batch_norm & final_models(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
-    images = stacked(algorithm.site.data.test).images
+    images = algorithm.site.data.test.images
     with torch.no_grad():
         single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
         together = build_deployed(SEGMENTATION, models["ensemble"])(images)
@@ -155,5 +154,5 @@ def test_adapting_again_starts_anew() -> None:
     algorithm, models = final_models()
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
-    model.adapt([stacked(algorithm.site.data.test).images])
+    model.adapt([algorithm.site.data.test.images])
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from helpers.small_tasks import stacked
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
@@ -415,7 +414,7 @@ def test_prototypes_are_masked_means_of_the_features(task: TaskConfig) -> None:
     with torch.no_grad():
         for images, targets, _ in data.ordered("train"):
             collected.add(network.features_and_output(images)[0], targets)
-        embeddings = network.features_and_output(stacked(data.data.train).images)[0]
+        embeddings = network.features_and_output(data.data.train.images)[0]
     targets = data.data.train.targets if task.target == "multilabel" else data.data.train.targets[:, None]
     rows = embeddings.movedim(1, -1)
     expected = torch.stack(
