@@ -26,8 +26,10 @@ def param(default: Any, text: str, *, symbol: str = "", source: str = "", low: f
     Args:
         default: the value of the paper.
         text: what it does, one line.
-        symbol, source: the paper's symbol ("λ"), and its equation, table or section.
-        low, high: smallest and largest allowed number; None: no bound. Allowed texts are a `Literal` in the annotation.
+        symbol: the paper's symbol ("λ").
+        source: its equation, table or section in the paper.
+        low: smallest allowed number; None: no bound. Allowed texts are a `Literal` in the annotation.
+        high: largest allowed number.
     """
     return Field(default=default, ge=low, le=high, description=text, json_schema_extra={"symbol": symbol, "source": source})
 

@@ -229,7 +229,8 @@ def refused_run(
 
     Args:
         roles: site -> "inside" or "outside".
-        seed, rounds: as in the job; a value that is not a whole number is recorded as 0.
+        seed: as in the job; a value that is not a whole number is recorded as 0.
+        rounds: as `seed`.
     """
     log = EventLog(events)
     log.add("failed", reason)

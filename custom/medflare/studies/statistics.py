@@ -77,7 +77,8 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
     are too confident.
 
     Args:
-        first, second: one value per seed, in the same order; NaN where undefined.
+        first: one value per seed; NaN where undefined.
+        second: values of the same seeds, in the same order.
 
     Examples:
         >>> compare([0.5, float("nan")], [0.75, 0.5])
@@ -238,7 +239,8 @@ def compare_patients(
     two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
     Args:
-        first, second: results dicts with scores of single patients, and the model's name in them.
+        first: results dicts with scores of single patients, and the model's name in them.
+        second: likewise, of the other row.
         role: of the sites, "inside" or "outside".
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():

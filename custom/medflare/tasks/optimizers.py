@@ -45,7 +45,7 @@ def build_optimizer(
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         place: the beginning of a message, for example "task brain_lgg".
-        norm, value: see `clip_gradients`.
+        norm: see `clip_gradients`, as `value`.
 
     Raises:
         ConfigError: an unknown name, or an argument or value that torch's class does not accept.

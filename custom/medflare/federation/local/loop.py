@@ -67,7 +67,8 @@ def run_local(
         data_root: folder with one folder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         weights: file of the task's network.weights, or its folder; None: MEDFLARE_WEIGHTS, else an installed package's.
         resplit: draw the splits again by patient with this seed.
-        site_algorithm, server_algorithm: method whose site or server algorithm replaces that of `method`.
+        site_algorithm: method whose site algorithm replaces that of `method`.
+        server_algorithm: method whose server algorithm replaces that of `method`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, for data from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and the sites' folders; None: nothing is written.

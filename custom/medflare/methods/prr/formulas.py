@@ -24,8 +24,10 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
 
     Args:
         stage: of the epoch before; 0 at the start of a round.
-        deputy, personal: validation metrics phi(D) and phi(P), higher is better. NaN (undefined) gives Recover.
-        lam1, lam2: ratios phi(D) / phi(P) at which Exchange and Sublimate begin.
+        deputy: validation metric phi(D), higher is better. NaN (undefined) gives Recover.
+        personal: phi(P), likewise.
+        lam1: ratio phi(D) / phi(P) at which Exchange begins.
+        lam2: ratio at which Sublimate begins.
         rule: "official": the first epoch of a round is Recover, and Sublimate only follows an epoch of Exchange; "threshold": the printed
             rule, the ratio alone.
 
@@ -69,7 +71,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
     """KL(teacher || student) of logits (N, C, ...), mean over samples or pixels (Eq. 5-6); the teacher receives no gradient.
 
     Args:
-        student, teacher: logits (N, C, ...).
+        student: logits (N, C, ...).
+        teacher: logits of the same shape.
         form: "kl", or "mse10": ten times the squared difference of the probabilities, as in the official segmentation code.
     """
     check_choice("form", form, ("kl", "mse10"))
@@ -103,7 +106,8 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
     """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq. 11-12).
 
     Args:
-        local, global_: (C, D) prototypes; a zero row stands for a class without a prototype.
+        local: (C, D) prototypes of the site; a zero row stands for a class without a prototype.
+        global_: (C, D) prototypes of all sites, likewise.
         tau: smoothing; the denominator is at least 1e-3 (opposite prototypes with tau <= 1).
 
     Returns:

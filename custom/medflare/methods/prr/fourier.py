@@ -75,7 +75,7 @@ def fourier_aggregate(
             only: a kernel (kh) is treated as (kh, 1), and the depth of a kernel (kh, kw, kd) is joined with kw.
         r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
         classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-        layout, window, components, phase_mean: see `Reading`.
+        layout: see `Reading`, as `window`, `components` and `phase_mean`.
 
     Returns:
         (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights.
