@@ -40,7 +40,7 @@ test-fast: lint
 
 lint: $(VENV)/.installed-dev
 	ruff check .
-	lint-imports --quiet
+	lint-imports
 	mypy
 
 # The variable silences an advertisement for MkDocs' successor. Not --quiet: warnings that are not printed do not fail a build.
