@@ -1,5 +1,5 @@
 # make demo        four synthetic hospitals train FedSM under NVIDIA FLARE; prints the result table and the report's path
-# make test        ruff, mypy, the site and every test, the end-to-end ones too; fails below 88 % of the package's lines
+# make test        ruff, mypy, the site and every test, the end-to-end ones too; fails below 95 % of the package's lines
 # make test-fast   ruff, mypy and the tests that start no FLARE processes
 # make docs        the documentation as a site in site/; a link or reference that leads nowhere fails it
 # make release     wheel, sdist and bill of materials in dist/, each distribution installed in a clean environment and tried
