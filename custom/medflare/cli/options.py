@@ -201,11 +201,17 @@ def environment(data_root: Path | None = None, weights: Path | None = None) -> I
 
     Environment variables reach the parties of every engine: FLARE's simulator starts a process for each.
     """
-    paths = {"MEDFLARE_DATA_ROOT": data_root, "MEDFLARE_WEIGHTS": weights}
+    from medflare.data.loading import ENVIRONMENT as DATA_ROOT
+    from medflare.networks.weights import ENVIRONMENT as WEIGHTS
+
+    paths = {DATA_ROOT: data_root, WEIGHTS: weights}
     before = {name: os.environ.get(name) for name, path in paths.items() if path is not None}
     os.environ.update({name: str(path.expanduser().resolve()) for name, path in paths.items() if path is not None})
     try:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
