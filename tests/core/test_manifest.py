@@ -30,7 +30,7 @@ def test_a_running_variance_below_zero_is_detected() -> None:
 
 
 def test_an_optional_declaration_keeps_everything_else() -> None:
-    entry = TensorSpec("a", "why", nonnegative=True, exact=True, measured="train", per_class="values")
+    entry = TensorSpec("a", "why", nonnegative=True, measured="train", per_class="values")
     assert vars(entry.as_optional()) == {**vars(entry), "optional": True} and entry.as_optional() == "a"
     item = MetaSpec("b", "what", count(), "train", per_class="counts")
     assert vars(item.as_optional()) == {**vars(item), "optional": True}

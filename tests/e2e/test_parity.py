@@ -36,7 +36,6 @@ class Case(NamedTuple):
     rounds: int = 2
     threads: int = 3
     hyper: Mapping[str, Any] = {}
-    transport_dtype: str = "fp32"
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ class Case(NamedTuple):
         tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
         task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
         outside = self.sites[self.inside :]
-        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": outside, "transport_dtype": self.transport_dtype}
+        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": outside}
 
 
 CASES = {  # fedavg: see the method of another distribution below
@@ -57,7 +56,7 @@ CASES = {  # fedavg: see the method of another distribution below
     "iop_fl": Case(VOLUMES, 2, 1, hyper={"route_epochs": 1, "radius": 1}),
     "feddag": Case("phantom_grades", 2, 0),
     "scaffold": Case("phantom", 2, 0, threads=1),  # the state of a site counts only once the server has the reply
-    "ditto": Case("phantom", 2, 0, transport_dtype="bf16"),
+    "ditto": Case("phantom", 2, 0),
 }
 
 

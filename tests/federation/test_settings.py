@@ -19,7 +19,6 @@ SETTINGS: dict[str, Any] = {
     "max_client_weight": 0.5,
     "outlier_policy": "rejected",
     "patience": 4,
-    "transport_dtype": "bf16",
     "step_timeout": 60,
     "enrol_timeout": 0.5,
     "heartbeat_timeout": 30.5,
@@ -30,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
     assert {*RUN_SETTINGS} == SETTINGS.keys()
     few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_client_weight": None, "outlier_policy": "used", "patience": None}
-    defaults = {**few, "transport_dtype": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "heartbeat_timeout": 120.0, "resume": ""}
+    defaults = {**few, "step_timeout": 0.0, "enrol_timeout": 3600.0, "heartbeat_timeout": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
@@ -53,7 +52,6 @@ def test_settings_are_read_from_json_and_written_back() -> None:
         {"max_client_weight": 1.5},
         {"patience": 0},
         {"outlier_policy": "hanged"},
-        {"transport_dtype": "fp8"},
         {"step_timeout": -1},
         {"heartbeat_timeout": float("nan")},
         {"round": 3},

@@ -24,7 +24,6 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.federation.settings import META_LIMIT
-from medflare.federation.update_validation.rounding import Rounding
 from medflare.flare.guard import OutboundGuard, outbound_limits
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
@@ -258,27 +257,6 @@ def test_a_job_that_names_result_filters_is_refused_and_none_of_them_runs(contex
         assert "patients" not in result
 
 
-def rounded(spec: ParticipantSpec, update: Message) -> tuple[Message, Message]:
-    """(what the server sends of weights that are 0.5 smaller than the site's, what the site answers), with weights rounded."""
-    plan = get_method("fedavg").plan(load_task(Path(spec.task_file)), (SITE, "other"), {})
-    rounding, train = Rounding(plan), get_method("fedavg").site_class.phase("train")
-    weights = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
-    incoming = rounding.down(train, Message({"model": weights}), {})
-    return incoming, rounding.up(train, update, rounding.widened(incoming))
-
-
-def test_rounded_weights_are_part_of_the_declaration(spec: ParticipantSpec, update: Message) -> None:
-    """Rounded where the server sends it so, and then nothing else; the report has the bytes that leave."""
-    incoming, reply = rounded(spec, update)
-    sent = to_shareable(reply)
-    left = to_message(OutboundGuard().process(sent, prepared(spec, incoming)))
-    assert all(left.states["model"][name].equal(tensor) for name, tensor in reply.states["model"].items())
-    model, *_ = report(spec)
-    assert int(model["bytes"]) == reply.nbytes < 0.6 * update.nbytes
-    assert "bfloat16" in blocked(OutboundGuard().process(to_shareable(update), prepared(spec, incoming)))
-    assert "float32" in blocked(OutboundGuard().process(sent, prepared(spec, Message(update.states))))
-
-
 def test_headers_carry_no_data(context: FLContext, update: Message) -> None:
     shareable = to_shareable(update)
     shareable.set_header("notes", torch.ones(4))
@@ -338,16 +316,6 @@ class TestPrivacyFiltersOfFlare:
             expected = incoming[name] + 0.25 if tensor.is_floating_point() else incoming[name]
             torch.testing.assert_close(tensor, expected)
         assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK, "shapes and dtypes are the declared ones"
-
-    def test_rounded_updates_are_filtered_as_the_changes_that_they_are(self, spec: ParticipantSpec, update: Message) -> None:
-        incoming, reply = rounded(spec, update)
-        context = prepared(spec, incoming)
-        sent = UpdatePrivacy("percentile", {"percentile": 0, "gamma": 0.25}).process(to_shareable(reply), context)
-        for name, tensor in to_message(sent).states["model"].items():
-            assert tensor.dtype == reply.states["model"][name].dtype
-            if tensor.dtype == torch.bfloat16:
-                assert torch.equal(tensor, torch.full_like(tensor, 0.25)), "of a change of 0.5"
-        assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK
 
     def test_what_cannot_be_protected_is_not_sent(self, context: FLContext, update: Message) -> None:
         kept = UpdatePrivacy("percentile").process(to_shareable(update), context)

@@ -67,7 +67,6 @@ class TensorSpec(str):
         when: plan -> whether it is sent with these settings.
         nonnegative: whether no value is below 0.
         optional: whether the server's message may lack it.
-        exact: whether it is never rounded to bfloat16, even if it looks like weights of the network.
         measured: the split whose images it was measured on ("train", "validation"); "" for weights and their updates. The participant sends
             zeros if the split has fewer patients than the site's `minimum_patients`.
         per_class: whether the first axis of its tensors is the class (`tasks.classes.class_names`, or the task's labels), see `PerClass`.
@@ -87,12 +86,11 @@ class TensorSpec(str):
         *,
         nonnegative: bool = False,
         optional: bool = False,
-        exact: bool = False,
         measured: str = "",
         per_class: PerClass = "",
     ):
         self.purpose, self.template, self.when = purpose, template, when
-        self.nonnegative, self.optional, self.exact = nonnegative, optional, exact
+        self.nonnegative, self.optional = nonnegative, optional
         self.measured, self.per_class = measured, per_class
 
     def spec(self, plan: Any) -> StateSpec:

@@ -28,7 +28,6 @@ from medflare.federation.update_validation.messages import (
     VERSIONS,
     RequestValidator,
 )
-from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE, Rounding
 from medflare.federation.update_validation.suppression import (
     Suppression,
     small_classes,
@@ -139,19 +138,16 @@ class Participant:
 
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
         numbers = self._validator.pop_numbers(phase, round, incoming)
-        step, rounds, rounded = numbers[STEP], numbers[RUN_ROUNDS], TRANSPORT_DTYPE in numbers
-        self._validator.check_request(phase, round, incoming, self._algorithm.recall(step), rounded)
+        step, rounds = numbers[STEP], numbers[RUN_ROUNDS]
+        self._validator.check_request(phase, round, incoming, self._algorithm.recall(step))
         self.artifacts.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=phase != FINALIZE) as algorithm:
-                rounding = Rounding(algorithm.plan) if rounded else None
-                incoming = incoming if rounding is None else rounding.widened(incoming)
                 algorithm.site.rate_factor = algorithm.site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
                     return self._finalize(algorithm, incoming, numbers.get(RANGE))
                 reply = algorithm.perform(phase, round, incoming)
-                reply = self._suppression.suppressed(reply, algorithm.phase(phase))
-                return reply if rounding is None else rounding.up(algorithm.phase(phase), reply, incoming)
+                return self._suppression.suppressed(reply, algorithm.phase(phase))
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
 

@@ -5,22 +5,19 @@ An engine supplies an `Exchange`. What happens to a reply (validation, k of n, r
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
-
-from torch import Tensor
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import Manifest, Phase, StateSpec, violation
+from medflare.core.manifest import Manifest, Phase, StateSpec
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, join_problems, trained_on
-from medflare.federation.exchange import Exchange, Reply, Transport, numbered
+from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.settings import FINALIZE, Rules
 from medflare.federation.update_validation.messages import RANGE
-from medflare.federation.update_validation.rounding import BF16, Rounding
 from medflare.federation.update_validation.updates import Validated, capped, drop_invalid_metrics, validate_replies
 from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
@@ -52,7 +49,6 @@ class Federation:
     def __post_init__(self) -> None:
         self._transport = Transport(self.exchange, self.outcome)
         self._network = StateSpec.like(self.server.context.plan.template(), "").tensors.items()
-        self._rounding = Rounding(self.server.context.plan) if self.rules.transport_dtype == BF16 else None
         self._manifests: dict[str, Manifest] = {}  # the networks behind them are built once
 
     @property
@@ -172,7 +168,7 @@ class Federation:
         if phase.name not in self._manifests:
             self._manifests[phase.name] = phase.manifest(self.server.context.plan)
         manifest = self._manifests[phase.name]
-        replies = self._ask(phase, step, outgoing)
+        replies = self._transport.ask(step, outgoing)
         rejected = {site: reply.problem for site, reply in replies.items() if reply.message is None}
         for site, problem in rejected.items():
             self.events.add(replies[site].kind, problem, site=site, round=step.round)
@@ -193,20 +189,6 @@ class Federation:
                 self.events.add(kind, text, site=site, round=step.round)
             self.events.extend(message.meta.pop("events", []), site=site, round=step.round)
         return validated, {**rejected, **validated.rejected}
-
-    def _ask(self, phase: Phase, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        """site -> reply in fp32, whatever the transport dtype."""
-        if self._rounding is None:
-            return self._transport.ask(step, outgoing)
-        shared: dict[int, Tensor] = {}
-        replies = self._transport.ask(step, {site: self._rounding.down(phase, message, shared) for site, message in outgoing.items()})
-        manifest = self._rounding.manifest(phase)
-        for site, reply in replies.items():
-            if reply.message is not None and (problem := violation(reply.message, manifest)):
-                replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
-            elif reply.message is not None:
-                replies[site] = replace(reply, message=self._rounding.restored(reply.message, outgoing[site]))
-        return replies
 
     # -- final models ----------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ class Rules:
         outlier_policy: an update against all others is "used", with an event, or "rejected".
         patience: training stops after so many rounds in which no validated model became better by the median over the sites (see
             `parts.selection.plateau`); the best round is used in any case. None: all rounds.
-        transport_dtype: "fp32", or "bf16" for half the bytes, see `update_validation.rounding`. The final models are sent in fp32.
     """
 
     min_sites: Sites | None = None
@@ -36,7 +35,6 @@ class Rules:
     max_client_weight: Share | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
     patience: Annotated[int, Field(ge=1)] | None = None
-    transport_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -91,7 +91,6 @@ class OutboundGuard(Filter):
             MedflareError: the job's method or task is unknown, or the site has not enrolled.
         """
         from medflare.federation.exchange import REPORTS_OF_ALL
-        from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE, Rounding
 
         if task.phase in REPORTS_OF_ALL:
             self._planned = None  # a site that enrolls again may do so among other sites
@@ -100,8 +99,7 @@ class OutboundGuard(Filter):
             self._planned = task.spec, *planned(task.spec)
         _, algorithm, plan = self._planned
         phase = algorithm.phase(task.phase)
-        rounded = TRANSPORT_DTYPE in to_message(task.incoming).meta
-        return Rounding(plan).manifest(phase) if rounded else algorithm.manifest(task.phase, plan), phase.reply_meta
+        return algorithm.manifest(task.phase, plan), phase.reply_meta
 
 
 def planned(spec: ParticipantSpec) -> "tuple[type[SiteAlgorithm[Any]], Plan[Any, Any]]":

@@ -20,7 +20,6 @@ from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.flare.participants import SITE_TASK, SiteTask
 
 if TYPE_CHECKING:
-    from medflare.core.message import Message
     from medflare.core.states import StateDict
 
 _FILTERS: dict[str, type[DXOFilter]] = {"percentile": PercentilePrivacy, "svt": SVTPrivacy}
@@ -63,7 +62,7 @@ class UpdatePrivacy(Filter):
         task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
         try:
             message = to_message(shareable)
-            origins = _origins(to_message(task.incoming), message) if task is not None else {}
+            origins = to_message(task.incoming).states if task is not None else {}
             states = {entry: self._filtered(entry, state, origins.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
         except MedflareError as error:
             return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} blocked the reply: {error}")
@@ -82,18 +81,3 @@ class UpdatePrivacy(Filter):
         filtered = self.filter.process_dxo(changes, shareable, fl_ctx) or changes
         sent = {name: origin[name].double() + torch.from_numpy(filtered.data[name].reshape(state[name].shape)) for name in names}
         return {name: sent[name].to(tensor.dtype) if name in sent else tensor for name, tensor in state.items()}
-
-
-def _origins(incoming: "Message", reply: "Message") -> "dict[str, StateDict]":
-    """Entry -> what came with the task; zeros for tensors that are sent as rounded changes already."""
-    import torch
-
-    from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE
-
-    if TRANSPORT_DTYPE not in incoming.meta:
-        return incoming.states
-    rounded = {(entry, name) for entry, state in reply.states.items() for name, tensor in state.items() if tensor.dtype == torch.bfloat16}
-    return {
-        entry: {name: torch.zeros_like(tensor) if (entry, name) in rounded else tensor for name, tensor in state.items()}
-        for entry, state in incoming.states.items()
-    }

@@ -33,7 +33,6 @@ from medflare.core.message import Message
 from medflare.core.text import printable
 from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.federation.settings import ENROL, FINALIZE, META_LIMIT
-from medflare.federation.update_validation.rounding import TRANSPORT_DTYPE, Rounding
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.settings import Cost
 from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
@@ -246,7 +245,6 @@ INVITES: Final = (
 NUMBERED: Final = (
     MetaSpec(STEP, "its number in the run", count(10**9)),
     MetaSpec(RUN_ROUNDS, "rounds of the run", count(10**9)),
-    TRANSPORT_DTYPE,
     RANGE,
 )
 
@@ -275,11 +273,11 @@ class RequestValidator:
         self._check(phase, round, _request_meta_problem(Message({}, numbers), NUMBERED))
         return numbers
 
-    def check_request(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any], rounded: bool = False) -> None:
-        """Check a message, without the items of `NUMBERED`, against the declaration of its phase; `rounded` as for `request_problem`."""
+    def check_request(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]) -> None:
+        """Check a message, without the items of `NUMBERED`, against the declaration of its phase."""
         declared = algorithm.delivery if phase == FINALIZE else algorithm.phase(phase)
         if declared is not None:
-            problem = request_problem(declared, algorithm.plan, message, rounded)
+            problem = request_problem(declared, algorithm.plan, message)
             self._check(phase, round, problem or algorithm.validate_request(message))
 
     def _check(self, phase: str, round: int, problem: str | None) -> None:
@@ -296,12 +294,8 @@ def _request_meta_problem(message: Message, declared: tuple[MetaSpec, ...]) -> s
     return declaration_problem(message, declared, tuple(item for item in declared if not item.optional))
 
 
-def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message, rounded: bool = False) -> str | None:
-    """How a server's message, without the items of `NUMBERED`, differs from its phase's declaration, in words, or None.
-
-    Args:
-        rounded: whether its weights are, see `Rounding`.
-    """
+def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message) -> str | None:
+    """How a server's message, without the items of `NUMBERED`, differs from its phase's declaration, in words, or None."""
     specs = [spec for spec in phase.request if spec.when(plan)]
     if missing := [spec for spec in specs if not (spec.optional or spec.endswith("/") or spec in message.states)]:
         return f"missing entry {shown(missing[0])}"
@@ -310,7 +304,7 @@ def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message, rounde
         for spec in specs:
             if not spec.covers(name) or (spec.endswith("/") and name.removeprefix(spec) not in plan.sites):
                 continue
-            manifest = {name: Rounding(plan).sent(spec, spec.spec(plan)) if rounded else spec.spec(plan)}
+            manifest = {name: spec.spec(plan)}
             problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
             if not problem:
                 break

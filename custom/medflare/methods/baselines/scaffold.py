@@ -43,7 +43,7 @@ def _trainable_state(network: nn.Module) -> StateDict:
     return {name: weight.detach() for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-CONTROL = TensorSpec("control", template=lambda plan: _trainable_state(plan.network()), exact=True)  # c
+CONTROL = TensorSpec("control", template=lambda plan: _trainable_state(plan.network()))  # c
 UPDATE = TensorSpec(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",
