@@ -14,11 +14,10 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
-from medflare.data.local import local_settings
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork
 from medflare.training.computing import Computing, check_precision, usable_device
-from medflare.training.opening import open_site, usable_devices
+from medflare.training.opening import open_site
 
 CPU = torch.device("cpu")
 NETWORKS: tuple[dict[str, Any], ...] = (
@@ -113,23 +112,9 @@ def test_devices_that_torch_or_this_machine_does_not_have(name: str) -> None:
         usable_device(name, "local/medflare.json")
 
 
-@pytest.mark.parametrize(
-    ("local", "named"),
-    [
-        ({"device": ["cuda:0", "cuda:2"]}, "'cuda:2'"),
-        ({"device": ["cuda:0", "cpu"]}, "'cpu'"),
-        ({"device": ["cuda:0", "cuda"]}, "'cuda'"),
-        ({"device": ["cuda:0", "cuda:1"], "compile": True}, "compile"),
-    ],
-)
-def test_several_devices_must_be_gpus_of_this_machine(local: dict[str, Any], named: str, two_gpus: None) -> None:
-    with pytest.raises(ConfigError, match=named):
-        usable_devices(local_settings(local))
-    assert [str(device) for device in usable_devices(local_settings({"device": ["cuda:1", "cuda:0"]}))] == ["cuda:1", "cuda:0"]
-    assert [str(device) for device in usable_devices(local_settings({"device": "cuda:1"}))] == ["cuda:1"]
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(usable_device("cuda:1", "local/medflare.json")) == "cuda:1"
+    with pytest.raises(ConfigError, match="cuda:2"):
+        usable_device("cuda:2", "local/medflare.json")

@@ -22,10 +22,10 @@ from medflare.cli.startup_kit import (
 )
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.loading import site_folder
-from medflare.data.local import CACHE, LOCAL_FILE, LocalSettings, cache_with_folder, local_settings, read_local
+from medflare.data.local import CACHE, LOCAL_FILE, PLACE, LocalSettings, cache_with_folder, local_settings, read_local
 from medflare.tasks.config import TaskConfig
 from medflare.training.check import check_site
-from medflare.training.opening import usable_devices
+from medflare.training.computing import usable_device
 
 _GB: Final = 10**9
 _EXPIRES_SOON: Final = timedelta(days=30)
@@ -63,7 +63,7 @@ def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
     if kit.kind == "server":
         checks["storage"] = lambda: _storage(kit)
     elif local is not None:
-        checks["device"] = lambda: f"{', '.join(map(str, usable_devices(local)))} can be used"
+        checks["device"] = lambda: f"{usable_device(local.device, PLACE)} can be used"
         checks["data"] = lambda: _data(kit, local, task)
     for name, check in checks.items():
         try:

@@ -142,7 +142,7 @@ class LocalSettings:
         compile: whether torch compiles networks at their first use; needs a C++ compiler.
         data_folders: further folders in which a datalist may name files.
         data_root: folder of the data, see `data.loading.site_folder`.
-        device: torch device; with a list of GPUs every batch is divided among them.
+        device: torch device.
         keep: the model that is deployed here in the end, "global" or "personal"; None: the method's choice.
         minimum_patients: metrics of fewer patients do not leave the site.
         models_gb: at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files
@@ -160,7 +160,7 @@ class LocalSettings:
     compile: bool = False
     data_folders: tuple[str, ...] = ()
     data_root: str = ""
-    device: str | Annotated[tuple[str, ...], Field(min_length=1)] = "cpu"
+    device: str = "cpu"
     keep: Literal["global", "personal"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB

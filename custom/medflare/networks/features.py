@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
@@ -18,21 +17,11 @@ _LAYERS = (nn.modules.conv._ConvNd, nn.Linear)
 _SHAPING = ("Alias", "AsStrided", "Clone", "Permute", "Select", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Upsample", "View", "Unsafe")
 
 
-def as_placed(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
-    """Decorator of a network's method (images -> one or several tensors): it computes on the network's `devices` and in its `precision`.
-
-    Callers see one device and float32.
-    """
+def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
+    """Decorator of a network's method (images -> one or several tensors): it computes in the network's `precision` and returns float32."""
 
     @wraps(compute)
     def run(network: Any, images: Tensor) -> T:
-        devices = network.devices
-        if len(devices) > 1 and len(images) >= len(devices):
-            network.devices = ()
-            try:
-                return _split(network, devices, compute.__name__, images)
-            finally:
-                network.devices = devices
         if network.precision is None:
             return compute(network, images)
         with torch.autocast(images.device.type, network.precision):
@@ -40,38 +29,6 @@ def as_placed(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]
         return result.float() if isinstance(result, Tensor) else tuple(tensor.float() for tensor in result)  # type: ignore[return-value]
 
     return run
-
-
-def _split(network: nn.Module, devices: tuple[torch.device, ...], method: str, images: Tensor) -> Any:
-    """The result of a network's method; each device computes some of the images with a copy of the weights, as torch's DataParallel does.
-
-    The copies are made for every batch, as part of its graph: gradients add up in the network's weights. Layers that mix images see the
-    images of one device, and running statistics are those of the first one.
-    """
-    weights, buffers = dict(network.named_parameters()), dict(network.named_buffers())
-    results = []
-    for number, (device, share) in enumerate(zip(devices, images.tensor_split(len(devices)), strict=True)):
-        copies = {f"network.{name}": weight.to(device) for name, weight in weights.items()}
-        copies |= {f"network.{name}": tensor.to(device, copy=number > 0) for name, tensor in buffers.items()}
-        results.append(functional_call(_Method(network, method), copies, (share.to(device),)))
-    if isinstance(results[0], Tensor):
-        return _gathered(results, devices[0])
-    return tuple(_gathered(list(shares), devices[0]) for shares in zip(*results, strict=True))
-
-
-def _gathered(shares: list[Tensor], device: torch.device) -> Tensor:
-    return torch.cat([share.to(device) for share in shares])
-
-
-class _Method(nn.Module):
-    """A method as `forward`, which is what `functional_call` calls."""
-
-    def __init__(self, network: nn.Module, method: str):
-        super().__init__()
-        self.network, self.method = network, method
-
-    def forward(self, images: Tensor) -> Any:
-        return getattr(self.network, self.method)(images)
 
 
 class FeatureNetwork(nn.Module):
@@ -83,17 +40,15 @@ class FeatureNetwork(nn.Module):
     Attributes:
         settings: the arguments of `catalogue.build_network` that build an equal network; empty if it was built otherwise.
         precision: dtype of autocast (the weights stay float32); None: no autocast.
-        devices: the devices that share every batch, the network's own first; fewer than two: no sharing.
     """
 
     precision: torch.dtype | None = None
-    devices: tuple[torch.device, ...] = ()
 
     def __init_subclass__(cls, **options: Any):
         """Decorates what a subclass overrides."""
         super().__init_subclass__(**options)
         for name in {"forward", "features_and_output"} & vars(cls).keys():
-            setattr(cls, name, as_placed(vars(cls)[name]))
+            setattr(cls, name, in_precision(vars(cls)[name]))
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
@@ -132,7 +87,7 @@ class FeatureNetwork(nn.Module):
             for weight in weights:
                 weight.requires_grad_(True)
 
-    @as_placed
+    @in_precision
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits) of images (N, C, H, W)."""
         features = self.body(images)

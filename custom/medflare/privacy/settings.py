@@ -63,10 +63,9 @@ def check_private(task: TaskConfig) -> None:
 
 
 def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
-    """Raises ConfigError if Opacus is missing or does not support the site's network or devices, or if δ is too large for the site."""
-    setting = "several devices" if site.computing.further else "compile" if site.computing.compiled else ""
-    if setting:
-        raise ConfigError(f"site {site.name}: dp_noise takes each image's gradient from a plain network; leave {setting} out of {PLACE}")
+    """Raises ConfigError if Opacus is missing or does not support the site's network, or if δ is too large for the site."""
+    if site.computing.compiled:
+        raise ConfigError(f"site {site.name}: dp_noise takes each image's gradient from a plain network; leave compile out of {PLACE}")
     dp_sgd, network = _dp_sgd(site), site.network()
     if isinstance(network, WholeNetwork):  # medflare's own networks are tested
         dp_sgd.check_gradients(network, example(site.task.image_channels, site.task.size, site.device))

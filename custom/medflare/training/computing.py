@@ -20,21 +20,19 @@ class Computing:
     Attributes:
         device: of networks and batches.
         precision: the task's, one of `PRECISIONS`.
-        further: devices that compute a part of every batch, see `FeatureNetwork.devices`.
         channels_last: use torch's channels-last memory format; sums are in another order.
         compiled: whether torch compiles networks at their first use.
     """
 
     device: torch.device
     precision: str = "fp32"
-    further: tuple[torch.device, ...] = ()
     channels_last: bool = False
     compiled: bool = False
 
     def placed(self, network: FeatureNetwork) -> FeatureNetwork:
         """The network, changed in place; names and values of its state stay the same."""
         network = network.to(self.device)
-        network.precision, network.devices = PRECISIONS[self.precision], (self.device, *self.further)
+        network.precision = PRECISIONS[self.precision]
         if self.channels_last:
             for weight in network.parameters():
                 if weight.ndim in _CHANNELS_LAST:

@@ -46,15 +46,13 @@ def open_site(
         DataError: the data cannot be used.
     """
     settings = local if isinstance(local, LocalSettings) else local_settings(local or {})
-    devices = usable_devices(settings)
-    first, *further = devices if device is None else (torch.device(device),)
-    for used in (first, *further):
-        check_precision(task.precision, used, f"site {name}")
+    chosen = usable_device(settings.device, PLACE) if device is None else torch.device(device)
+    check_precision(task.precision, chosen, f"site {name}")
     check_task_bounds(task, settings.bounds, f"site {name}")
     root, folder = resolve_data_root(name, task, settings.data_root, data_root), cache_with_folder(settings.cache, cache)
     data = load_site_data(name, task, root, role=role, cache=folder, folders=settings.data_folders, bounds=settings.bounds)
-    site = Site(name, task, data, seed, first)
-    site.computing = Computing(first, task.precision, tuple(further), settings.channels_last, settings.compile)
+    site = Site(name, task, data, seed, chosen)
+    site.computing = Computing(chosen, task.precision, settings.channels_last, settings.compile)
     site.batch_limit = settings.batch_size
     site.source = lambda other: open_source(name, other, root, settings.data_folders, settings.bounds)
     if role == "inside":
@@ -63,22 +61,6 @@ def open_site(
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
     return site
-
-
-def usable_devices(local: LocalSettings) -> tuple[torch.device, ...]:
-    """The devices of a site's local settings.
-
-    Raises:
-        ConfigError: see `computing.usable_device`; several that are no GPUs, or with `compile`.
-    """
-    devices = tuple(usable_device(name, PLACE) for name in ((local.device,) if isinstance(local.device, str) else local.device))
-    if len(devices) == 1:
-        return devices
-    if others := [str(device) for device in devices if device.type != "cuda" or device.index is None]:
-        raise ConfigError(f"{PLACE}: device: batches are shared among GPUs such as 'cuda:0', {others[0]!r} is none; name it alone")
-    if local.compile:
-        raise ConfigError(f"{PLACE}: compile is for one device, device names {len(devices)}; leave out compile")
-    return devices
 
 
 def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
