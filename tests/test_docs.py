@@ -32,8 +32,8 @@ def read(*parts: str) -> str:
 
 def settings_in(text: str) -> list[str]:
     """Every `method name=value ...` in a text."""
-    found = re.findall(r"`(\w+(?: [\w.]+=[\w.,+-]+)*)`", text)
-    return [row for row in found if row.split()[0] in method_names()]
+    actual = re.findall(r"`(\w+(?: [\w.]+=[\w.,+-]+)*)`", text)
+    return [row for row in actual if row.split()[0] in method_names()]
 
 
 @pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
@@ -62,8 +62,8 @@ def test_generated_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_shortcuts_between_folders_lead_somewhere() -> None:
-    found = [path for folder in ("custom", "poc_workspace", "app_configs") for path in (ROOT / folder).rglob("*") if path.is_symlink()]
-    assert found and [path for path in found if not path.exists()] == []
+    actual = [path for folder in ("custom", "poc_workspace", "app_configs") for path in (ROOT / folder).rglob("*") if path.is_symlink()]
+    assert actual and [path for path in actual if not path.exists()] == []
 
 
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_reference_numbers_are_described() -> None:
 def test_the_version_is_named_right_where_it_must_be_repeated() -> None:
     pages = [*sorted((ROOT / "poc_workspace" / "runtime").iterdir()), ROOT / "docs" / "deployment.md"]
     tags = {path.name: set(re.findall(r"medflare:(\d[\w.]*)", path.read_text(encoding="utf-8"))) for path in pages}
-    assert {name: found for name, found in tags.items() if found - {medflare.__version__}} == {}
+    assert {name: actual for name, actual in tags.items() if actual - {medflare.__version__}} == {}
 
 
 def test_the_site_has_a_page_for_every_room() -> None:

@@ -64,9 +64,9 @@ def test_a_rival_that_fails_is_left_out_and_nothing_else_is(
     options = argparse.Namespace(sites=2, rounds=1, repeats=2, only=None)
     broken = "pfl 0.6.0"
     compare.show(options, tmp_path / "job")
-    said = capsys.readouterr()
-    assert said.err.count("pfl 0.6.0: exit code 1; left out") == 1
-    assert [line.split(" | ")[0] for line in said.out.splitlines()[2:]] == ["| floor", "| loop"]
+    captured = capsys.readouterr()
+    assert captured.err.count("pfl 0.6.0: exit code 1; left out") == 1
+    assert [line.split(" | ")[0] for line in captured.out.splitlines()[2:]] == ["| floor", "| loop"]
     broken = "loop"
     with pytest.raises(SystemExit, match="loop: exit code 1"):
         compare.show(options, tmp_path / "job")

@@ -40,8 +40,8 @@ def test_other_commands_of_the_page_exist() -> None:
 def test_help_names_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "medflare data init FOLDER" in said and "docs/tutorial.md" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "medflare data init FOLDER" in output and "docs/tutorial.md" in output
 
 
 def test_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         assert not cell.get("outputs"), "kept without outputs, which change from machine to machine"
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"tutorial.ipynb {cell['id']}", "exec"), names)
-    said = capsys.readouterr().out
-    assert "COMPLETED" in said and "site-3 Dice of the global model" in said
+    output = capsys.readouterr().out
+    assert "COMPLETED" in output and "site-3 Dice of the global model" in output
     assert len(list((tmp_path / "predictions").glob("*.png"))) == 4
     assert os.listdir(tmp_path / "runs" / "discs" / "models")

@@ -19,8 +19,8 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 def command_names(command: Any = None, path: str = "") -> list[str]:
     """Every command without those that have subcommands: "run", "job watch"."""
-    found = []
+    actual = []
     top: Any = command or get_command(app)
     for name, one in top.commands.items():
-        found += command_names(one, f"{path}{name} ") if hasattr(one, "commands") else [f"{path}{name}"]
-    return found
+        actual += command_names(one, f"{path}{name} ") if hasattr(one, "commands") else [f"{path}{name}"]
+    return actual

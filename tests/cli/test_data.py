@@ -112,7 +112,7 @@ def test_fingerprints_and_a_plan(volumes: tuple[Path, Path], tmp_path: Path, cap
     assert main(["data", "fingerprint", str(data), "--task", str(task), "--out", str(sites)]) == 0
     assert main(["task", "plan", str(sites), "--memory", "4", "--name", "planned_cubes", "--out", str(planned)]) == 0
     assert "planned from 6 training images (A, B)" in capsys.readouterr().out
-    found = load_task(planned)
-    assert (found.name, found.spacing, found.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
+    actual = load_task(planned)
+    assert (actual.name, actual.spacing, actual.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
     assert main(["task", "plan", str(planned), "--out", str(planned)]) == 1
     assert str(planned) in capsys.readouterr().err

@@ -38,15 +38,15 @@ def _change(path: Path, **settings: object) -> None:
 def test_a_server_that_is_fit_to_start(tmp_path: Path, root: Root) -> None:
     kit = make_kit(tmp_path / "server", root, "server", free_port())
     set_up(kit, KitSettings())
-    found = list(examine(kit))
-    assert {finding.verdict for finding in found} == {"ok"}, found
+    actual = list(examine(kit))
+    assert {finding.verdict for finding in actual} == {"ok"}, actual
     with socket.create_server(("", kit.port)):
         assert _found(kit, "server").verdict == "FAILED" and str(kit.port) in _found(kit, "server").text
 
 
 def test_a_site_that_is_not_set_up(site: Kit) -> None:
-    found = {finding.check: finding.verdict for finding in examine(site)}
-    assert (found["policies"], found["server"], found["settings"], found["data"]) == ("FAILED", "FAILED", "warning", "warning")
+    actual = {finding.check: finding.verdict for finding in examine(site)}
+    assert (actual["policies"], actual["server"], actual["settings"], actual["data"]) == ("FAILED", "FAILED", "warning", "warning")
 
 
 USUAL = template("site", "resources.json")["class_allow_list"]
@@ -119,8 +119,8 @@ def test_settings_and_device(site: Kit, server: Kit) -> None:
     assert _found(site, "settings").verdict == "warning" and "minimum_patients" in _found(site, "settings").text
     for kit in (site, server):
         (kit.local / "medflare.json").write_text("{")
-        found = [finding for finding in examine(kit) if "medflare.json" in finding.text]
-        assert [(finding.check, finding.verdict) for finding in found] == [("settings", "FAILED")], "once"
+        actual = [finding for finding in examine(kit) if "medflare.json" in finding.text]
+        assert [(finding.check, finding.verdict) for finding in actual] == [("settings", "FAILED")], "once"
 
 
 def test_data_as_the_task_needs_them(

@@ -19,9 +19,9 @@ from medflare.flare.recipes import FedAvgRecipe, MedflareRecipe, check_place
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a command ends with."""
     assert main(arguments) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("medflare: ") and said.count("\n") == 1
-    return said
+    output = capsys.readouterr().err
+    assert output.startswith("medflare: ") and output.count("\n") == 1
+    return output
 
 
 @pytest.mark.parametrize("engine", ["flare", "local"])
@@ -44,8 +44,8 @@ def test_names_that_flare_cannot_have(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_flare_cannot_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "run", "fedavg", "--out", str(tmp_path / "my runs"))
-    assert "my runs" in said
+    output = refused(capsys, "run", "fedavg", "--out", str(tmp_path / "my runs"))
+    assert "my runs" in output
     assert not list((tmp_path / "my runs").glob("*"))
 
 
@@ -66,8 +66,8 @@ class TestASimulationThatFailed:
     results = False
 
     def test_without_results(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        said = refused(capsys, "run", "fedavg", "--sites", "1", "--out", str(tmp_path))
-        assert "return code 2" in said
+        output = refused(capsys, "run", "fedavg", "--sites", "1", "--out", str(tmp_path))
+        assert "return code 2" in output
 
     def test_with_results(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.__class__.results = True

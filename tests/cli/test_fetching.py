@@ -101,8 +101,8 @@ def test_files_of_the_users_own_stay(tmp_path: Path, transfer: Path, capsys: pyt
     note.write_text("the user's own")
     capsys.readouterr()
     assert fetch(out) == 1
-    said = capsys.readouterr().err
-    assert str(note) in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert str(note) in output and output.count("\n") == 1
     assert note.exists() and not [*transfer.iterdir()]
     shutil.rmtree(out / "id")
     (out / "id").write_text("a file")
@@ -122,8 +122,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "copyfile", full)
             assert fetch(out) == 1
-        said = capsys.readouterr().err
-        assert "No space left" in said and said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert "No space left" in output and output.count("\n") == 1
         assert [path.name for path in out.iterdir()] == ["id"] * earlier and not [*transfer.iterdir()]
         assert fetch(out) == 0
         capsys.readouterr()
@@ -149,5 +149,5 @@ def test_an_expired_certificate_of_the_lead_is_named(tmp_path: Path, capsys: pyt
     kit = make_kit(tmp_path / "lead", Root(), days=(-30, -3))
     for command in (["job", "list"], ["job", "watch", "x"], ["job", "fetch", "x"]):
         assert main([*command, "--kit", str(kit.folder)]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("medflare: lead: client.crt ") and said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert output.startswith("medflare: lead: client.crt ") and output.count("\n") == 1

@@ -20,13 +20,13 @@ from medflare.federation.settings import RunSettings
 def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main([*command.split(), "--help"])
-    said = capsys.readouterr().out
-    examples = re.findall(r"^ +(medflare .+)$", said.partition("\n  examples:\n")[2], re.MULTILINE)
+    output = capsys.readouterr().out
+    examples = re.findall(r"^ +(medflare .+)$", output.partition("\n  examples:\n")[2], re.MULTILINE)
     assert examples
     for example in examples:
         path, _ = parsed(shlex.split(example, comments=True)[1:])
         assert path.split()[1] == example.split()[1] and len(example) < 120
-    assert "%(" not in said and "%%" not in said
+    assert "%(" not in output and "%%" not in output
 
 
 def test_every_promised_command_is_there() -> None:
@@ -94,8 +94,8 @@ def test_help_loads_nothing_heavy() -> None:
 def test_what_is_misspelt_is_one_line_that_names_it(line: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("medflare") and said.count("\n") == 1 and named in said
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and output.startswith("medflare") and output.count("\n") == 1 and named in output
 
 
 def test_values_of_options_are_no_misspelling() -> None:
@@ -119,8 +119,8 @@ def test_a_place_that_cannot_be_used_is_one_line(
 
     monkeypatch.setattr("medflare.evaluation.console.show_results", fail)
     assert main(["results", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"medflare: {tmp_path}: what the system says; ") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"medflare: {tmp_path}: what the system says; ") and output.count("\n") == 1
 
 
 def test_an_error_that_is_about_no_file_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

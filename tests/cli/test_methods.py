@@ -47,8 +47,8 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.Capture
     assert main(["methods", "moon", "--server-algorithm", "grace"]) == 0
     assert capsys.readouterr().out == method_listing(get_method("moon", server="grace")) + "\n"
     assert main(["methods"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"\n{name}: " in f"\n{said}" for name in method_names())
+    output = capsys.readouterr().out
+    assert all(f"\n{name}: " in f"\n{output}" for name in method_names())
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["methods", "grace"]) == 0
@@ -58,8 +58,8 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.Capture
 @pytest.mark.parametrize(("words", "named"), [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")])
 def test_what_is_no_method_is_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", *words]) == 1
-    said = capsys.readouterr().err
-    assert named in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert named in output and output.count("\n") == 1
 
 
 def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None
     (about / "entry_points.txt").write_text("[medflare.methods]\ntheirs = theirs:METHOD\n")
     path = ":".join([str(tmp_path), *sys.path])
     command = [sys.executable, "-m", "medflare.cli", "methods"]
-    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
-    assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{said}"
+    output = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{output}"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -56,10 +56,10 @@ def test_training_goes_on_from_a_delivered_model(tmp_path: Path) -> None:
     """With its own task, which names the file by its hash and no place; one of another network is refused before a job is written."""
     task = task_with(small_tasks.tiny_phantom(), {})
     save_model(tmp_path, task, plain_message(initial_network(task, 3).state_dict()), {})
-    _, found = read(model=tmp_path)
+    _, actual = read(model=tmp_path)
     digest = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
     weights = {"file": "model.safetensors", "sha256": digest, "format": "medflare", "part": "all"}
-    assert found.network == {**task.network, "weights": weights} and found.size == task.size
+    assert actual.network == {**task.network, "weights": weights} and actual.size == task.size
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         read("task.network.channels=8,16", model=tmp_path)
 
@@ -105,8 +105,8 @@ def test_without_the_prefix_there_is_no_setting_of_the_task() -> None:
 
 def test_settings_of_the_run_are_given_on_where_they_were_given() -> None:
     algorithms = {"site_algorithm": None, "server_algorithm": "grace"}
-    found = chosen(Federation("fedavg", server_algorithm="grace"), {"step_timeout": 60.0, "rounds": 3})
-    assert found.arguments == {"method": "fedavg", "rounds": 3, "seed": 0, "step_timeout": 60.0, **algorithms}
+    actual = chosen(Federation("fedavg", server_algorithm="grace"), {"step_timeout": 60.0, "rounds": 3})
+    assert actual.arguments == {"method": "fedavg", "rounds": 3, "seed": 0, "step_timeout": 60.0, **algorithms}
     assert chosen(Federation("fingerprint"), {"rounds": 3}).arguments["rounds"] == 0
 
 
@@ -125,8 +125,10 @@ def test_the_data_root_reaches_other_processes_and_leaves_nothing_behind(tmp_pat
     monkeypatch.delenv(ROOT, raising=False)
     monkeypatch.chdir(tmp_path)
     with environment(data_root=Path("data")):
-        said = subprocess.run([sys.executable, "-c", f"import os; print(os.environ[{ROOT!r}])"], capture_output=True, text=True, check=True)
-        assert said.stdout.strip() == str(tmp_path / "data")
+        output = subprocess.run(
+            [sys.executable, "-c", f"import os; print(os.environ[{ROOT!r}])"], capture_output=True, text=True, check=True
+        )
+        assert output.stdout.strip() == str(tmp_path / "data")
     assert ROOT not in os.environ
     monkeypatch.setenv(ROOT, "before")
     with pytest.raises(KeyError, match="failed"), environment(data_root=tmp_path):  # noqa: PT012 (what it leaves behind when it fails)

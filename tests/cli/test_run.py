@@ -36,12 +36,12 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Stands for the plain loop; what it leaves behind counts as completed."""
-    found = Engine()
+    actual = Engine()
     monkeypatch.delenv(ROOT, raising=False)
-    monkeypatch.setattr("medflare.federation.local.loop.run_local", found)
-    monkeypatch.setattr("medflare.federation.local.loop.resume_local", found)
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", actual)
+    monkeypatch.setattr("medflare.federation.local.loop.resume_local", actual)
     monkeypatch.setattr("medflare.evaluation.console.show_results", lambda path: True)
-    return found
+    return actual
 
 
 class Recipe:
@@ -70,9 +70,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a command ends with."""
     assert main(arguments) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("medflare: ") and said.count("\n") == 1
-    return said
+    output = capsys.readouterr().err
+    assert output.startswith("medflare: ") and output.count("\n") == 1
+    return output
 
 
 def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
@@ -212,15 +212,15 @@ def test_an_earlier_run_is_kept(
 def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, model = load_task(small_tasks.tiny_phantom()), tmp_path / "fedavg-phantom-seed0" / "models" / "global"
     save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {})
-    found: list[Path] = []
+    actual: list[Path] = []
 
     def work(*_: Any, out: Path, **__: Any) -> None:
-        found.append(Path(os.environ["MEDFLARE_WEIGHTS"]))
+        actual.append(Path(os.environ["MEDFLARE_WEIGHTS"]))
         (out / "results.json").touch()
 
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert run_once(tmp_path, "--from", str(model)) == 0
-    assert found == [tmp_path / "fedavg-phantom-seed0.1" / "models" / "global"] and (found[0] / "model.safetensors").is_file()
+    assert actual == [tmp_path / "fedavg-phantom-seed0.1" / "models" / "global"] and (actual[0] / "model.safetensors").is_file()
 
 
 def test_what_is_refused_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,6 +394,6 @@ def test_evaluate_is_a_federation_without_rounds(capsys: pytest.CaptureFixture[s
     save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
     assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0
     ((), named, _) = engine.calls[0]
-    found = named["task"]
+    actual = named["task"]
     assert (named["method"], named["rounds"], named["out"].name) == ("fedavg", 0, f"evaluate-{task.name}-seed0")
-    assert found.network["weights"]["format"] == "medflare" and found.size == task.size
+    assert actual.network["weights"]["format"] == "medflare" and actual.size == task.size

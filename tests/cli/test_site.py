@@ -69,9 +69,9 @@ def test_status_in_words_and_as_json(site: Kit, capsys: pytest.CaptureFixture[st
     own = _job(site)
     (site.folder / "audit.log").write_text(f"[E:1][R:{OTHER}][T:t][U:site-1][A:{REFUSED}]component os.system refused: it is not listed\n")
     assert main(["site", "status", str(site.folder)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for word in ("site-1", OTHER, "os.system", JOB, "round 2 of 20", str(own), "2 entries"):
-        assert word in said
+        assert word in output
     assert main(["site", "status", str(site.folder), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["name"], content["kind"], content["jobs"][1]["rounds"]) == ("site-1", "site", 20)
@@ -82,8 +82,8 @@ def test_setup_names_every_file_and_every_change(site: Kit, tmp_path: Path, root
     assert main(["site", "setup", str(site.folder), str(other.folder)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["added"] * 8
     assert main(["site", "setup", str(site.folder), "--device", "cuda:0", "--packages", "lab_nets, other"]) == 0
-    said = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["kept", "changed", "device:", "packages:", "kept", "kept"]
+    output = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert output == ["kept", "changed", "device:", "packages:", "kept", "kept"]
     assert json.loads((site.local / "medflare.json").read_text())["packages"] == ["lab_nets", "other"]
 
 
@@ -91,14 +91,14 @@ def test_doctor_counts_what_fails(site: Kit, capsys: pytest.CaptureFixture[str])
     main(["site", "setup", str(site.folder)])
     capsys.readouterr()
     assert main(["site", "doctor", str(site.folder)]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in said if line.startswith("FAILED")] == ["server"] and "1" in said[-1]
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in output if line.startswith("FAILED")] == ["server"] and "1" in output[-1]
 
 
 def test_what_is_no_kit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["site", "doctor", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert str(tmp_path) in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert str(tmp_path) in output and output.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--data-root", "--storage"])

@@ -75,12 +75,12 @@ def test_warnings_about_a_doubtful_model_are_in_all_outputs(sites: Path, tmp_pat
 def test_weights_of_a_package_are_proposed_with_their_hash(sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
     task = tmp_path / "task.json"
-    found = proposed(sites, task)
-    assert found["network"] == {"name": "efficientnet_lite0", "weights": packaged_weights("efficientnet_lite0")}
-    assert (found["channels"], found["size"], found["intensity"]["b_min"], found["freeze"]) == (3, [64, 64], -1.0, ["body"])
+    actual = proposed(sites, task)
+    assert actual["network"] == {"name": "efficientnet_lite0", "weights": packaged_weights("efficientnet_lite0")}
+    assert (actual["channels"], actual["size"], actual["intensity"]["b_min"], actual["freeze"]) == (3, [64, 64], -1.0, ["body"])
     assert "package" in capsys.readouterr().out, "with a reason"
     results, _ = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "1")
-    assert results["configuration"]["task"]["network"]["weights"]["sha256"] == found["network"]["weights"]["sha256"]
+    assert results["configuration"]["task"]["network"]["weights"]["sha256"] == actual["network"]["weights"]["sha256"]
     assert proposed(sites, tmp_path / "small.json", "--network", "small_cnn")["network"] == {"name": "small_cnn"}
 
 

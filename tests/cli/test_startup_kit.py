@@ -76,8 +76,8 @@ def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path)
 
 
 def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, tmp_path: Path) -> None:
-    for kit, wanted in ((site, KitSettings(minimum_patients=9)), (server, KitSettings(storage=tmp_path / "store"))):
-        set_up(kit, wanted)
+    for kit, expected in ((site, KitSettings(minimum_patients=9)), (server, KitSettings(storage=tmp_path / "store"))):
+        set_up(kit, expected)
         _write(kit, "authorization.json", {"own": 1})
         set_up(kit, KitSettings())
         assert _read(kit, "authorization.json") == {"own": 1}
@@ -122,11 +122,11 @@ def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_written(
-    kind: str, wanted: KitSettings, named: str, request: pytest.FixtureRequest
+    kind: str, expected: KitSettings, named: str, request: pytest.FixtureRequest
 ) -> None:
     kit = request.getfixturevalue(kind)
     with pytest.raises(ConfigError, match=named):
-        set_up(kit, wanted)
+        set_up(kit, expected)
     assert _all(kit) == {}
 
 

@@ -41,9 +41,9 @@ WITHIN = Acquisition((40.0, 40.0, 30.0), (1.0, 1.0, 1.0), (25.0,), (90.0,), Fals
 def test_a_volume_is_measured_along_the_axes_of_the_task_as_stored() -> None:
     affine = np.array([[0.0, 0, 5, 0], [2, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 1]])  # stored along A, S, R
     values = np.arange(4 * 6 * 8, dtype=np.float32).reshape(1, 4, 6, 8)
-    found = acquisition_of(Read(values, Grid((4, 6, 8), affine)), VOLUMES)
-    assert found.sides == (8, 4, 6) and found.spacing == (5, 2, 3) and found.extent == (40, 8, 18)
-    assert found.medians == (95.5,) and found.contrasts[0] == pytest.approx(0.9 * 191)
+    actual = acquisition_of(Read(values, Grid((4, 6, 8), affine)), VOLUMES)
+    assert actual.sides == (8, 4, 6) and actual.spacing == (5, 2, 3) and actual.extent == (40, 8, 18)
+    assert actual.medians == (95.5,) and actual.contrasts[0] == pytest.approx(0.9 * 191)
     unknown = acquisition_of(Read(values, Grid((4, 6, 8), np.eye(4), known=False)), VOLUMES)
     assert unknown.spacing is None and unknown.extent is None and unknown.sides == (4, 6, 8)
 
@@ -83,8 +83,8 @@ def test_a_range_has_percentiles_and_none_below_the_minimum_of_patients() -> Non
 def test_colours_of_a_few_images_are_not_in_the_range() -> None:
     def colours(coloured: int, minimum: int = 0) -> Any:
         images = [dataclasses.replace(WITHIN, coloured=number < coloured).row() for number in range(101)]
-        found = range_of(images, 101, 3, minimum)
-        return None if found is None else found.coloured
+        actual = range_of(images, 101, 3, minimum)
+        return None if actual is None else actual.coloured
 
     assert colours(0) == colours(2) == (False,) and colours(9) == colours(50) == (False, True) and colours(101) == (True,)
     assert colours(9, minimum=5) == (False,)

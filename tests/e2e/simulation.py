@@ -124,8 +124,8 @@ def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
 
 def problems(results: Mapping[str, Any], kind: str) -> dict[str | None, list[str]]:
     """site -> messages of the events of one kind; None: those that name no site."""
-    found: dict[str | None, list[str]] = {}
+    actual: dict[str | None, list[str]] = {}
     for event in results["events"]:
         if event["kind"] == kind:
-            found.setdefault(event["site"], []).append(event["message"])
-    return found
+            actual.setdefault(event["site"], []).append(event["message"])
+    return actual

@@ -23,13 +23,13 @@ ROUNDS, SEED = 1, 5
 
 def brought_along(names: set[str]) -> set[str]:
     """The distributions and everything that they require, extras aside."""
-    found: set[str] = set()
+    actual: set[str] = set()
     open_names = {canonicalize_name(name) for name in names}
     while open_names:
-        found |= open_names
+        actual |= open_names
         needed = [Requirement(line) for name in open_names for line in requires(name) or ()]
-        open_names = {canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})} - found
-    return found
+        open_names = {canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})} - actual
+    return actual
 
 
 def missing_modules() -> set[str]:

@@ -80,13 +80,13 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     resumed = [event["message"] for event in results["events"] if event["kind"] == "resumed"]
     finished = [int(word) for message in resumed for word in message.split() if word.isdigit()]
     assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", "the new server closes what the old one left"
-    said = first + watching.communicate(timeout=PATIENCE)[0]
-    assert watching.returncode == 1 and "600" in said and "the server is back" in said and "FINISHED:ABANDONED" in said, said
+    output = first + watching.communicate(timeout=PATIENCE)[0]
+    assert watching.returncode == 1 and "600" in output and "the server is back" in output and "FINISHED:ABANDONED" in output, output
     assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
     folder = next((tmp_path / "resumed").rglob("medflare/models"))
     for model in sorted((plain / "models").rglob("model.safetensors")):
-        tensors, found = load_file(model), load_file(folder / model.relative_to(plain / "models"))
-        assert all(found[name].equal(tensors[name]) for name in tensors), model
+        tensors, actual = load_file(model), load_file(folder / model.relative_to(plain / "models"))
+        assert all(actual[name].equal(tensors[name]) for name in tensors), model
     assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
 
 
@@ -151,9 +151,9 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
 
 
 def job_processes(federation: ProvisionedFederation, site: str, job: str) -> list[psutil.Process]:
-    found = [process for process in federation.processes(site) if any(job in word for word in process.cmdline())]
-    assert found, f"{site} has no process for job {job}"
-    return found
+    actual = [process for process in federation.processes(site) if any(job in word for word in process.cmdline())]
+    assert actual, f"{site} has no process for job {job}"
+    return actual
 
 
 def kill_job(federation: ProvisionedFederation, site: str, job: str) -> None:

@@ -29,9 +29,9 @@ ROUNDS = 2
 
 def commands(party: str) -> str:
     """The blocks of a party's section, one after the other: what a person types."""
-    found = re.findall(r"^```bash\n(.*?)^```$", SECTIONS[party], re.MULTILINE | re.DOTALL)
-    assert found, f"nothing to do for {party}"
-    return "".join(found)
+    actual = re.findall(r"^```bash\n(.*?)^```$", SECTIONS[party], re.MULTILINE | re.DOTALL)
+    assert actual, f"nothing to do for {party}"
+    return "".join(actual)
 
 
 class Person:
@@ -104,13 +104,13 @@ def person(checkout: Path, tmp_path: Path) -> Iterator[Person]:
 
 def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task: dict[str, Any], tmp_path: Path) -> None:
     data = {"/data/": f"{tmp_path}/data/"}
-    said = person.types(commands("Project admin"))
-    assert "startup kits: federation/medflare/prod_00" in said and "localhost is up" in said
+    output = person.types(commands("Project admin"))
+    assert "startup kits: federation/medflare/prod_00" in output and "localhost is up" in output
     for site in SITES:
-        said = person.types(commands("Site administrator").replace("site-1", site), **data)
-        assert f"{site} is up" in said
-    said = person.types(commands("Lead"), **{"--rounds 20": f"--rounds {ROUNDS}"})
-    assert "COMPLETED" in said
+        output = person.types(commands("Site administrator").replace("site-1", site), **data)
+        assert f"{site} is up" in output
+    output = person.types(commands("Lead"), **{"--rounds 20": f"--rounds {ROUNDS}"})
+    assert "COMPLETED" in output
     assert "fedsm" in person.types(commands("Member"))
 
     results = load_results(checkout / "results")

@@ -26,11 +26,11 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
 def test_templates_are_what_a_kit_gets(provisioned: ProvisionedFederation, kind: str, party: str) -> None:
     local = provisioned.kit(party) / "local"
     for template in (SCRIPTS / "local" / kind).glob("*.json"):
-        expected, found = json.loads(template.read_text()), json.loads((local / template.name).read_text())
+        expected, actual = json.loads(template.read_text()), json.loads((local / template.name).read_text())
         if template.name == "medflare.json":
             expected = {key: value for key, value in expected.items() if key not in ("data_root", "cache", "batch_size")}  # its own
         text = json.dumps(expected).replace("/var/lib/medflare", str(provisioned.kit(party) / "storage"))
-        assert json.loads(text) == found, template
+        assert json.loads(text) == actual, template
 
 
 def test_keys_are_for_one_account_alone(provisioned: ProvisionedFederation) -> None:

@@ -221,20 +221,20 @@ def _ahead(log: Path) -> float:
     return datetime.strptime(written, "%Y-%m-%d %H:%M:%S").timestamp() - log.stat().st_mtime
 
 
-def _same_results(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["status"] == expected["status"] == "COMPLETED"
-    assert found["sites"] == expected["sites"]
-    assert (found["mean"], found["traffic"], found["events"]) == (expected["mean"], expected["traffic"], expected["events"])
+def _same_results(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["status"] == expected["status"] == "COMPLETED"
+    assert actual["sites"] == expected["sites"]
+    assert (actual["mean"], actual["traffic"], actual["events"]) == (expected["mean"], expected["traffic"], expected["events"])
 
 
-def _same_models(found: Path, expected: Path) -> None:
+def _same_models(actual: Path, expected: Path) -> None:
     names = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert names and names == sorted(path.relative_to(found) for path in found.rglob("*.safetensors"))
+    assert names and names == sorted(path.relative_to(actual) for path in actual.rglob("*.safetensors"))
     for name in names:
-        _same_state(found / name, expected / name)
+        _same_state(actual / name, expected / name)
 
 
-def _same_state(found: Path, expected: Path) -> None:
-    left, right = load_file(found), load_file(expected)
+def _same_state(actual: Path, expected: Path) -> None:
+    left, right = load_file(actual), load_file(expected)
     assert left.keys() == right.keys()
-    assert all(left[name].equal(right[name]) for name in left), f"{found} differs from {expected}"
+    assert all(left[name].equal(right[name]) for name in left), f"{actual} differs from {expected}"

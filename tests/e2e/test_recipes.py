@@ -73,9 +73,9 @@ def executed(where: str, variables: dict[str, str], task: dict[str, Any], folder
     code = THREE_LINES.format(environment=where, task=task, patience=float(FINISHED_AFTER / 2))
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=FINISHED_AFTER, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith("results in")]
-    assert said and said[-1] != "results in None", done.stdout[-3000:] + done.stderr[-3000:]
-    return Path(said[-1].removeprefix("results in "))
+    output = [line for line in done.stdout.splitlines() if line.startswith("results in")]
+    assert output and output[-1] != "results in None", done.stdout[-3000:] + done.stderr[-3000:]
+    return Path(output[-1].removeprefix("results in "))
 
 
 def assert_same(folder: Path, local: dict[str, Any]) -> None:

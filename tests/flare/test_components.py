@@ -53,8 +53,8 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
         recipe(task="phantom", rounds=4)._job.export_job(str(tmp_path / "recipes" / recipe.__name__))
     jobs += [path.parent for path in (tmp_path / "recipes").rglob("meta.json")]
     assert len(jobs) > 25
-    found = {kind: set().union(*(named_in(job)[kind] for job in jobs)) for kind in FILES}
-    assert found == {kind: set(names) for kind, names in COMPONENTS.items()}
+    actual = {kind: set().union(*(named_in(job)[kind] for job in jobs)) for kind in FILES}
+    assert actual == {kind: set(names) for kind, names in COMPONENTS.items()}
 
 
 @pytest.mark.parametrize("kind", ["site", "server"])
@@ -179,8 +179,8 @@ def asked(party: Path, config: dict[str, Any], byoc: bool = False) -> str:
     fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, Workspace(str(party), "site-1"), private=True)
     fl_ctx.set_prop(FLContextKey.CURRENT_JOB_ID, "4711", private=False)
     fl_ctx.set_prop(FLContextKey.JOB_META, {"byoc": byoc}, private=True)
-    said: str = authorize_build_component(config, None, None, fl_ctx, [JobComponents()])
-    return said
+    output: str = authorize_build_component(config, None, None, fl_ctx, [JobComponents()])
+    return output
 
 
 def test_flare_asks_before_it_builds(party: Path) -> None:

@@ -250,8 +250,8 @@ def same(one: Message, other: Message) -> None:
 
 def children_of(host: SimulatorHost) -> list[int]:
     """The processes that serve a host's simulator: their command line names it."""
-    wanted = ["medflare.flare.simulator", str(host.simulator)]
-    return [one.pid for one in psutil.Process().children() if all(word in one.cmdline() for word in wanted)]
+    expected = ["medflare.flare.simulator", str(host.simulator)]
+    return [one.pid for one in psutil.Process().children() if all(word in one.cmdline() for word in expected)]
 
 
 def test_a_process_of_the_simulator_imports_next_to_nothing() -> None:

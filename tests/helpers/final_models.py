@@ -13,11 +13,11 @@ from medflare.methods.catalogue import build_deployed
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every model that a run left."""
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for file in sorted(folder.rglob("model.safetensors")):
         for entry, state in load_model(file.parent).message.states.items():
-            found |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
-    return found
+            actual |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
+    return actual
 
 
 def same_weights(first: Path, second: Path) -> bool:
@@ -33,4 +33,4 @@ def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str 
     model: Any = prediction_model(stored, build_deployed, adapt).eval()
     if hasattr(model, "adapt") and adapt != "none":
         fit(model, prepared, stored.task, "cpu", stored.kind)
-    return torch.cat([found.probabilities for found in predictions(model, prepared, stored.task)])
+    return torch.cat([actual.probabilities for actual in predictions(model, prepared, stored.task)])

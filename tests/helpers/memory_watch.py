@@ -49,12 +49,12 @@ class Watched:
 @contextmanager
 def watched(site: Site, split: str) -> Iterator[tuple[Site, Watched]]:
     """The site with one of its splits watched; what there is already does not count."""
-    found = Watched(site.data.split(split))
-    watched_split: dict[str, Any] = {split: found}
+    actual = Watched(site.data.split(split))
+    watched_split: dict[str, Any] = {split: actual}
     data = replace(site.data, **watched_split)
     gc.collect()
     gc.freeze()
     try:
-        yield Site(site.name, site.task, data, site.seed, site.device), found
+        yield Site(site.name, site.task, data, site.seed, site.device), actual
     finally:
         gc.unfreeze()

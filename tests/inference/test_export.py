@@ -171,9 +171,9 @@ def test_a_bundle_predicts_as_medflare_does(
     script = {"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"} if without_medflare else {}
     run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch, **script)
     predict(super_model, [pictures], tmp_path / "medflare", builder=build_deployed)
-    found = sorted((tmp_path / "monai").glob("*.png"))
-    assert len(found) == 6
-    for file in found:
+    actual = sorted((tmp_path / "monai").glob("*.png"))
+    assert len(actual) == 6
+    for file in actual:
         expected = np.asarray(Image.open(tmp_path / "medflare" / file.name)) == 3
         coloured = file.name.startswith(("colour", "camera"))  # Pillow rounds their grey values
         assert (np.asarray(Image.open(file)) == expected).mean() > (0.97 if coloured else 0.999)
@@ -188,11 +188,11 @@ def test_a_bundle_of_a_classifier_writes_a_table(
     run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch)
     predict(stored, [pictures], tmp_path / "medflare")
     with (tmp_path / "monai/predictions.csv").open() as file:
-        found = {Path(name).stem: list(map(float, values)) for name, *values in csv.reader(file)}
+        actual = {Path(name).stem: list(map(float, values)) for name, *values in csv.reader(file)}
     with (tmp_path / "medflare/predictions.csv").open() as file:
         for row in csv.DictReader(file):
             expected = [float(row[f"probability_{label}"]) for label in stored.task.labels]
-            assert found[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
+            assert actual[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def picture(path: Path) -> Path:
     return path
 
 
-def found(paths: list[Path], out: Path) -> dict[str, Path]:
+def inputs_by_name(paths: list[Path], out: Path) -> dict[str, Path]:
     return {item.name: item.path for item in find_inputs(paths, out)[0]}
 
 
@@ -27,7 +27,7 @@ def test_files_and_folders_in_order(tmp_path: Path) -> None:
         picture(tmp_path / name)
     (tmp_path / "in/notes.txt").write_text("not an image")
     (tmp_path / "in/v.nii.gz").write_bytes(b"")
-    names = found([tmp_path / "alone.png", tmp_path / "in"], tmp_path / "out")
+    names = inputs_by_name([tmp_path / "alone.png", tmp_path / "in"], tmp_path / "out")
     assert list(names) == ["alone", "a", "b", "v", "deep/c"]
     assert names["deep/c"] == tmp_path / "in/deep/c.TIF"
 
@@ -35,15 +35,15 @@ def test_files_and_folders_in_order(tmp_path: Path) -> None:
 def test_names_stay_apart(tmp_path: Path) -> None:
     for name in ("x/1.png", "x/1.jpg", "y/1.png"):
         picture(tmp_path / name)
-    assert list(found([tmp_path / "x", tmp_path / "y"], tmp_path / "out")) == ["x/1", "x/1-2", "y/1"]
+    assert list(inputs_by_name([tmp_path / "x", tmp_path / "y"], tmp_path / "out")) == ["x/1", "x/1-2", "y/1"]
     files = [tmp_path / "x/1.png", tmp_path / "y/1.png", tmp_path / "x/1.png"]  # the first is named twice
-    assert list(found(files, tmp_path / "out")) == ["1", "1-2"]
+    assert list(inputs_by_name(files, tmp_path / "out")) == ["1", "1-2"]
 
 
 def test_earlier_results_are_no_inputs(tmp_path: Path) -> None:
     picture(tmp_path / "in/a.png")
     picture(tmp_path / "in/out/a_seg.png")
-    assert list(found([tmp_path / "in"], tmp_path / "in/out")) == ["a"]
+    assert list(inputs_by_name([tmp_path / "in"], tmp_path / "in/out")) == ["a"]
     with pytest.raises(ConfigError, match="out"):
         find_inputs([tmp_path / "in"], tmp_path / "in")
 
@@ -60,8 +60,8 @@ def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[...,
         write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)
     for folder in (tmp_path / "in", tmp_path / "in/ct"):
         beside_a_series(folder)
-    assert found([tmp_path / "in"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
-    assert found([tmp_path / "in/ct"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
+    assert inputs_by_name([tmp_path / "in"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
+    assert inputs_by_name([tmp_path / "in/ct"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
 
 
 def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
@@ -77,4 +77,4 @@ def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path, write_dicom:
     write_dicom(tmp_path / "broken/1.dcm", GREY, 0)
     (tmp_path / "broken/2.dcm").write_bytes(b"this is not DICOM")
     expected = {"views": 2, "mixed": 2, "sizes": 2, "twice": 2, "single": 1, "broken": 2}
-    assert {folder: len(found([tmp_path / folder], tmp_path / "out")) for folder in expected} == expected
+    assert {folder: len(inputs_by_name([tmp_path / folder], tmp_path / "out")) for folder in expected} == expected

@@ -76,15 +76,15 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     changed(root / "A", images, "bright", lambda values: values + 5000)
     changed(root / "A", images, "scaled", lambda values: values / 255)
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "all")]) == 0
-    found = rows_of(tmp_path / "all")
-    odd = {name: text for name, text in found.items() if text}
-    assert len(odd) == 4 and len(found) == 4 + len(entries)
+    actual = rows_of(tmp_path / "all")
+    odd = {name: text for name, text in actual.items() if text}
+    assert len(odd) == 4 and len(actual) == 4 + len(entries)
     (coarse,), (wide,), (bright,), (scaled,) = (
         [odd[n] for n in odd if n.startswith(name)] for name in ("coarse", "wide", "bright", "scaled")
     )
     assert "spacing" in coarse and "field of view" in wide and "mm" in wide and "intensities" in bright and "intensities" in scaled
     printed = capsys.readouterr()
-    assert all(f"{name}_" in printed.err for name in ("coarse", "wide", "bright", "scaled")) and f"4 of {len(found)} images" in printed.out
+    assert all(f"{name}_" in printed.err for name in ("coarse", "wide", "bright", "scaled")) and f"4 of {len(actual)} images" in printed.out
 
     assert main([*command[:3], "--out", str(tmp_path / "strict"), "--strict"]) == 1
     printed = capsys.readouterr()
@@ -103,8 +103,8 @@ def test_pictures_of_another_size_and_in_colour_are_named(
     Image.fromarray(np.kron(pixels, np.ones((4, 4), np.uint8))).save(images / "large.png")
     Image.fromarray(np.dstack([pixels, pixels // 3, pixels // 4])).save(images / "red.png")
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "out")]) == 0
-    found = rows_of(tmp_path / "out")
-    assert found["own.png"] == "" and "size" in found["large.png"] and "colour" in found["red.png"]
+    actual = rows_of(tmp_path / "out")
+    assert actual["own.png"] == "" and "size" in actual["large.png"] and "colour" in actual["red.png"]
     capsys.readouterr()
 
 

@@ -49,11 +49,11 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(
     stored = load_model(folder / "sites/B" / role)
     site = open_site("B", segmentation, data_root=data_root)
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
-    found = probabilities(stored, data_root / "B/test", tmp_path)
-    assert torch.equal(found, expected), "bitwise: same images, order and batches"
+    actual = probabilities(stored, data_root / "B/test", tmp_path)
+    assert torch.equal(actual, expected), "bitwise: same images, order and batches"
     results = json.loads((folder / "results.json").read_text())
     data = site.data.test
-    measured = score(found, data.targets, data.patients, segmentation, ["dice"], data.spacings)
+    measured = score(actual, data.targets, data.patients, segmentation, ["dice"], data.spacings)
     assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
@@ -105,18 +105,18 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
 
     def watched(source: Input, task: TaskConfig, bounds: ImageBounds) -> Prepared:
         nonlocal most
-        found = prepare(source, task, bounds)
-        seen.append(weakref.ref(found.images))
+        actual = prepare(source, task, bounds)
+        seen.append(weakref.ref(actual.images))
         most = max(most, sum(one() is not None for one in seen))
-        return found
+        return actual
 
     monkeypatch.setattr("medflare.inference.predict.prepare", watched)
     for site in "ABO":
         shutil.copytree(data_root / site / "test", tmp_path / "images" / site)
     (tmp_path / "images/A/5.png").write_bytes(b"no picture")
-    said: list[str] = []
-    summary = predict(stored, [tmp_path / "images"], tmp_path / "out", builder=build_deployed, adapt=tta, say=said.append)
-    assert summary.images == 26 and len(said) == len(summary.failed) == 1
+    output: list[str] = []
+    summary = predict(stored, [tmp_path / "images"], tmp_path / "out", builder=build_deployed, adapt=tta, say=output.append)
+    assert summary.images == 26 and len(output) == len(summary.failed) == 1
     assert len(seen) > 2 * 26 and "adapted to 26 pictures" in summary.adapted
     assert most <= 2 * scoring_batch(stored.task)
 
@@ -183,13 +183,13 @@ def test_every_format_in_its_own_geometry(tmp_path: Path, write_dicom: Callable[
         write_dicom(images / f"ct/{number}", flat, number)
     summary = predict(load_model(untrained()), [images], tmp_path / "out")
     assert not summary.failed and summary.images == 7
-    found = {file.relative_to(tmp_path / "out").as_posix(): file for file in (tmp_path / "out").rglob("*_seg*")}
-    assert set(found) == {"p_seg.png", "j_seg.png", "t_seg.png", "colour_seg.png", "single_seg.png", "v_seg.nii.gz", "ct_seg.nii.gz"}
-    assert {Image.open(file).size for name, file in found.items() if name.endswith(".png")} == {(22, 30)}
-    written = nibabel.load(found["v_seg.nii.gz"])
+    actual = {file.relative_to(tmp_path / "out").as_posix(): file for file in (tmp_path / "out").rglob("*_seg*")}
+    assert set(actual) == {"p_seg.png", "j_seg.png", "t_seg.png", "colour_seg.png", "single_seg.png", "v_seg.nii.gz", "ct_seg.nii.gz"}
+    assert {Image.open(file).size for name, file in actual.items() if name.endswith(".png")} == {(22, 30)}
+    written = nibabel.load(actual["v_seg.nii.gz"])
     assert written.shape == volume.shape
     np.testing.assert_array_equal(written.affine, affine)
-    assert nibabel.load(found["ct_seg.nii.gz"]).shape == (22, 30, 3)
+    assert nibabel.load(actual["ct_seg.nii.gz"]).shape == (22, 30, 3)
     slices = [row["slice"] for row in rows_of(tmp_path / "out") if row["image"].endswith("v.nii.gz")]
     assert slices == [str(number) for number in range(30)], "slices along the axis that is axial once the volume is turned to LPS"
 
@@ -247,9 +247,9 @@ def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> N
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 11), np.uint8), np.eye(4)), tmp_path / "v.nii")
     Image.fromarray(np.full((4, 4), 255, np.uint8)).save(tmp_path / "p.png")
     prepared = [prepare(Input(tmp_path / name, name), segmentation) for name in ("p.png", "v.nii", "p.png")]
-    found = list(predictions(Counting(), prepared, segmentation))
+    actual = list(predictions(Counting(), prepared, segmentation))
     assert sizes == [8, 5]
-    assert [part.probabilities.mean().item() for part in found] == [1, 0, 1]
+    assert [part.probabilities.mean().item() for part in actual] == [1, 0, 1]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------------
@@ -344,5 +344,5 @@ def test_an_image_that_is_too_large_names_the_option_that_takes_it(
     Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / "large.png")
     call = ["predict", str(untrained()), str(tmp_path / "large.png"), "--out", str(tmp_path / "out"), "--max-pixels"]
     assert main([*call, "599"]) == 1
-    assert "large.png" in (said := capsys.readouterr().err) and "--max-pixels" in said
+    assert "large.png" in (output := capsys.readouterr().err) and "--max-pixels" in output
     assert main([*call, "600"]) == 0

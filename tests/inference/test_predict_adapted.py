@@ -27,10 +27,10 @@ def test_a_requested_adaptation_gives_the_numbers_of_the_method(
     tent = with_tent(stored.message, stored.task)
     message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
     expected = predicted(site, build_deployed(stored.task, message), "test")
-    found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
-    assert torch.equal(found, expected)
+    actual = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
+    assert torch.equal(actual, expected)
     plain = probabilities(stored, data_root / "O/test", tmp_path)
-    assert not torch.allclose(found, plain)
+    assert not torch.allclose(actual, plain)
     delivered = StoredModel(stored.task, tent if tta == "tent" else with_dsbn(stored.message), {})
     assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path), expected), "a model that came with it"
     assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt=tta), expected), "asking twice changes nothing"

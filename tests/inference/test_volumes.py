@@ -60,12 +60,12 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
     model: Any = prediction_model(stored, build_deployed).eval()
     if hasattr(model, "adapt"):
         fit(model, prepared, task, "cpu", stored.kind)
-    found = [prediction.probabilities[0] for prediction in predictions(model, prepared, task)]
+    actual = [prediction.probabilities[0] for prediction in predictions(model, prepared, task)]
     place = open_site(site, task, data_root=root)
     expected = predicted(place, build_deployed(task, stored.message), "test")
-    assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(actual, expected, strict=True))
     data = place.data.test
-    measured = score(found, data.targets, data.patients, task, ["dice"], data.spacings)
+    measured = score(actual, data.targets, data.patients, task, ["dice"], data.spacings)
     assert measured.values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
 
 
@@ -91,14 +91,14 @@ def test_masks_lie_on_the_grid_of_the_file(codes: str, spacing: list[float] | No
     assert summary.images == 1 and not summary.failed
     mask = nibabel.load(tmp_path / "out/scan_seg.nii.gz")
     np.testing.assert_array_equal(mask.affine, affine(codes))
-    found = np.asarray(mask.dataobj) == 1
+    actual = np.asarray(mask.dataobj) == 1
     if spacing is None:
-        np.testing.assert_array_equal(found, volume > 0)
+        np.testing.assert_array_equal(actual, volume > 0)
     else:
-        assert 2 * (found & (volume > 0)).sum() / (found.sum() + (volume > 0).sum()) > 0.9
+        assert 2 * (actual & (volume > 0)).sum() / (actual.sum() + (volume > 0).sum()) > 0.9
     with (tmp_path / "out/predictions.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert row["voxels_cube"] == str(found.sum()) and float(row["ml_cube"]) == pytest.approx(found.sum() * 6 / 1000)
+    assert row["voxels_cube"] == str(actual.sum()) and float(row["ml_cube"]) == pytest.approx(actual.sum() * 6 / 1000)
 
 
 def test_a_resized_prediction_comes_back_to_the_volumes_size(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_a_resized_prediction_comes_back_to_the_volumes_size(tmp_path: Path) -> 
     volume[4:12, 4:12, 8:] = 100
     write(tmp_path / "scan.nii", volume, affine("PSR"))
     predict(_bright(cube_task(channels=1)), [tmp_path / "scan.nii"], tmp_path / "out", builder=lambda task, message: Bright())
-    found = np.asarray(nibabel.load(tmp_path / "out/scan_seg.nii.gz").dataobj) == 1
-    assert found.shape == volume.shape and 2 * (found & (volume > 0)).sum() / (found.sum() + (volume > 0).sum()) > 0.95
+    actual = np.asarray(nibabel.load(tmp_path / "out/scan_seg.nii.gz").dataobj) == 1
+    assert actual.shape == volume.shape and 2 * (actual & (volume > 0)).sum() / (actual.sum() + (volume > 0).sum()) > 0.95
 
 
 def test_a_dicom_series_gets_a_nifti_mask_where_the_patient_lies(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
@@ -128,8 +128,8 @@ def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: P
     for name in ("P1_pre", "P1_flair", "P2-flair", "P3"):
         write(tmp_path / f"in/{name}.nii.gz", np.ones(SHAPE, np.float32))
     inputs, _ = find_inputs([tmp_path / "in"], tmp_path / "out", ("pre", "flair"))
-    found = {source.name: [file and file.name for file in source.channels] for source in inputs}
-    assert found == {"P1": ["P1_pre.nii.gz", "P1_flair.nii.gz"], "P2": [None, "P2-flair.nii.gz"], "P3": []}
+    actual = {source.name: [file and file.name for file in source.channels] for source in inputs}
+    assert actual == {"P1": ["P1_pre.nii.gz", "P1_flair.nii.gz"], "P2": [None, "P2-flair.nii.gz"], "P3": []}
     summary = predict(_bright(cube_task(image_mode="patch")), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright())
     assert summary.images == 1 and len(summary.failed) == 2
     assert [sum(name in line for line in summary.failed) for name in ("P2", "P3")] == [1, 1]

@@ -258,7 +258,7 @@ def test_a_stored_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def discovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """To be called once distributions lie in `tmp_path`: Python and the catalogue then find them, until the test ends."""
 
     def forget() -> None:
@@ -276,9 +276,9 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 class TestOtherDistributions:
-    def test_an_installed_method_runs_like_a_builtin_one(self, tmp_path: Path, found: Callable[[], None]) -> None:
+    def test_an_installed_method_runs_like_a_builtin_one(self, tmp_path: Path, discovered: Callable[[], None]) -> None:
         install(tmp_path)
-        found()
+        discovered()
         assert FOREIGN in method_names() and module_of(FOREIGN) == "damped_fedavg"
         assert get_method(FOREIGN).effective({})["server"] == {"rule": "mean", "selection": "median", "step": 0.5, "weighting": "samples"}
         assert get_method("moon", server=FOREIGN).name == f"moon+{FOREIGN}"
@@ -295,10 +295,10 @@ class TestOtherDistributions:
         [("fedavg", ["bold"]), ("watch", ["bold"]), ("same", ["one", "two"])],
         ids=["of medflare", "of the command line", "of two distributions"],
     )
-    def test_a_name_in_use_is_refused(self, tmp_path: Path, found: Callable[[], None], name: str, distributions: list[str]) -> None:
+    def test_a_name_in_use_is_refused(self, tmp_path: Path, discovered: Callable[[], None], name: str, distributions: list[str]) -> None:
         for distribution in distributions:
             describe(tmp_path, distribution, {name: f"{distribution}:METHOD"})
-        found()
+        discovered()
         with pytest.raises(ConfigError, match=name):
             method_names()
         assert get_method("fedavg").server == "medflare.methods.fedavg.server:FedAvgServer"
@@ -308,9 +308,9 @@ class TestOtherDistributions:
         ["nowhere:METHOD", "json:METHOD", "'json:dumps'", "json:dumps", "medflare.methods.fedavg:METHOD"],
         ids=["no module", "no such name in it", "malformed", "no method", "another name"],
     )
-    def test_a_method_that_cannot_be_loaded_is_named(self, tmp_path: Path, found: Callable[[], None], target: str) -> None:
+    def test_a_method_that_cannot_be_loaded_is_named(self, tmp_path: Path, discovered: Callable[[], None], target: str) -> None:
         describe(tmp_path, "hasty", {"hasty": target})
-        found()
+        discovered()
         assert "hasty" in method_names(), "a name needs no import"
         with pytest.raises(ConfigError, match="hasty") as caught:
             get_method("hasty")

@@ -51,7 +51,7 @@ def test_each_takes_both_dimensions_and_has_features(spec: dict[str, Any], side:
     with torch.no_grad():
         features, logits = network.features_and_output(images)
         again = network(images)
-    area = images.shape[2:] if any(spec is found for found, *_ in SEGMENTERS) else ()
+    area = images.shape[2:] if any(spec is actual for actual, *_ in SEGMENTERS) else ()
     assert logits.shape == (2, 2, *area)
     assert features.shape[:2] == (2, width) and features.ndim == (images.ndim if area else 2)
     if dims == 2:

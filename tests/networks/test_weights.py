@@ -54,8 +54,8 @@ def test_every_format(tmp_path: Path, format: str) -> None:
         torch.save({"state_dict": own_names(state)}, path)
     else:  # other names, the same order
         torch.save({f"layer{number}": tensor for number, tensor in enumerate(state.values())}, path)
-    found = starting_state(task_with(path, format), 0, path)
-    assert found is not None and equal(found, state)
+    actual = starting_state(task_with(path, format), 0, path)
+    assert actual is not None and equal(actual, state)
     in_folder = starting_state(task_with(path, format), 0, path.parent)
     assert in_folder is not None and equal(in_folder, state)
     body = starting_state(task_with(path, format, "body"), 0, path)
@@ -68,8 +68,8 @@ def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(own_names(other_state()), path)
     three: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
-    found = starting_state(task_with(path, "safetensors", "body", **three), 0, path)
-    assert found is not None and len(found["head.bias"]) == 3
+    actual = starting_state(task_with(path, "safetensors", "body", **three), 0, path)
+    assert actual is not None and len(actual["head.bias"]) == 3
     with pytest.raises(ConfigError, match="SegResNet"):
         starting_state(task_with(path, "safetensors", **three), 0, path)
 
@@ -140,8 +140,8 @@ def test_layers_of_torchvision_are_matched_by_their_order(tmp_path: Path) -> Non
     theirs |= {"fc.weight": torch.zeros(1000, 512), "fc.bias": torch.zeros(1000)}
     torch.save(theirs, path := tmp_path / "resnet18.pth")
     task_now = task_with(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task))
-    found = starting_state(task_now, 0, path)
-    assert found is not None and all(torch.equal(found[name], state[name]) for name in names if name.startswith("body."))
+    actual = starting_state(task_now, 0, path)
+    assert actual is not None and all(torch.equal(actual[name], state[name]) for name in names if name.startswith("body."))
     torch.save(dict(reversed(theirs.items())), path)
     with pytest.raises(ConfigError, match="resnet18"):
         starting_state(task_with(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task)), 0, path)

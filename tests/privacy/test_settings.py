@@ -125,8 +125,8 @@ class TestTraining:
         assert len({privacy.system_generator().integers(2**63) for _ in range(50)}) == 50
 
     def test_epsilon_is_in_every_round_and_in_the_results(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        results = medflare.run_local("fedavg", TINY, 2, rounds=2, seed=3, outside=["site-9"], out=tmp_path, say=said.append, **PRIVATE)
+        output: list[str] = []
+        results = medflare.run_local("fedavg", TINY, 2, rounds=2, seed=3, outside=["site-9"], out=tmp_path, say=output.append, **PRIVATE)
         assert results["status"] == "COMPLETED"
         assert {event["kind"] for event in results["events"]} <= {"at_chance"}, "noise leaves little to learn"
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -137,7 +137,7 @@ class TestTraining:
             assert [cost["steps"] for cost in costs] == [steps, 2 * steps]
             assert costs[1]["epsilon"] == pytest.approx(epsilon(1.0, min(1, 16 / patients), 2 * steps))
             assert results["sites"][name]["privacy"] == costs[1]
-            assert f"ε {costs[1]['epsilon']:.3f}" in said[1] and "loss" not in said[1]
+            assert f"ε {costs[1]['epsilon']:.3f}" in output[1] and "loss" not in output[1]
             assert f"ε = {costs[1]['epsilon']:.3f} at δ = 1e-05" in (tmp_path / "report.html").read_text()
         assert "privacy" not in results["sites"]["site-9"]
 

@@ -38,16 +38,16 @@ def test_an_area_and_its_interval_by_hand() -> None:
 
 
 def test_several_classes_are_each_against_the_rest() -> None:
-    found = class_report(cases([[0.8, 0.1, 0.1], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], [0, 1, 1, 0]), "multiclass", "xyz")
-    assert found["confusion"] == [[[2, 0, 0], [1, 1, 0], [0, 0, 0]]]
-    assert [curve["auc"] for curve in found["roc"]] == [1.0, 1.0, None] and found["roc"][2] == EMPTY
+    actual = class_report(cases([[0.8, 0.1, 0.1], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], [0, 1, 1, 0]), "multiclass", "xyz")
+    assert actual["confusion"] == [[[2, 0, 0], [1, 1, 0], [0, 0, 0]]]
+    assert [curve["auc"] for curve in actual["roc"]] == [1.0, 1.0, None] and actual["roc"][2] == EMPTY
 
 
 def test_every_label_of_a_multilabel_task_has_a_matrix() -> None:
     answered = cases([[0.8, 0.1], [0.2, 0.5], [0.6, 0.9], [0.7, 0.2]], [[1, 0], [0, 0], [0, 1], [1, 0]])
-    found = class_report(answered, "multilabel", ["p", "q"])
-    assert found["confusion"] == [[[1, 1], [0, 2]], [[3, 0], [0, 1]]], "0.5 is no"
-    assert [curve["auc"] for curve in found["roc"]] == [1.0, 1.0]
+    actual = class_report(answered, "multilabel", ["p", "q"])
+    assert actual["confusion"] == [[[1, 1], [0, 2]], [[3, 0], [0, 1]]], "0.5 is no"
+    assert [curve["auc"] for curve in actual["roc"]] == [1.0, 1.0]
 
 
 def test_images_of_one_patient_have_no_interval() -> None:

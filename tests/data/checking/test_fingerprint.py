@@ -29,18 +29,18 @@ def training_images(folder: Path) -> np.ndarray:
 
 def test_numbers_of_the_training_images(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site(SPLITS)
-    (found,) = fingerprints(folder, make_task())
+    (actual,) = fingerprints(folder, make_task())
     images = training_images(folder)
     inside = images > 150  # the squares, see make_site
-    assert (found.site, found.images, found.patients) == ("A", 3, 2)
-    assert found.sizes.minimum == found.sizes.median == found.sizes.maximum == (16.0, 16.0)
-    assert found.spacings is None and found.extents is None and found.zeros == 0
-    (channel,) = found.channels
+    assert (actual.site, actual.images, actual.patients) == ("A", 3, 2)
+    assert actual.sizes.minimum == actual.sizes.median == actual.sizes.maximum == (16.0, 16.0)
+    assert actual.spacings is None and actual.extents is None and actual.zeros == 0
+    (channel,) = actual.channels
     assert channel.foreground is not None
     for values, seen in ((images, channel.overall), (images[inside], channel.foreground)):
         assert (seen.mean, seen.deviation) == pytest.approx((values.mean(), values.std()))
         assert [seen.p0_5, seen.median, seen.p99_5] == pytest.approx(np.percentile(values, (0.5, 50, 99.5)))
-    assert found.classes["square"].images == 3 and found.classes["square"].share == pytest.approx(16 / 256)
+    assert actual.classes["square"].images == 3 and actual.classes["square"].share == pytest.approx(16 / 256)
 
 
 def test_validation_and_test_images_are_not_read(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -63,10 +63,10 @@ def test_one_image_in_memory_at_a_time(make_site: SiteOf, make_task: TaskOf, mon
 
     def image(source: Source, entry: DatalistItem) -> Any:
         assert [kept for kept in alive if kept() is not None] == []
-        found = read(source, entry)
-        array = found.array.copy()
+        actual = read(source, entry)
+        array = actual.array.copy()
         alive.append(weakref.ref(array))
-        return found._replace(array=array)
+        return actual._replace(array=array)
 
     monkeypatch.setattr(Source, "image", image)
     fingerprints(make_site(SPLITS), make_task())
@@ -75,30 +75,30 @@ def test_one_image_in_memory_at_a_time(make_site: SiteOf, make_task: TaskOf, mon
 
 def test_volumes_as_stored_along_the_axes_of_the_task(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A")
-    (found,) = fingerprints(folder, cube_task(spacing=[1.0, 1.0, 1.0], orientation="SPR"))
-    assert found.spacings is not None and found.extents is not None
-    assert found.spacings.median == pytest.approx((3.0, 1.0, 2.0))
-    assert found.sizes.minimum == (10.0, 14.0, 12.0) and found.sizes.maximum == (11.0, 14.0, 12.0)
-    assert found.sizes.median == (10.0, 14.0, 12.0) and found.extents.maximum == pytest.approx((33.0, 14.0, 24.0))
-    assert len(found.channels) == 2 and found.learnt["channels"] == ["pre", "flair"]
+    (actual,) = fingerprints(folder, cube_task(spacing=[1.0, 1.0, 1.0], orientation="SPR"))
+    assert actual.spacings is not None and actual.extents is not None
+    assert actual.spacings.median == pytest.approx((3.0, 1.0, 2.0))
+    assert actual.sizes.minimum == (10.0, 14.0, 12.0) and actual.sizes.maximum == (11.0, 14.0, 12.0)
+    assert actual.sizes.median == (10.0, 14.0, 12.0) and actual.extents.maximum == pytest.approx((33.0, 14.0, 24.0))
+    assert len(actual.channels) == 2 and actual.learnt["channels"] == ["pre", "flair"]
 
 
 def test_slices_of_a_volume_count_as_images(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A", patients={"training": 1, "validation": 1, "test": 1})
-    (found,) = fingerprints(folder, cube_task(spatial_dims=2, size=[16, 16], slices={"keep": "foreground"}))
-    assert (found.images, found.patients, found.classes["cube"].images) == (5, 1, 5)  # a cube of five voxels
-    assert len(found.sizes.median) == 2
+    (actual,) = fingerprints(folder, cube_task(spatial_dims=2, size=[16, 16], slices={"keep": "foreground"}))
+    assert (actual.images, actual.patients, actual.classes["cube"].images) == (5, 1, 5)  # a cube of five voxels
+    assert len(actual.sizes.median) == 2
 
 
 def test_classes_of_images(make_site: SiteOf, make_task: TaskOf) -> None:
     task = make_task("classification", labels=["dark", "medium", "bright"], resplit=None)
-    (found,) = fingerprints(make_site(kind="classification"), task)
-    assert {name: (seen.images, seen.share) for name, seen in found.classes.items()} == {
+    (actual,) = fingerprints(make_site(kind="classification"), task)
+    assert {name: (seen.images, seen.share) for name, seen in actual.classes.items()} == {
         "dark": (2, None),
         "medium": (2, None),
         "bright": (1, None),
     }
-    assert [channel.foreground for channel in found.channels] == [None]
+    assert [channel.foreground for channel in actual.channels] == [None]
 
 
 def test_numbers_of_few_patients_are_suppressed(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -140,10 +140,10 @@ def test_damaged_images(make_site: SiteOf, make_task: TaskOf) -> None:
 
 
 def test_fingerprints_are_read_back_and_other_files_refused(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    found = fingerprints(make_site().parent, make_task())
+    actual = fingerprints(make_site().parent, make_task())
     path = tmp_path / "sites.json"
-    path.write_text(json.dumps(to_json(found)))
-    assert read_fingerprints([path]) == found
+    path.write_text(json.dumps(to_json(actual)))
+    assert read_fingerprints([path]) == actual
     with pytest.raises(DataError, match="site A"):
         read_fingerprints([path, path])
     for content in ("{", "[]", '{"format": "medflare fingerprint 0", "sites": []}', '{"format": "medflare fingerprint 1", "sites": [{}]}'):

@@ -33,14 +33,14 @@ def fingerprint(
     if spacing is not None:
         gaps = spread(*spacing, tenth=tenth)
         extent = spread(*(side * gap for side, gap in zip(sides, spacing, strict=True)))
-    found: dict[str, Any] = {"site": "A", "images": 10, "patients": 10, "zeros": 0.1, "channels": (Channel(VALUES, VALUES),)}
-    found |= {"learnt": {name: written[name] for name in LEARNT}, "sizes": spread(*sides), "spacings": gaps, "extents": extent}
-    found["classes"] = {task.labels[0]: Presence(10, 0.1)}
-    return DatasetFingerprint(**(found | changes))
+    actual: dict[str, Any] = {"site": "A", "images": 10, "patients": 10, "zeros": 0.1, "channels": (Channel(VALUES, VALUES),)}
+    actual |= {"learnt": {name: written[name] for name in LEARNT}, "sizes": spread(*sides), "spacings": gaps, "extents": extent}
+    actual["classes"] = {task.labels[0]: Presence(10, 0.1)}
+    return DatasetFingerprint(**(actual | changes))
 
 
-def planned(*found: DatasetFingerprint, **options: Any) -> dict[str, Any]:
-    settings = plan(found, **options).settings
+def planned(*actual: DatasetFingerprint, **options: Any) -> dict[str, Any]:
+    settings = plan(actual, **options).settings
     load_task(settings)
     return settings
 
@@ -61,8 +61,8 @@ class TestGeometry:
         assert task["spacing"] == [2.0, 2.0, 1.0] and task["size"] == [16, 16, 32]
 
     def test_thick_slices_take_the_tenth_percentile(self) -> None:
-        found = fingerprint(64, 64, 12, spacing=(1.0, 1.0, 6.0), tenth=(0.9, 0.9, 3.0))
-        proposed = plan([found])
+        actual = fingerprint(64, 64, 12, spacing=(1.0, 1.0, 6.0), tenth=(0.9, 0.9, 3.0))
+        proposed = plan([actual])
         assert proposed.settings["spacing"] == [1.0, 1.0, 3.0]
         assert proposed.settings["network"]["strides"][:3] == [[1, 1, 1], [2, 2, 1], [2, 2, 2]]
         assert "10th percentile" in proposed.render()
@@ -104,8 +104,8 @@ def test_poolings_and_sizes_are_those_of_the_published_program(
 
 class TestMemory:
     def test_less_memory_a_smaller_patch(self) -> None:
-        found = fingerprint(48, 48, 48)
-        large, little = planned(found), planned(found, memory=0.3)
+        actual = fingerprint(48, 48, 48)
+        large, little = planned(actual), planned(actual, memory=0.3)
         assert large["size"] == [48, 48, 48]
         assert all(new < side for new, side in zip(little["size"], large["size"], strict=True))
         strides = [tuple(row) for row in little["network"]["strides"]]
@@ -149,8 +149,8 @@ class TestIntensity:
     def test_photographs(self) -> None:
         for highest, top in ((255, 255), (4000, 65535)):
             values = Intensities(0, 20, highest, 50, 80)
-            found = fingerprint(SIDE, SIDE, channels=(Channel(values, None),))
-            assert planned(found, modality="photo")["intensity"]["a_max"] == top
+            actual = fingerprint(SIDE, SIDE, channels=(Channel(values, None),))
+            assert planned(actual, modality="photo")["intensity"]["a_max"] == top
 
 
 def test_every_decided_setting_has_one_reason() -> None:

@@ -54,24 +54,24 @@ def test_features_are_those_of_the_frozen_body(
     spec: dict[str, Any], pretrained: Callable[[dict[str, Any]], TaskConfig], make_site: Callable[..., Path], tmp_path: Path
 ) -> None:
     task, folder = pretrained(spec), make_site(kind="classification")
-    found = write_features(folder, task, tmp_path / "features", weights=tmp_path)
-    images, features = load_site_data("A", task, folder), load_site_data("A", found.task, tmp_path / "features")
+    actual = write_features(folder, task, tmp_path / "features", weights=tmp_path)
+    images, features = load_site_data("A", task, folder), load_site_data("A", actual.task, tmp_path / "features")
     for before, after in ((images.train, features.train), (images.validation, features.validation), (images.test, features.test)):
         assert before.patients == after.patients and torch.equal(before.targets, after.targets)
     network = initial_network(task, 0, start=load_file(tmp_path / "weights.safetensors")).eval()
     seen, images_of = features.test.take(torch.arange(3))[0], images.test.take(torch.arange(3))[0]
     with torch.no_grad():
         torch.testing.assert_close(network.head(seen.flatten(1)), network(images_of))
-    assert seen.shape == (3, 1, 1, found.task.size[1])
+    assert seen.shape == (3, 1, 1, actual.task.size[1])
 
 
 def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
     for name in "AB":
         make_site(kind="classification", name=f"sites/{name}")
-    found = write_features(tmp_path / "sites", task, tmp_path / "features", weights=tmp_path)
-    assert found.images == {"A": 10, "B": 10} and "A: 10 x 8 features" in found.render()
+    actual = write_features(tmp_path / "sites", task, tmp_path / "features", weights=tmp_path)
+    assert actual.images == {"A": 10, "B": 10} and "A: 10 x 8 features" in actual.render()
     head = load_task(tmp_path / "features" / TASK)
-    assert head == found.task and head.sampling == task.sampling and head.name == "shades_features"
+    assert head == actual.task and head.sampling == task.sampling and head.name == "shades_features"
     cases: list[tuple[str, Any]] = [("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})]
     for method, settings in cases:
         run: Any = run_local(

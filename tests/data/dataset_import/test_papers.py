@@ -110,11 +110,11 @@ def test_lesions_that_flamby_divides_are_told_and_can_be_kept_together(tmp_path:
     root = paper_releases.fed_isic2019(tmp_path / "from")
     prepared = prepare(get_preparation("fed_isic2019"), root, tmp_path / "DATA")
     assert "L0_0 is in two splits of BCN: ISIC_0000.jpg (training) and ISIC_0001.jpg (test), and 11 more" in prepared.warnings[0]
-    found = listed(tmp_path / "DATA" / "BCN")
-    assert [entry["image"] for entry in found["test"]] == [f"ISIC_2019_Training_Input/ISIC_00{n}.jpg" for n in ("01", "11")]
-    assert all("patient" not in entry for entry in found["test"])
-    trained = {entry.get("patient") for entry in found["training"]} - {None}
-    assert trained and not trained & {entry.get("patient") for entry in found["validation"]}
+    actual = listed(tmp_path / "DATA" / "BCN")
+    assert [entry["image"] for entry in actual["test"]] == [f"ISIC_2019_Training_Input/ISIC_00{n}.jpg" for n in ("01", "11")]
+    assert all("patient" not in entry for entry in actual["test"])
+    trained = {entry.get("patient") for entry in actual["training"]} - {None}
+    assert trained and not trained & {entry.get("patient") for entry in actual["validation"]}
     again = prepare(get_preparation("fed_isic2019"), root, tmp_path / "clean", redraw=True)
     assert not any("two splits" in warning for warning in again.warnings)
     sides = [{entry["patient"] for entry in entries} for entries in listed(tmp_path / "clean" / "BCN").values()]
@@ -160,8 +160,8 @@ def test_one_class_is_left_out_and_one_cohort_never_trains(tmp_path: Path) -> No
         "vidir_molemax": 18,
         "vienna_dias": 18,
     }
-    found = listed(tmp_path / "DATA" / "vienna_dias")
-    assert len(found["test"]) == 18 and not found["training"] and not found["validation"]
+    actual = listed(tmp_path / "DATA" / "vienna_dias")
+    assert len(actual["test"]) == 18 and not actual["training"] and not actual["validation"]
     redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", redraw=True)
     assert {item.split for item in redrawn.sites["vienna_dias"]} == {"test"} and "18 (427)" in redrawn.table
     assert [item.label for item in prepared.sites["msk"] if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")] == [2, 1]
@@ -182,8 +182,8 @@ def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
     root, data = paper_releases.midog2022(tmp_path / "from"), tmp_path / "DATA"
     prepared = prepare(get_preparation("midog2022"), root, data)
     assert "canine_lung_cancer has 5 patients, published are 44" in prepared.warnings
-    found = [entry for entries in listed(data / "human_breast_cancer").values() for entry in entries]
-    assert {(entry["image"], entry["label"], entry["patient"]) for entry in found} == {
+    actual = [entry for entries in listed(data / "human_breast_cancer").values() for entry in entries]
+    assert {(entry["image"], entry["label"], entry["patient"]) for entry in actual} == {
         (f"patches/{number:03}/{2 * number - 1 + label}.png", 1 - label, f"{number:03}") for number in range(1, 6) for label in (0, 1)
     }
     whole = np.asarray(Image.open(root / "images/003.tiff"))

@@ -150,8 +150,8 @@ def test_with_code_and_without_app_custom_is_a_contradiction(tmp_path: Path, cap
     with pytest.raises(ConfigError, match="embed-code"):
         build_job("fedsm", "phantom", out=tmp_path / "job", embed_code=True, byoc=False)
     assert main(["job", "fedsm", "--embed-code", "--no-byoc", "--out", str(tmp_path / "job")]) == 1
-    said = capsys.readouterr().err.strip()
-    assert "--embed-code" in said and "--no-byoc" in said and "\n" not in said
+    output = capsys.readouterr().err.strip()
+    assert "--embed-code" in output and "--no-byoc" in output and "\n" not in output
     assert not (tmp_path / "job").exists()
 
 

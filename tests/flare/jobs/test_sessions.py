@@ -31,14 +31,14 @@ def props(**about: Any) -> dict[str, Any]:
 
 def test_a_job_is_found_by_id_and_its_beginning() -> None:
     jobs = [job(OLD), job(NEW, name="4444"), job(OTHER, name=OLD)]
-    for wanted, expected in ((NEW, NEW), ("11113", NEW), ("44445555-OTHER", OTHER), ("4444", OTHER), (OLD, OLD)):
-        assert id_of(found_job(jobs, wanted)) == expected
+    for required, expected in ((NEW, NEW), ("11113", NEW), ("44445555-OTHER", OTHER), ("4444", OTHER), (OLD, OLD)):
+        assert id_of(found_job(jobs, required)) == expected
 
 
 def test_a_name_that_another_lead_gave_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Served("RUNNING")
     monkeypatch.setattr(server, "list_jobs", lambda detailed: [job(OLD, name="a\x1b[2Jb\u202e")])
-    assert [_name(found) for found in jobs_of(cast(Any, server))] == [r"a\x1b[2Jb\u202e"]
+    assert [_name(actual) for actual in jobs_of(cast(Any, server))] == [r"a\x1b[2Jb\u202e"]
 
 
 def test_of_a_name_the_newest_that_runs() -> None:
@@ -105,10 +105,10 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("several")
 @pytest.mark.parametrize("wanted", ["3000", "4000aaaa", "5000aaaa-full", "job-4"])
-def test_an_interrupted_job_is_found_by_what_a_list_shows(wanted: str) -> None:
+def test_an_interrupted_job_is_found_by_what_a_list_shows(expected: str) -> None:
     """Job 3 is one that a server which was started again calls running for ever."""
-    number = wanted[-1] if wanted.startswith("job") else wanted[0]
-    assert interrupted_job(Path("kit"), wanted) == f"{number}000aaaa-full"
+    number = expected[-1] if expected.startswith("job") else expected[0]
+    assert interrupted_job(Path("kit"), expected) == f"{number}000aaaa-full"
 
 
 @pytest.mark.usefixtures("several")
@@ -116,9 +116,9 @@ def test_an_interrupted_job_is_found_by_what_a_list_shows(wanted: str) -> None:
     ("wanted", "token"),
     [("nonsense", "nonsense"), ("0000aaaa", "completed"), ("1000aaaa", "SUBMITTED"), ("2000aaaa", "RUNNING")],
 )
-def test_another_job_is_not_taken_up(wanted: str, token: str) -> None:
+def test_another_job_is_not_taken_up(expected: str, token: str) -> None:
     with pytest.raises(ConfigError, match=token):
-        interrupted_job(Path("kit"), wanted)
+        interrupted_job(Path("kit"), expected)
 
 
 @pytest.mark.parametrize("script", ["submit.sh", "watch.sh", "fetch.sh", "resume.sh", "start.sh", "stop.sh"])

@@ -26,8 +26,8 @@ def told(*lines: str, count: int | None = None, **silent: float) -> dict[str, An
 
 
 def followed(served: Served, **options: Any) -> tuple[bool, list[str]]:
-    said: list[str] = []
-    return watch(served, "id", said.append, **options), said
+    output: list[str] = []
+    return watch(served, "id", output.append, **options), output
 
 
 def test_every_line_is_said_once_as_it_comes() -> None:
@@ -61,29 +61,29 @@ def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
 
 def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
     stats = tuple(told(A=seconds, B=1.0) for seconds in (4.0, 11.0, 15.0, 22.0, 45.0, 0.5, 12.0))
-    _, said = followed(Served(*[RUNNING] * 7, COMPLETED, stats=stats))
-    named = [line for line in said if line.startswith("silent")]
+    _, output = followed(Served(*[RUNNING] * 7, COMPLETED, stats=stats))
+    named = [line for line in output if line.startswith("silent")]
     assert [line.split()[5] for line in named] == ["11", "22", "45", "12"]
 
 
 def test_who_refused_a_job_that_the_others_run_is_named() -> None:
     details = ("site-1: OK", "site-2: ERROR: component os.system refused: it is not listed")
-    ended, said = followed(Served(SUBMITTED, RUNNING, COMPLETED, details=details))
-    assert ended and sum("site-2" in line and "os.system" in line for line in said) == 1 and "os.system" not in said[-1]
+    ended, output = followed(Served(SUBMITTED, RUNNING, COMPLETED, details=details))
+    assert ended and sum("site-2" in line and "os.system" in line for line in output) == 1 and "os.system" not in output[-1]
 
 
 def test_a_failed_job_says_why() -> None:
-    ended, said = followed(Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n"))
-    assert not ended and "no site is present" in said[-1]
-    ended, said = followed(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",)))
-    assert not ended and said[-1].startswith("site-3") and "--no-byoc" in said[-1]
-    ended, said = followed(Served("FINISHED:ABORTED"))
-    assert not ended and "job id" in said[-1]
+    ended, output = followed(Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n"))
+    assert not ended and "no site is present" in output[-1]
+    ended, output = followed(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",)))
+    assert not ended and output[-1].startswith("site-3") and "--no-byoc" in output[-1]
+    ended, output = followed(Served("FINISHED:ABORTED"))
+    assert not ended and "job id" in output[-1]
 
 
 def test_who_has_watched_long_enough_is_told_that_the_job_goes_on() -> None:
-    ended, said = followed(Served(RUNNING), timeout=3)
-    assert not ended and said[-1].startswith("id is still RUNNING")
+    ended, output = followed(Served(RUNNING), timeout=3)
+    assert not ended and output[-1].startswith("id is still RUNNING")
 
 
 class Restarted:
@@ -110,8 +110,8 @@ class Leaving(Served):
 
 
 def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list[str]]:
-    said: list[str] = []
-    return watch_job(Path("kit"), "fedsm-brain", said.append, every=0.01, opening=Restarted(*served), **options), said
+    output: list[str] = []
+    return watch_job(Path("kit"), "fedsm-brain", output.append, every=0.01, opening=Restarted(*served), **options), output
 
 
 GONE = Unreachable("no session with the server by kit: refused; is the server up?")
@@ -119,9 +119,9 @@ GONE = Unreachable("no session with the server by kit: refused; is the server up
 
 def test_a_server_that_comes_back_is_watched_on() -> None:
     first, second = Leaving(RUNNING, "", stats=(told(STEPS[0]),)), Served(RUNNING, COMPLETED, stats=(told(*STEPS[:2]),))
-    ended, said = watched(first, GONE, GONE, second)
-    assert ended and said[:2] == ["id RUNNING", STEPS[0]]
-    assert "600" in said[2] and "back" in said[3] and said[4:] == ["id RUNNING", STEPS[1], "id FINISHED:COMPLETED"]
+    ended, output = watched(first, GONE, GONE, second)
+    assert ended and output[:2] == ["id RUNNING", STEPS[0]]
+    assert "600" in output[2] and "back" in output[3] and output[4:] == ["id RUNNING", STEPS[1], "id FINISHED:COMPLETED"]
 
 
 def test_a_server_that_does_not_come_back_is_given_up_by_name() -> None:
@@ -132,11 +132,11 @@ def test_a_server_that_does_not_come_back_is_given_up_by_name() -> None:
 
 
 def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, said = watched(Leaving(RUNNING, ""), Served("FINISHED:ABANDONED"))
-    assert not ended and said[-2] == "id FINISHED:ABANDONED" and "`medflare resume`" in said[-1]
+    ended, output = watched(Leaving(RUNNING, ""), Served("FINISHED:ABANDONED"))
+    assert not ended and output[-2] == "id FINISHED:ABANDONED" and "`medflare resume`" in output[-1]
     monkeypatch.setattr("medflare.flare.jobs.watching._GONE", 0.0)
-    ended, said = watched(Served(RUNNING, RUNNING))
-    assert not ended and "no process" in said[-1]
+    ended, output = watched(Served(RUNNING, RUNNING))
+    assert not ended and "no process" in output[-1]
 
 
 # -- why a job failed ----------------------------------------------------------------------------------------------------
@@ -169,5 +169,5 @@ def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:
             (tmp_path / identity / "ERRORLOG_site-1").write_text("ERROR - No module named 'medflare'")
             return str(tmp_path / identity)
 
-    (said,) = explained(cast(Any, Logged("FINISHED:ABORTED")), "id")
-    assert said.startswith("site-1 lacks the Python package medflare") and not [*tmp_path.iterdir()]
+    (output,) = explained(cast(Any, Logged("FINISHED:ABORTED")), "id")
+    assert output.startswith("site-1 lacks the Python package medflare") and not [*tmp_path.iterdir()]

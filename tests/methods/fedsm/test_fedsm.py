@@ -88,11 +88,11 @@ def test_the_personal_model_of_an_absent_site_is_kept() -> None:
 
 
 def test_every_option_changes_what_is_delivered() -> None:
-    found = []
+    actual = []
     for settings in SETTINGS:
         delivered = federation(**{"gamma": 0.5, "selection": "last", **settings}).server.configure_final("A")
-        found.append({f"{entry}/{name}": tensor for entry, state in delivered.states.items() for name, tensor in state.items()})
-    assert not any(equal(found[i], found[j]) for i in range(len(found)) for j in range(i))
+        actual.append({f"{entry}/{name}": tensor for entry, state in delivered.states.items() for name, tensor in state.items()})
+    assert not any(equal(actual[i], actual[j]) for i in range(len(actual)) for j in range(i))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_sites_have_equal_weights_in_the_selectors_gradient() -> None:
     played = uneven()
     gradients = {name: reply.states["selector_gradient"] for name, reply in played.log[0].replies.items()}
     mean = weighted_mean(gradients, dict.fromkeys("ABC", 1.0))
-    found = played.server.memory.states["selector_exp_avg"]  # after one step a tenth of the gradient
-    squares.assert_close({name: 10 * tensor for name, tensor in found.items()}, mean)
+    actual = played.server.memory.states["selector_exp_avg"]  # after one step a tenth of the gradient
+    squares.assert_close({name: 10 * tensor for name, tensor in actual.items()}, mean)
 
 
 def test_the_ridge_selector_separates_sites_after_one_exchange() -> None:
@@ -286,8 +286,8 @@ def test_a_patients_images_are_answered_by_one_model() -> None:
     site = Site("O", squares.SEGMENTATION, SiteData(data, data, data), 0)
     for choose_by, expected in (("image", ["C", "C", "B", "A"]), ("patient", ["C", "C", "C", "A"])):
         model.choose_by = choose_by
-        found = predicted(site, model, "test")
-        for image, answer, name in zip(images, found, expected, strict=True):
+        actual = predicted(site, model, "test")
+        for image, answer, name in zip(images, actual, expected, strict=True):
             torch.testing.assert_close(answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0], rtol=1e-4, atol=1e-5)
 
 
@@ -338,8 +338,8 @@ def copied(model: nn.Module) -> list[Tensor]:
 
 
 def assert_at(model: nn.Module, expected: Sequence[Tensor]) -> None:
-    for found, weight in zip(trainable(model), expected, strict=True):
-        torch.testing.assert_close(found.detach(), weight, rtol=1e-5, atol=1e-6)
+    for actual, weight in zip(trainable(model), expected, strict=True):
+        torch.testing.assert_close(actual.detach(), weight, rtol=1e-5, atol=1e-6)
 
 
 def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:

@@ -185,8 +185,8 @@ class TestAlignment:
         """Squares of 300 leave float16's range long before their means over columns do."""
         x = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 0.0]])
         y = x + torch.tensor([3.0, 0.0])
-        wanted, actual = float(distance(y, x)), distance(y.half(), x.half())
-        assert actual.dtype == torch.float16 and float(actual) == pytest.approx(wanted, rel=1e-2)
+        expected, actual = float(distance(y, x)), distance(y.half(), x.half())
+        assert actual.dtype == torch.float16 and float(actual) == pytest.approx(expected, rel=1e-2)
         with pytest.raises(ValueError, match=r"\(3, 1\)"):
             distance(x, x[:, :1])
 

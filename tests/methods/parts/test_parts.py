@@ -69,8 +69,8 @@ def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
     plain = torch.autograd.grad(torch.stack([(w**4).sum() for w in weights]).sum(), weights)
     terms = [(w**4).sum() + 0.35 * (w - a).square().sum() for w, a in zip(weights, anchor, strict=True)]
     penalised = torch.stack(terms).sum()
-    for found, expected in zip(proximal_gradients(plain, weights, anchor, 0.7), torch.autograd.grad(penalised, weights), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(proximal_gradients(plain, weights, anchor, 0.7), torch.autograd.grad(penalised, weights), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
@@ -193,14 +193,14 @@ def test_a_liar_chooses_by_the_mean_and_not_by_the_median() -> None:
 def test_where_levels_differ_a_liar_says_whose_counts_but_not_whose_gain() -> None:
     """A's images are easy and B's hard; both find the third round best. By the median the liar has any round."""
     levels = {1: (0.80, 0.40), 2: (0.85, 0.45), 3: (0.90, 0.50)}
-    for wanted in levels:
+    for expected in levels:
         chosen = {}
         for rule in ("median", "paired"):
             selector = ModelSelector(Message(), "global", rule)
             for round, (easy, hard) in levels.items():
-                selector.update(replies(A=easy, B=hard, L=float(round == wanted)), "global", round, {})
+                selector.update(replies(A=easy, B=hard, L=float(round == expected)), "global", round, {})
             chosen[rule] = selector.round
-        assert chosen == {"median": wanted, "paired": 3}
+        assert chosen == {"median": expected, "paired": 3}
 
 
 def test_a_gain_needs_sites_that_measured_both() -> None:

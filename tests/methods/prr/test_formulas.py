@@ -34,11 +34,11 @@ def normal(*shape: int, key: str = "weights", dtype: torch.dtype = torch.float64
 @pytest.mark.parametrize("sequence", ["seq0", "seq1"])
 def test_stages_match_the_reference(golden: Golden, sequence: Any, rule: str, key: str) -> None:
     reference = golden("det")
-    stage, found = 0, []
+    stage, actual = 0, []
     for deputy, personal in zip(reference[f"{sequence}/deputy"], reference[f"{sequence}/personal"], strict=True):
         stage = next_stage(stage, deputy, personal, rule=rule)
-        found.append(stage)
-    assert found == reference[f"{sequence}/{key}"].tolist()
+        actual.append(stage)
+    assert actual == reference[f"{sequence}/{key}"].tolist()
 
 
 def test_distillation_matches_the_reference_and_teaches_the_student_only(golden: Golden) -> None:
@@ -61,9 +61,9 @@ def cpa(golden: Golden) -> dict[str, Tensor]:
 
 
 def test_conjoint_mask_matches_the_reference(cpa: dict[str, Tensor]) -> None:
-    found = conjoint_mask(cpa["counts"], 0.8)
-    torch.testing.assert_close(found, cpa["mask_beta0.8/ref64"], **CLOSE)
-    torch.testing.assert_close(found.float(), cpa["mask_beta0.8/official"], **OFFICIAL_EPS)
+    actual = conjoint_mask(cpa["counts"], 0.8)
+    torch.testing.assert_close(actual, cpa["mask_beta0.8/ref64"], **CLOSE)
+    torch.testing.assert_close(actual.float(), cpa["mask_beta0.8/official"], **OFFICIAL_EPS)
 
 
 def test_conjoint_mask_by_hand_and_for_classes_that_nobody_has() -> None:
@@ -98,8 +98,8 @@ def test_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) -> None:
     torch.testing.assert_close(cpa_loss(logits, targets, counts, None, 0.8), cpa[f"{group}/ref64_global_only"], **CLOSE)
     torch.testing.assert_close(cpa_loss(logits, targets, None, gamma[""], 0.8), cpa[f"{group}/ref64_local_only"], **CLOSE)
     for sign in gamma:
-        found = cpa_loss(logits, targets, counts, gamma[sign], 0.8)
-        torch.testing.assert_close(found, cpa[f"{group}/official_loss{sign}"].double(), **OFFICIAL_EPS)
+        actual = cpa_loss(logits, targets, counts, gamma[sign], 0.8)
+        torch.testing.assert_close(actual, cpa[f"{group}/official_loss{sign}"].double(), **OFFICIAL_EPS)
     torch.testing.assert_close(cpa_loss(logits, targets, counts, None, 0.8), cpa[f"{group}/official_global_only"].double(), **OFFICIAL_EPS)
 
 
@@ -118,8 +118,8 @@ def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
         torch.testing.assert_close(cpa_loss(pictures, labels, counts, weight, 0.8), cpa_loss(logits, targets, counts, weight, 0.8))
     teacher = logits.flip(0)
     for form in ("kl", "mse10"):
-        found = distillation_loss(pictures, teacher.reshape(2, 5, 3).transpose(1, 2), form)
-        torch.testing.assert_close(found, distillation_loss(logits, teacher, form))
+        actual = distillation_loss(pictures, teacher.reshape(2, 5, 3).transpose(1, 2), form)
+        torch.testing.assert_close(actual, distillation_loss(logits, teacher, form))
     means, by_pixel = PrototypeMean(3, 3), PrototypeMean(3, 3)
     means.add(logits, targets)
     by_pixel.add(pictures, labels)
@@ -160,9 +160,9 @@ def test_global_prototypes_match_the_reference(cpa: dict[str, Tensor]) -> None:
 def test_sites_without_a_class_do_not_count_for_it(spread: str) -> None:
     local, noise = normal(3, 2, 4), normal(2, 4, key="noise")
     present = torch.tensor([[1, 0], [1, 0], [0, 0]])
-    found = global_prototypes(local, present, noise, spread)
-    torch.testing.assert_close(found[0], global_prototypes(local[:2, :1], torch.ones(2, 1), noise[:1], spread)[0])
-    assert torch.equal(found[1], torch.zeros(4, dtype=torch.float64))
+    actual = global_prototypes(local, present, noise, spread)
+    torch.testing.assert_close(actual[0], global_prototypes(local[:2, :1], torch.ones(2, 1), noise[:1], spread)[0])
+    assert torch.equal(actual[1], torch.zeros(4, dtype=torch.float64))
 
 
 def test_prototypes_are_means_by_class_over_all_batches() -> None:

@@ -45,9 +45,9 @@ def test_fourier_aggregation_matches_the_reference(golden: Golden, layer: str, d
     weights = torch.from_numpy(reference[f"{layer}/in"]).to(dtype)
     for key in keys:
         _, ratio, variant = key.split("/")
-        found = fourier_aggregate(weights, float(ratio[1:]), classifier=layer.startswith("last"), **VARIANTS[variant])
-        assert found.dtype == dtype and found.shape == weights.shape
-        np.testing.assert_allclose(found.numpy(), reference[key], **CLOSE, err_msg=key)
+        actual = fourier_aggregate(weights, float(ratio[1:]), classifier=layer.startswith("last"), **VARIANTS[variant])
+        assert actual.dtype == dtype and actual.shape == weights.shape
+        np.testing.assert_allclose(actual.numpy(), reference[key], **CLOSE, err_msg=key)
 
 
 def transcribed(matrices: Any, r: float, window: str, components: str, phase_mean: str) -> Tensor:
@@ -75,8 +75,8 @@ def test_half_a_spectrum_gives_what_the_whole_one_gives(
 ) -> None:
     matrices = normal(sites, *size, key=f"{sites}{size}") + 0.3
     for r in (0.0, 0.2, 0.35, 0.43, 0.5):
-        found = fourier_aggregate(matrices, r, window=window, components=components, phase_mean=phase_mean)
-        torch.testing.assert_close(found, transcribed(matrices, r, window, components, phase_mean), rtol=1e-9, atol=1e-9)
+        actual = fourier_aggregate(matrices, r, window=window, components=components, phase_mean=phase_mean)
+        torch.testing.assert_close(actual, transcribed(matrices, r, window, components, phase_mean), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["in_major", "out_major"])
@@ -87,11 +87,11 @@ def test_layouts_are_the_matrices_they_say(layout: str) -> None:
     else:
         matrices = torch.stack([torch.cat([torch.cat([w[o, i] for i in range(5)], 1) for o in range(4)]) for w in weights])
     expected = transcribed(matrices, 0.4, "closed", "both", "arithmetic")
-    found = fourier_aggregate(weights, 0.4, layout=layout)
+    actual = fourier_aggregate(weights, 0.4, layout=layout)
     if layout == "in_major":
-        torch.testing.assert_close(found[1, 3, 2, :, 1], expected[1, 6:9, 4 + 3])
+        torch.testing.assert_close(actual[1, 3, 2, :, 1], expected[1, 6:9, 4 + 3])
     else:
-        torch.testing.assert_close(found[1, 3, 2], expected[1, 9:12, 4:6])
+        torch.testing.assert_close(actual[1, 3, 2], expected[1, 9:12, 4:6])
 
 
 def test_a_classifier_is_aggregated_class_by_class() -> None:
@@ -107,8 +107,8 @@ def test_a_classifier_is_aggregated_class_by_class() -> None:
 @pytest.mark.parametrize("options", VARIANTS.values())
 def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: dict[str, Any]) -> None:
     weights = normal(1, 6, 5, 3, 3)
-    found = fourier_aggregate(weights.expand(4, -1, -1, -1, -1), 0.4, **options)
-    torch.testing.assert_close(found, weights.expand(4, -1, -1, -1, -1))
+    actual = fourier_aggregate(weights.expand(4, -1, -1, -1, -1), 0.4, **options)
+    torch.testing.assert_close(actual, weights.expand(4, -1, -1, -1, -1))
     assert torch.equal(fourier_aggregate(weights, 0.4, **options), weights)
 
 
@@ -129,9 +129,9 @@ def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch,
 
 def test_half_precision_comes_back_as_half_precision() -> None:
     weights = normal(3, 8, 6, dtype=torch.float32)
-    found = fourier_aggregate(weights.half(), 0.4)
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2)
+    actual = fourier_aggregate(weights.half(), 0.4)
+    assert actual.dtype == torch.float16
+    torch.testing.assert_close(actual.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +179,16 @@ class Mixed(nn.Module):
 
 
 def test_entries_are_told_apart_by_the_type_of_their_layer() -> None:
-    found = treatments(Mixed())
-    assert found.keys() == Mixed().state_dict().keys()
-    assert found["bn_conv.weight"] == Treatment("kernel") and found["bn_conv.bias"] == Treatment("mean")
-    assert found["downsample.0.weight"] == Treatment("kernel")
-    assert {name for name, treatment in found.items() if treatment.kind == "local"} == {
+    actual = treatments(Mixed())
+    assert actual.keys() == Mixed().state_dict().keys()
+    assert actual["bn_conv.weight"] == Treatment("kernel") and actual["bn_conv.bias"] == Treatment("mean")
+    assert actual["downsample.0.weight"] == Treatment("kernel")
+    assert {name for name, treatment in actual.items() if treatment.kind == "local"} == {
         f"downsample.1.{entry}" for entry in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }
-    assert found["norm.weight"] == Treatment("mean")
-    assert found["up.weight"] == Treatment("kernel", inputs_first=True)
-    assert found["head.weight"] == Treatment("classifier")
+    assert actual["norm.weight"] == Treatment("mean")
+    assert actual["up.weight"] == Treatment("kernel", inputs_first=True)
+    assert actual["head.weight"] == Treatment("classifier")
 
 
 @pytest.mark.parametrize("layout", ["in_major", "out_major"])
@@ -204,20 +204,20 @@ def test_a_kernel_of_depth_one_is_the_plane_that_it_is(layout: str, classifier: 
 
 def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() -> None:
     network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.ConvTranspose3d(2, 2, 2), nn.Conv3d(2, 1, 1))
-    found = treatments(network)
-    assert [found[f"{place}.weight"].kind for place in range(4)] == ["kernel", "local", "kernel", "classifier"]
-    assert found["2.weight"].inputs_first and without_rule(network) is None and without_rule(Mixed()) is None
+    actual = treatments(network)
+    assert [actual[f"{place}.weight"].kind for place in range(4)] == ["kernel", "local", "kernel", "classifier"]
+    assert actual["2.weight"].inputs_first and without_rule(network) is None and without_rule(Mixed()) is None
     assert without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))) == "1 (Embedding)"
 
 
 def models(count: int) -> Any:
-    found = {}
+    actual = {}
     for k in range(count):
         torch.manual_seed(0)
         state = Mixed().state_dict()
         noise = {name: normal(*tensor.shape, key=f"{k}{name}", dtype=torch.float32) for name, tensor in state.items() if tensor.dim()}
-        found[f"site-{k}"] = {name: tensor for name, tensor in noise.items() if "downsample.1" not in name}
-    return found
+        actual[f"site-{k}"] = {name: tensor for name, tensor in noise.items() if "downsample.1" not in name}
+    return actual
 
 
 def test_every_site_gets_its_own_model() -> None:
@@ -226,12 +226,12 @@ def test_every_site_gets_its_own_model() -> None:
     assert aggregated.keys() == states.keys()
     for name in states["site-0"]:
         stacked = torch.stack([states[site][name] for site in states])
-        found = torch.stack([aggregated[site][name] for site in states])
+        actual = torch.stack([aggregated[site][name] for site in states])
         if plan[name].kind == "mean":
             expected = stacked.mean(0).expand_as(stacked)
         elif name == "up.weight":
             expected = fourier_aggregate(stacked.transpose(1, 2), 0.4).transpose(1, 2)
         else:
             expected = fourier_aggregate(stacked, 0.4, classifier=name == "head.weight")
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
     assert not torch.equal(aggregated["site-0"]["head.weight"], aggregated["site-1"]["head.weight"])

@@ -363,19 +363,19 @@ def test_without_imbalance_the_loss_is_cross_entropy_and_dice(task: TaskConfig) 
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
     balanced = torch.ones_like(class_totals(task, {"A": enrolled(data)}))
-    found = supervision(data, "global", totals=balanced)(logits, targets)
+    actual = supervision(data, "global", totals=balanced)(logits, targets)
     if task.target == "multiclass":
         expected = functional.cross_entropy(logits, targets)
     else:
         expected = functional.binary_cross_entropy_with_logits(logits, targets.reshape(logits.shape).float())
     if task.kind == "segmentation":
         expected = expected + dice_of(supervision(data, "ce"), logits, targets)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(supervision(data, "ce")(logits, targets), expected)
     torch.testing.assert_close(supervision(data, "task")(logits, targets), data.loss(logits, targets))
     skewed = balanced.clone()
     skewed[:, 0] = 1000
-    assert supervision(data, "global", totals=skewed)(logits, targets) < found  # less competition for the common class
+    assert supervision(data, "global", totals=skewed)(logits, targets) < actual  # less competition for the common class
 
 
 def test_comparison_losses() -> None:
@@ -475,9 +475,9 @@ def outcomes() -> Callable[..., StateDict]:
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_every_option_changes_the_result(outcomes: Callable[..., StateDict], change: dict[str, Any]) -> None:
-    found = outcomes(**change)
-    assert all(torch.isfinite(tensor).all() for tensor in found.values())
-    assert not equal(found, outcomes())
+    actual = outcomes(**change)
+    assert all(torch.isfinite(tensor).all() for tensor in actual.values())
+    assert not equal(actual, outcomes())
 
 
 @pytest.mark.parametrize(
