@@ -52,7 +52,7 @@ class AnotherKey(ValueError):
 def lock(file: Path, passphrase: str) -> None:
     """Write the encrypted file beside the open one, then overwrite and remove the open one."""
     salt, opened = secrets.token_bytes(16), file.read_bytes()
-    _root_key(opened)  # what an interrupted run left algorithm written must not replace a whole one
+    _root_key(opened)  # raises if an interrupted run has cut the open file short
     token = _cipher(passphrase, salt).encrypt(opened)
     content = {"format": "medflare root key 1", "salt": base64.b64encode(salt).decode(), "token": token.decode()}
     _write(file.with_name(LOCKED), json.dumps(content).encode())

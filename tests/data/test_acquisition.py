@@ -44,7 +44,7 @@ def test_a_volume_is_measured_along_the_axes_of_the_task_as_stored() -> None:
     actual = acquisition_of(Read(values, Grid((4, 6, 8), affine)), VOLUMES)
     assert actual.sides == (8, 4, 6) and actual.spacing == (5, 2, 3) and actual.extent == (40, 8, 18)
     assert actual.medians == (95.5,) and actual.contrasts[0] == pytest.approx(0.9 * 191)
-    unknown = acquisition_of(Read(values, Grid((4, 6, 8), np.eye(4), known=False)), VOLUMES)
+    unknown = acquisition_of(Read(values, Grid((4, 6, 8), np.eye(4), has_affine=False)), VOLUMES)
     assert unknown.spacing is None and unknown.extent is None and unknown.sides == (4, 6, 8)
 
 

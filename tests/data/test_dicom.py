@@ -177,7 +177,7 @@ def test_slices_are_in_the_order_of_their_positions(tmp_path: Path, numbers: tup
 
 def test_slices_without_positions_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     numbered = change(dicom_series(tmp_path / "numbered"), (1, 3), without=("ImagePositionPatient",))
-    assert voxels(numbered)[0, 0].tolist() == [0, 100, 200, 300] and not series_grid(numbered).known
+    assert voxels(numbered)[0, 0].tolist() == [0, 100, 200, 300] and not series_grid(numbered).has_affine
     lost = change(dicom_series(tmp_path / "lost"), (0, 1, 2, 3), without=("ImagePositionPatient",))
     change(lost, (2,), without=("InstanceNumber",))
     same = change(dicom_series(tmp_path / "same"), (0, 1, 2, 3), without=("ImagePositionPatient",), InstanceNumber=1)
@@ -200,7 +200,7 @@ def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], m
     np.testing.assert_array_equal(stored.array[0], array)
     monkeypatch.setattr(pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded")))
     grid = series_grid(folder)
-    assert stored.grid is not None and grid.known and grid.shape == stored.grid.shape == array.shape
+    assert stored.grid is not None and grid.has_affine and grid.shape == stored.grid.shape == array.shape
     for affine in (grid.affine, stored.grid.affine):
         np.testing.assert_array_equal(affine, meta["affine"])
 

@@ -129,7 +129,7 @@ def test_values_that_no_png_can_hold_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_mask_of_an_image_without_position_has_no_affine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "series_grid", lambda path: Grid((4, 3, 2), np.eye(4), known=False))
+    monkeypatch.setattr(masks, "series_grid", lambda path: Grid((4, 3, 2), np.eye(4), has_affine=False))
     (file,) = write_masks(Input(tmp_path / "frames.dcm", "frames"), np.ones((1, 3, 4, 2), np.int64), TASKS[0], tmp_path)
     header = nibabel.load(file).header
     assert nibabel.load(file).shape == (4, 3, 2) and (header["sform_code"], header["qform_code"]) == (0, 0)

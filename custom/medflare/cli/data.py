@@ -122,7 +122,7 @@ def check(
 
     if local is not None and not local.exists():
         raise ConfigError(f"--local {local}: file not found; correct the path, or leave it out")
-    report = check_site(root, _task(task, root), out=out, own=local_settings({} if local is None else read_local(local)))
+    report = check_site(root, _task(task, root), out=out, local=local_settings({} if local is None else read_local(local)))
     print(report.render())
     return 0 if report.ok else 1
 

@@ -196,7 +196,7 @@ def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
         raise _Warning(f"no data_root, so only tasks with embedded images run; medflare site setup {kit.folder} --data-root FOLDER")
     if task is None:
         return f"{root} has a datalist; --task TASK reads every image"
-    report = check_site(root, task, own=local)
+    report = check_site(root, task, local=local)
     if problems := [problem for site in report.sites.values() for problem in site.problems]:
         raise ConfigError(f"{len(problems)} problems, the first: {problems[0]}; see medflare data check {root} --task {task.name}")
     splits = ", ".join(f"{name} {images}" for site in report.sites.values() for name, (images, _) in site.splits.items())

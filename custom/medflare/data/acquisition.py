@@ -140,12 +140,12 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
 
     sides, spacing = table[:, :axes], table[:, axes : 2 * axes]
     medians, contrasts = np.split(table[:, 2 * axes : -1], 2, axis=1)
-    known = ~np.isnan(spacing).any(axis=1)
+    with_spacing = ~np.isnan(spacing).any(axis=1)
     return TrainedOn(
         images=len(table),
         sides=ends(sides),
-        spacing=ends(spacing[known]) if known.any() else None,
-        extent=ends(sides[known] * spacing[known]) if known.any() else None,
+        spacing=ends(spacing[with_spacing]) if with_spacing.any() else None,
+        extent=ends(sides[with_spacing] * spacing[with_spacing]) if with_spacing.any() else None,
         medians=ends(medians),
         contrasts=ends(contrasts),
         coloured=tuple(sorted({bool(end > 0.5) for end in np.percentile(table[:, -1], percentiles)})),

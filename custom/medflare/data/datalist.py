@@ -145,7 +145,7 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
 
 
 def _check_folder(file: Path, allowed: Sequence[Path], place: str) -> None:
-    """A datalist from somebody else must not read other files that the account can read."""
+    """A datalist that comes from elsewhere must not read other files that the account can read."""
     try:
         resolved = file.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no permission, no valid name, or a circle of links

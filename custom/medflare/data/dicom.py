@@ -113,7 +113,7 @@ def grid_of(slices: Sequence[Any]) -> Grid:
     first, last = slices[0], slices[-1]
     shape = (int(first.Columns), int(first.Rows), len(slices))
     if not _has_positions(slices):
-        return Grid(shape, np.eye(4), known=False)
+        return Grid(shape, np.eye(4), has_affine=False)
     right, down = np.split(np.array(first.ImageOrientationPatient, np.float64), 2)
     between_rows, between_columns = map(float, first.get("PixelSpacing") or (1, 1))
     start, end = np.array([first.ImagePositionPatient, last.ImagePositionPatient], np.float64)

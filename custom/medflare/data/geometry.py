@@ -22,17 +22,17 @@ class Grid:
     Attributes:
         shape: voxels along each axis.
         affine: float64 (4, 4), voxel indices to millimetres in RAS.
-        known: whether the file gives the affine; else it is the identity.
+        has_affine: whether the file gives the affine; else it is the identity.
     """
 
     shape: tuple[int, ...]
     affine: np.ndarray
-    known: bool = True
+    has_affine: bool = True
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
-        """Millimetres between voxels along each axis; None where the affine is not known."""
-        return tuple(float(side) for side in self._sides) if self.known else None
+        """Millimetres between voxels along each axis; None where the file gives no affine."""
+        return tuple(float(side) for side in self._sides) if self.has_affine else None
 
     @property
     def codes(self) -> str:
@@ -52,10 +52,10 @@ class Grid:
         return orientations.ornt_transform(orientations.io_orientation(self.affine), orientations.axcodes2ornt(tuple(orientation)))
 
     def turned(self, orientation: str) -> "Grid":
-        """The same positions with axes along an orientation; unchanged if the affine is not known."""
+        """The same positions with axes along an orientation; unchanged if the file gives no affine."""
         from nibabel import orientations
 
-        if not self.known:
+        if not self.has_affine:
             return self
         turn = self.turn(orientation)
         shape = tuple(self.shape[int(axis)] for axis in np.argsort(turn[:, 0]))
@@ -65,7 +65,7 @@ class Grid:
         """How another grid differs; "" if no corner is half a voxel away."""
         if self.shape != other.shape:
             return f"{format_shape(other.shape)} voxels, not {format_shape(self.shape)}"
-        if self.known != other.known:
+        if self.has_affine != other.has_affine:
             return "only one of them has an affine"
         corners = np.array([[*np.multiply(place, np.subtract(self.shape, 1)), 1] for place in np.ndindex(2, 2, 2)])
         distance = np.abs(corners @ (self.affine - other.affine).T).max()
@@ -111,7 +111,7 @@ def to_task_grid(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: boo
 
     Labels are resampled by the nearest voxel and keep their dtype, intensities linearly.
     """
-    if not grid.known:
+    if not grid.has_affine:
         return array, grid
     array, grid = np.ascontiguousarray(apply_turn(array, grid.turn(task.orientation))), grid.turned(task.orientation)
     if task.spacing is None:
@@ -132,7 +132,7 @@ def restore_grid(values: Any, grid: Grid, stored: Grid, task: TaskConfig) -> Any
     from monai.data.meta_tensor import MetaTensor
     from monai.transforms.spatial.array import SpatialResample
 
-    if not stored.known:
+    if not stored.has_affine:
         return values
     turned = stored.turned(task.orientation)
     if task.spacing is not None:

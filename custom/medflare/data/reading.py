@@ -115,7 +115,7 @@ class Stored(NamedTuple):
     @property
     def slice_grid(self) -> Grid | None:
         """The grid of the slices of a 2-D task; a DICOM series keeps its own axes."""
-        if self.grid is None or not self.grid.known:
+        if self.grid is None or not self.grid.has_affine:
             return None
         return self.grid.turned(_SLICES) if self.nifti else self.grid
 

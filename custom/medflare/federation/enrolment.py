@@ -89,11 +89,11 @@ class Enrolment:
     def admit(self, round: int) -> None:
         """Invite the present sites that are not enrolled; a site whose reply was rejected is not invited again."""
         context = self.context
-        wanted = {*context.sites, *context.outside} - self.enrolled.keys()
-        wanted -= {site for site, (kind, _) in self._problems.items() if kind == "rejected"}
+        uninvited = {*context.sites, *context.outside} - self.enrolled.keys()
+        uninvited -= {site for site, (kind, _) in self._problems.items() if kind == "rejected"}
         start = {} if context.start is None else {START: context.start}
         roles, outgoing = {}, {}
-        for site in sorted(wanted & set(self.transport.exchange.present(round))):
+        for site in sorted(uninvited & set(self.transport.exchange.present(round))):
             roles[site] = "outside" if site in context.outside else "inside"
             finished = self.finished if site in self.returning else 0
             meta = {**self.identity, SITES: list(context.sites), ROLE: roles[site], FINISHED: finished}

@@ -101,20 +101,20 @@ def _header(file: Path) -> tuple[Any, ...] | None:
         return None
 
 
-def _relative_name(image: Path, given: Path, prefixed: bool) -> Path:
-    """The name without suffix, relative to the given folder, or below that folder's name if there are several."""
+def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
+    """The name without suffix, relative to the folder `root`, or below that folder's name if there are several."""
     name = stem(image)
-    if image == given:
+    if image == root:
         return Path(name or image.resolve().name)
-    below = image.relative_to(given).with_name(name)
-    return Path(given.resolve().name) / below if prefixed else below
+    below = image.relative_to(root).with_name(name)
+    return Path(root.resolve().name) / below if prefixed else below
 
 
-def _unique(name: Path, taken: set[str]) -> str:
-    """The name, with a number if it is taken."""
+def _unique(name: Path, used: set[str]) -> str:
+    """The name, with a number if it is in use."""
     chosen, number = str(name), 1
-    while chosen in taken:
+    while chosen in used:
         number += 1
         chosen = f"{name}-{number}"
-    taken.add(chosen)
+    used.add(chosen)
     return chosen

@@ -93,7 +93,7 @@ def sizes(counts: dict[str, int], grid: Grid | None) -> dict[str, Any]:
     if grid is None:
         return {f"pixels_{label}": count for label, count in counts.items()}
     voxel = math.prod(grid.spacing or ()) / 1000
-    volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if grid.known}
+    volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if grid.has_affine}
     return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
 
 
@@ -159,7 +159,7 @@ def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
     else:
         stored = grid or series_grid(path)
         voxels = compact if grid else np.swapaxes(compact, 0, 1)
-        volume = nibabel.Nifti1Image(voxels, stored.affine if stored.known else None)
+        volume = nibabel.Nifti1Image(voxels, stored.affine if stored.has_affine else None)
     volume.set_data_dtype(compact.dtype)
     return gzip.compress(volume.to_bytes(), mtime=0)
 

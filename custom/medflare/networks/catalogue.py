@@ -150,7 +150,7 @@ def _theirs(
     parameters = parameters_of(build)
     for argument in settings:
         if argument not in parameters or argument in fixed:
-            raise unknown("argument", argument, [known for known in parameters if known not in fixed], f"network {name}")
+            raise unknown("argument", argument, [parameter for parameter in parameters if parameter not in fixed], f"network {name}")
     defaults: dict[str, Any] = {"post_activation": None}
     if "dropout_dim" in parameters and parameters["dropout_dim"].default == 3:  # V-Net drops whole channels, of volumes by default
         defaults["dropout_dim"] = spatial_dims

@@ -60,11 +60,11 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
             "eps 1e-3); use a file of EfficientNet-PyTorch, or another network"
         )
     whole = settings["part"] == "all"
-    wanted = {name: tensor for name, tensor in template.items() if whole or not name.startswith(_HEAD)}
-    loaded = _by_order(state, template, wanted) if settings["format"] == "torchvision" else _by_name(state, network)
+    required = {name: tensor for name, tensor in template.items() if whole or not name.startswith(_HEAD)}
+    loaded = _by_order(state, template, required) if settings["format"] == "torchvision" else _by_name(state, network)
     if not whole:  # leave out the head of the file
-        loaded = {name: tensor for name, tensor in loaded.items() if name in wanted}
-    if reason := misfit(_without_counters(loaded), _without_counters(wanted)):
+        loaded = {name: tensor for name, tensor in loaded.items() if name in required}
+    if reason := misfit(_without_counters(loaded), _without_counters(required)):
         raise ConfigError(f"weights {path}: do not fit network {task.network['name']} of task {task.name}: {reason}")
     if broken := next((name for name, tensor in loaded.items() if not bool(torch.isfinite(tensor).all())), None):
         raise ConfigError(f"weights {path}: {broken} holds NaN or infinity")
@@ -218,9 +218,9 @@ def _by_name(state: Mapping[str, Tensor], network: FeatureNetwork) -> StateDict:
     return {name if name in ours else names.get(name, name): tensor for name, tensor in state.items()}
 
 
-def _by_order(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> StateDict:
-    """The file's weights under our names, by their order; without its head, which is last, if only the body is wanted."""
-    theirs, names = list(_without_counters(state).items()), list(_without_counters(wanted))
+def _by_order(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> StateDict:
+    """The file's weights under our names, by their order; without its head, which is last, if only the body is required."""
+    theirs, names = list(_without_counters(state).items()), list(_without_counters(required))
     head = len(_without_counters(ours)) - len(names)
     theirs = theirs[: len(theirs) - head] if len(theirs) > len(names) else theirs
     matched = {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)}

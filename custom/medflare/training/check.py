@@ -118,14 +118,14 @@ class CheckReport:
         return "\n".join([*lines, "OK" if self.ok else "NOT OK: solve the problems above and check again"])
 
 
-def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, own: LocalSettings = LocalSettings()) -> CheckReport:
+def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, local: LocalSettings = LocalSettings()) -> CheckReport:
     """Read everything below a data root: one site's folder, or a folder with one folder per site.
 
     Args:
         root: has a datalist.json, or folders that do.
         task: of the images.
         out: folder for the contact sheet `thumbnails.png`, or None.
-        own: the site's local settings: its bounds, and the folders that a datalist may name files in.
+        local: the site's local settings: its bounds, and the folders that a datalist may name files in.
 
     Raises:
         ConfigError: the task exceeds the site's bounds, or does not work, see `check_task`.
@@ -133,8 +133,8 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
         OSError: `out` cannot be made.
     """
     root = Path(root)
-    check_task_bounds(task, own.bounds, "this site")
-    check_batch_bounds(task, own.bounds, "this site")
+    check_task_bounds(task, local.bounds, "this site")
+    check_batch_bounds(task, local.bounds, "this site")
     check_task(task)
     folders = site_folders(root)
     if out is not None:
@@ -144,7 +144,7 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     for folder in folders:
         name = site_name(folder)
         try:
-            if (site := _check_folder(name, folder, task, own, report.sites[name])) is not None:
+            if (site := _check_folder(name, folder, task, local, report.sites[name])) is not None:
                 data[name] = site
         except DataError as error:
             report.sites[name].problems.append(str(error))
@@ -178,20 +178,20 @@ def check_task(task: TaskConfig) -> None:
         ) from error
 
 
-def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings, report: SiteReport) -> SiteData | None:
+def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport) -> SiteData | None:
     """The data of a site, or None if images cannot be used; fills `report`.
 
     Raises:
         DataError: the datalist or the data as a whole cannot be used.
     """
-    source = Source(folder, task, allowed_folders(own.data_folders), own.bounds)
+    source = Source(folder, task, allowed_folders(local.data_folders), local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
     _read_images(source, counted(entries, len(entries), f"site {name}, images checked"), task, report)
     if report.problems and task.unreadable == "error":
         return None
     report.left_out, report.problems = report.problems, []
-    data = load_site_data(name, task, folder, cache=cache_with_folder(CacheSettings()), folders=own.data_folders, bounds=own.bounds)
+    data = load_site_data(name, task, folder, cache=cache_with_folder(CacheSettings()), folders=local.data_folders, bounds=local.bounds)
     report.splits = {split: (len(data.split(split)), len(set(data.split(split).patients))) for split in ("train", "validation", "test")}
     report.classes = dict(zip(task.classes, class_counts(data.train.targets, task).tolist(), strict=True))
     report.notes += [note for note in data.notes if note not in data.absent]

@@ -74,7 +74,7 @@ def test_a_download_becomes_sites(name: str, tmp_path: Path) -> None:
 def test_every_preparation_says_where_its_data_are_from() -> None:
     for preparation in PREPARATIONS.values():
         assert (
-            preparation.licence and preparation.papers and all(download.where.startswith("https://") for download in preparation.downloads)
+            preparation.licence and preparation.papers and all(download.page.startswith("https://") for download in preparation.downloads)
         )
         assert bool(preparation.source) == bool(preparation.counts or preparation.total)
         assert sum(preparation.shares.values()) == pytest.approx(1)

@@ -170,7 +170,7 @@ def watch(
 
     ended, meta = connection.monitor_job_and_return_job_meta(job, timeout, every, look)
     if ended == MonitorReturnCode.TIMEOUT:
-        say(f"{job} is still {shown} after {timeout:g} s; it goes on, nobody watches")
+        say(f"{job} is still {shown} after {timeout:g} s; it goes on; `medflare job watch` follows it again")
         return False
     if ended == MonitorReturnCode.ENDED_BY_CB:
         say(f"{job} is called {RUNNING}, and has no process for {_GONE:g} s: {_RESUME}")

@@ -17,9 +17,9 @@ _MSK: Final = "msk"  # client D
 
 def find_fed_isic(root: Path, image_folder: Download, metadata: Download, split: Download) -> list[Item]:
     """The images of FLamby's table, with their lesions."""
-    images = expected(root, "ISIC_2019_Training_Input_preprocessed", image_folder.what, download=image_folder)
-    folds = expected(root, split.what, "train_test_folds.csv", download=split)
-    table = expected(root, metadata.what, download=metadata)
+    images = expected(root, "ISIC_2019_Training_Input_preprocessed", image_folder.path, download=image_folder)
+    folds = expected(root, split.path, "train_test_folds.csv", download=split)
+    table = expected(root, metadata.path, download=metadata)
     lesions = read_frame(table, ("image", "lesion_id")).set_index("image")["lesion_id"].to_dict()
 
     def item(row: Mapping[str, str]) -> Item:
@@ -33,10 +33,10 @@ def find_fed_isic(root: Path, image_folder: Download, metadata: Download, split:
 
 def find_prr(root: Path, ham_table: Download, part_1: Download, part_2: Download, msk: Download, truth: Download) -> list[Item]:
     """The nevi, benign keratoses and melanomas of HAM10000 and ISIC 2017; all images of `vienna_dias` are test images."""
-    ham = expected(root, ham_table.what, f"{ham_table.what}.csv", f"{ham_table.what}.tab", download=ham_table)
-    folders = [expected(root, part.what, download=part) for part in (part_1, part_2)]
-    msk_images = expected(root, msk.what, download=msk)
-    isic = expected(root, truth.what, download=truth)
+    ham = expected(root, ham_table.path, f"{ham_table.path}.csv", f"{ham_table.path}.tab", download=ham_table)
+    folders = [expected(root, part.path, download=part) for part in (part_1, part_2)]
+    msk_images = expected(root, msk.path, download=msk)
+    isic = expected(root, truth.path, download=truth)
 
     def ham_item(row: Mapping[str, str]) -> Item | None:
         _COHORTS.index(row["dataset"])  # ValueError for an unknown cohort

@@ -22,7 +22,7 @@ _COLUMNS: Final = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
 
 def find_camelyon(root: Path, download: Download) -> list[Item]:
     """The patches of metadata.csv, a site for each of its centres 0 ... 4."""
-    release = expected(root, download.what, ".", download=download)
+    release = expected(root, download.path, ".", download=download)
     table = expected(release, "metadata.csv", download=download)
     patches = expected(release, "patches", download=download)
 

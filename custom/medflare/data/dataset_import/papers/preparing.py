@@ -27,8 +27,8 @@ Sites: TypeAlias = Mapping[str, Sequence[Item]]
 class Download:
     """A file or folder to download (its path below the folder of the downloads), and the page that offers it."""
 
-    what: str
-    where: str
+    path: str
+    page: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Preparation:
             sizes = [f"{site} of {numbers[PATIENTS]} patients" for site, numbers in self.counts.items()]
         counted = "; ".join(filter(None, (", ".join(sizes), f"{self.total} in all" if self.total else ""))) or "not published"
         lines = [f"{self.name}: {self.title}", f"  papers: {self.papers}", f"  {self.unit}: {counted}", f"  licence: {self.licence}"]
-        return "\n".join([*lines, *(f"  get {download.what}\n      from {download.where}" for download in self.downloads)])
+        return "\n".join([*lines, *(f"  get {download.path}\n      from {download.page}" for download in self.downloads)])
 
 
 def expected(root: Path, *choices: str, download: Download) -> Path:
@@ -92,7 +92,7 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
     for choice in choices:
         if (root / choice).exists():
             return root / choice
-    raise DataError(f"{root / choices[0]}: not there; get {download.what} from {download.where} and unpack it into {root}")
+    raise DataError(f"{root / choices[0]}: not there; get {download.path} from {download.page} and unpack it into {root}")
 
 
 def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
@@ -175,7 +175,7 @@ def prepare(
         DataError: something is missing or damaged, a patient is in two splits or at two sites, counts differ (strict), or datalists exist.
     """
     if not source.is_dir():
-        raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.what for download in preparation.downloads)}")
+        raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.path for download in preparation.downloads)}")
     items = preparation.find(source, *preparation.downloads)
     check_files(items, source)
     counts = preparation.counts

@@ -53,7 +53,7 @@ def find_six(root: Path, dofe: Download, riga: Download) -> list[Item]:
             if image.name.lower().endswith(_PICTURES) and mask.exists():
                 outlined.append(_item(image, mask, site, cup_is_darkest=False))
         if not outlined:
-            raise DataError(f"{masks / folders[0]}: no mask of reader {_READER}; get {riga.what} from {riga.where}")
+            raise DataError(f"{masks / folders[0]}: no mask of reader {_READER}; get {riga.path} from {riga.page}")
         items += outlined
     return items
 
