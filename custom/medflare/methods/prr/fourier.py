@@ -117,18 +117,27 @@ def _aggregate_layer(weights: Sequence[Tensor], into: Sequence[Tensor], r: float
     width = 8 * (max(1, _TILE // (8 * rows)) - 1 | 1)  # an odd number of cache lines: strides of powers of two collide in the cache
     tiles = [_row_spectra(matrix, kept, width) for matrix in matrices]
     for start, spectra in zip(range(0, kept, width), zip(*tiles, strict=True), strict=True):
-        planes = spectra if classifier else [torch.fft.fft(spectrum, dim=0) for spectrum in spectra]
         low = slice(start, min(start + width, kept))
-        real_rows = slice(None) if classifier else _self_conjugate(rows)
-        for column in set(_self_conjugate(columns)) & set(range(low.start, low.stop)):
-            for plane in planes:  # else rounding noise decides whether the phase of a negative number is +pi or -pi
-                plane.imag[real_rows, column - start] = 0.0
-        _replace_by_change(planes, row_window, column_window[:, low], reading)
-        for spectrum, plane in zip(spectra, planes, strict=True):
-            if not classifier:
-                spectrum.copy_(torch.fft.ifft(plane, dim=0))
-    for target, matrix, changes in zip(into, matrices, tiles, strict=True):
-        _write_moved(target.permute(order), matrix, changes)
+        real_columns = [column - start for column in _self_conjugate(columns) if low.start <= column < low.stop]
+        _change_tile(spectra, row_window, column_window[:, low], real_columns, classifier, reading)
+    del spectra  # the tiles of all sites
+    for target, matrix in zip(into, matrices, strict=True):
+        _write_moved(target.permute(order), matrix, tiles.pop(0))  # a site's spectrum is freed before the next result takes memory
+
+
+def _change_tile(
+    spectra: Sequence[Tensor], row_window: Tensor, column_window: Tensor, real_columns: Sequence[int], classifier: bool, reading: Reading
+) -> None:
+    """Replaces some columns (R, c) of all sites' row spectra by what aggregation adds to them."""
+    planes = spectra if classifier else [torch.fft.fft(spectrum, dim=0) for spectrum in spectra]
+    real_rows = slice(None) if classifier else _self_conjugate(len(spectra[0]))
+    for column in real_columns:
+        for plane in planes:  # else rounding noise decides whether the phase of a negative number is +pi or -pi
+            plane.imag[real_rows, column] = 0.0
+    _replace_by_change(planes, row_window, column_window, reading)
+    for spectrum, plane in zip(spectra, planes, strict=True):
+        if not classifier:
+            spectrum.copy_(torch.fft.ifft(plane, dim=0))
 
 
 def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[tuple[int, ...], int]:
@@ -197,10 +206,12 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
 
 def _row_spectra(matrix: Tensor, kept: int, width: int) -> list[Tensor]:
     """The first `kept` columns of the transformed rows of (R, C), as tiles (R, width) of neighbouring columns."""
-    tiles = [allocate((len(matrix), min(width, kept - start)), matrix.dtype.to_complex()) for start in range(0, kept, width)]
-    for rows in _blocks(matrix):
-        for tile, columns in zip(tiles, torch.fft.rfft(matrix[rows])[:, :kept].split(width, dim=1), strict=True):
-            tile[rows] = columns
+    rows = len(matrix)
+    spectrum = allocate((rows * kept,), matrix.dtype.to_complex())
+    tiles = [tile.view(rows, -1) for tile in spectrum.split(rows * width)]
+    for block in _blocks(matrix):
+        for tile, columns in zip(tiles, torch.fft.rfft(matrix[block])[:, :kept].split(width, dim=1), strict=True):
+            tile[block] = columns
     return tiles
 
 
