@@ -76,7 +76,6 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("", "--help"),
         ("dta init", "'data'"),
         ("data chek", "'check'"),
         ("--vrsion", "--version"),
@@ -147,3 +146,16 @@ def test_letters_that_the_terminal_lacks_are_shown_as_escapes() -> None:
     command = [sys.executable, "-m", "medflare.cli", "methods", "fedprox"]
     ended = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
     assert rb"mu = 0.1  [\u03bc" in ended.stdout
+
+
+@pytest.mark.parametrize(("line", "command"), [("", "run"), ("data", "init"), ("job", "watch")])
+def test_a_group_without_arguments_prints_its_help(line: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert re.search(rf"^  {command} ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_options_of_inherited_settings_have_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert re.search(r"--min-sites <int> +\w", capsys.readouterr().out)

@@ -109,7 +109,7 @@ def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "named"),
+    ("kind", "expected", "named"),
     [
         ("site", KitSettings(storage=Path("x")), "--storage"),
         ("site", KitSettings(batch_size=1), "batch_size"),

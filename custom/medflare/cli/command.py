@@ -103,6 +103,9 @@ def _invoke(arguments: list[str]) -> int:
     except typer.Exit as end:
         raise SystemExit(end.exit_code) from None
     except _UsageError as error:
+        if error.ctx and type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help())
+            raise SystemExit(2) from None
         path = error.ctx.command_path if error.ctx else "medflare"
         print(f"{path}: {' '.join(error.format_message().split())} ({path} --help shows what it takes)", file=sys.stderr)
         raise SystemExit(2) from None

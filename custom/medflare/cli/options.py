@@ -19,7 +19,7 @@ from medflare.core.errors import ConfigError
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-AUTO_HELP: Final[dict[str, Any]] = {"rich_markup_mode": None, "add_completion": False}  # plain text that grep can search
+AUTO_HELP: Final[dict[str, Any]] = {"rich_markup_mode": None, "add_completion": False, "no_args_is_help": True}
 DEFAULT_ROUNDS: Final = 10
 PHANTOM: Final = "phantom"
 TASK: Final = "task."  # prefix of a task's setting in --set
@@ -40,7 +40,7 @@ class DefaultGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the name of the first command if the arguments begin with none."""
-        if not args or args[0] not in self.commands:
+        if args and args[0] not in {*self.commands, "--help"}:
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
 
@@ -115,10 +115,11 @@ def _path(text: str) -> Path:
 
 
 def _attributes(settings: type) -> dict[str, str]:
-    """Attribute -> its text in the docstring's section `Attributes:`."""
-    section = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2]
-    texts = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()).split(", see `")[0].rstrip(".") for name, text in texts}
+    """Attribute -> its text in the section `Attributes:` of the docstrings of a class and its bases."""
+    sections = [inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2] for cls in reversed(settings.__mro__)]
+    texts = [item for section in sections for item in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)]
+    plain = {name: re.sub(r"[ ,(]*see `[^`]*`\)?", "", " ".join(text.split())) for name, text in texts}
+    return {name: re.sub(r"\bNone: ", "default: ", text).rstrip(".") for name, text in plain.items()}
 
 
 # -- values of options -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, field
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -364,9 +365,8 @@ def _read(source: str | Path) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not readable as text ({error}); {_REMEDY}") from error
-    if path.suffix == ".json" or len(path.parts) > 1:
-        raise ConfigError(f"{path}: no such task file; give a JSON file or a preset ({', '.join(presets())})")
-    raise unknown("task", str(source), presets())
+    files = get_close_matches(str(path), map(str, path.parent.glob("*.json")), n=1)
+    raise unknown("task file or preset", str(source), {*presets(), *files})
 
 
 def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:

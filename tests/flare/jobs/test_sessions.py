@@ -104,7 +104,7 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("several")
-@pytest.mark.parametrize("wanted", ["3000", "4000aaaa", "5000aaaa-full", "job-4"])
+@pytest.mark.parametrize("expected", ["3000", "4000aaaa", "5000aaaa-full", "job-4"])
 def test_an_interrupted_job_is_found_by_what_a_list_shows(expected: str) -> None:
     """Job 3 is one that a server which was started again calls running for ever."""
     number = expected[-1] if expected.startswith("job") else expected[0]
@@ -113,7 +113,7 @@ def test_an_interrupted_job_is_found_by_what_a_list_shows(expected: str) -> None
 
 @pytest.mark.usefixtures("several")
 @pytest.mark.parametrize(
-    ("wanted", "token"),
+    ("expected", "token"),
     [("nonsense", "nonsense"), ("0000aaaa", "completed"), ("1000aaaa", "SUBMITTED"), ("2000aaaa", "RUNNING")],
 )
 def test_another_job_is_not_taken_up(expected: str, token: str) -> None:
