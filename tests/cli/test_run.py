@@ -91,6 +91,23 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     assert root == str(tmp_path) and ROOT not in os.environ
 
 
+def test_sites_are_the_folders_of_the_data_root(engine: Engine, tmp_path: Path) -> None:
+    for name in ("north", "south"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "datalist.json").touch()
+    run = ["run", "fedavg", "--engine", "local", "--out", str(tmp_path / "out")]
+    assert main([*run, "--data-root", str(tmp_path)]) == main(run) == 0
+    assert [named["sites"] for _, named, _ in engine.calls] == [["north", "south"], ["site-1", "site-2", "site-3", "site-4"]]
+
+
+def test_short_options_are_settings_of_the_task(engine: Engine, tmp_path: Path) -> None:
+    short = ["--lr", "0.5", "--epochs", "3", "--batch-size", "7"]
+    assert main(["run", "fedavg", "--engine", "local", *short, "--set", "task.local_epochs=4", "--out", str(tmp_path)]) == 0
+    ((_, named, _),) = engine.calls
+    task = named["task"]
+    assert (task.optimizer["lr"], task.local_epochs, task.batch_size) == (0.5, 4, 7), "--set is more specific"
+
+
 @pytest.mark.parametrize("option", ["--step-timeout", "--enrol-timeout", "--heartbeat-timeout", "--threads"])
 def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     assert option in refused(capsys, "run", "fedavg", "--engine", "local", option, "3")

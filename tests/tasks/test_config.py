@@ -168,3 +168,10 @@ def test_a_changed_task_is_validated_too() -> None:
         task.name = "other"  # type: ignore[misc]
     with pytest.raises(ValidationError):
         replace(task, batch_size=0)
+
+
+def test_a_misspelt_task_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("task.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"task\.jsn.*task\.json"):
+        load_task("task.jsn")

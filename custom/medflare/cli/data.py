@@ -288,7 +288,6 @@ def init_task(
     Writes kind, labels, channels, size, network and the other settings, and prints each with its reason.
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.data.datalist import site_folders, site_name
     from medflare.training.proposing import TaskHints, propose
 
     if out.is_file() and not force:
@@ -309,11 +308,9 @@ def init_task(
             proposed = proposed_with(texts | changed)
     write_json(out, proposed.settings, public=True)
     print(proposed.render())
-    folders = site_folders(root)
-    sites = "1" if folders == [root] else ",".join(map(site_name, folders))
     place, file = shlex.quote(str(root)), shlex.quote(str(out))
     print(f"written: {out}\nnext: medflare data check {place} --task {file}")
-    print(f"      medflare run fedavg --task {file} --data-root {place} --sites {sites} --engine local")
+    print(f"      medflare run fedavg --task {file} --data-root {place} --engine local")
     return 0
 
 

@@ -188,6 +188,19 @@ def site_names(text: str) -> list[str]:
     return names
 
 
+def default_sites(data_root: Path | None) -> list[str]:
+    """Names of the sites with a folder in the data root; without a data root, four sites with embedded images.
+
+    Raises:
+        DataError: the data root has no site.
+    """
+    from medflare.data.datalist import site_folders, site_name
+    from medflare.data.loading import ENVIRONMENT
+
+    root = data_root or os.environ.get(ENVIRONMENT)
+    return [site_name(folder) for folder in site_folders(Path(root).expanduser())] if root else site_names("4")
+
+
 def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
     """Raise DataError if a site has no data for a task; call it inside `environment(data_root=...)`."""
     from medflare.data.loading import resolve_data_root

@@ -20,6 +20,7 @@ from medflare.cli.options import (
     DataRoot,
     add_command,
     check_sites,
+    default_sites,
     environment,
     set_values,
     site_names,
@@ -98,6 +99,9 @@ class Federation:
             metavar="NAME=VALUE",
         ),
     ] = ()  # type: ignore[assignment]
+    lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None
+    epochs: Annotated[int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")] = None
     network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/task.md)")] = None
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Start from pretrained weights of an installed package (efficientnet_lite0)")
@@ -149,7 +153,9 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     from medflare.networks.weights import pretrained_settings, starting_state
 
     values = set_values(federation.set)
-    changes = {name: value for name, value in values.items() if name.startswith(TASK)}
+    short = {"optimizer.lr": federation.lr, "local_epochs": federation.epochs, "batch_size": federation.batch_size}
+    changes: dict[str, Any] = {f"{TASK}{name}": value for name, value in short.items() if value is not None}
+    changes |= {name: value for name, value in values.items() if name.startswith(TASK)}
     hyper = {name: value for name, value in values.items() if not name.startswith(TASK)}
     owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
     for name in hyper:
@@ -182,7 +188,9 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
 def run(
     federation: Federation,
     settings: dict[str, Any],
-    sites: Annotated[str, typer.Option(help="Number of sites (site-1, ...) or comma-separated names")] = "4",
+    sites: Annotated[
+        str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names (default: the data root's folders, else 4)")
+    ] = None,
     engine: Annotated[Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")] = "flare",
     data_root: DataRoot = None,
     weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,
@@ -199,7 +207,7 @@ def run(
 
     method, task, hyper, arguments = chosen(federation, settings)
     outside = arguments.get("outside", [])
-    names = list(dict.fromkeys([*site_names(sites), *outside]))
+    names = list(dict.fromkeys([*(site_names(sites) if sites else default_sites(data_root)), *outside]))
     inside, minimum = len(names) - len(outside), settings.get("min_sites")
     if not inside:
         raise ConfigError("--outside: no site is left to train; name one more with --sites")
