@@ -11,8 +11,9 @@ import pytest
 from medflare.core.errors import StateError
 from medflare.evaluation import console
 from medflare.evaluation.console import print_results, results_table, round_line, show_results
-from medflare.evaluation.report import write_results
+from medflare.evaluation.report import render_report, write_results
 from medflare.evaluation.results import RunRecord, build_results
+from medflare.tasks.config import TaskConfig
 
 
 class Terminal(io.StringIO):
@@ -98,3 +99,19 @@ def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: 
     assert show_results(tmp_path / "bad", stream) is False
     with pytest.raises(StateError):
         show_results(tmp_path / "none", stream)
+
+
+def test_several_structures_have_a_table(record: RunRecord, task: TaskConfig) -> None:
+    both = {"deployed": {"disc": {"iou": 0.25, "dice": 0.5}, "cup": {"iou": 0.0, "dice": 0.0}}}
+    sites = {name: dataclasses.replace(site, structures=both) for name, site in record.sites.items() if name in "AB"}
+    several = dataclasses.replace(record, sites=sites, task=dataclasses.replace(task, target="multilabel", labels=("disc", "cup")))
+    lines = results_table(build_results(several)).splitlines()
+    assert [line.split() for line in lines[-3:]] == [
+        ["Dice", "by", "structure,", "deployed", "model", "A", "B"],
+        ["disc", "0.500", "0.500"],
+        ["cup", "0.000", "0.000"],
+    ]
+    page = render_report(build_results(several))
+    assert "Dice by structure" in page and "IoU by structure" in page
+    one = dataclasses.replace(several, sites={name: dataclasses.replace(site, structures={}) for name, site in sites.items()})
+    assert "by structure" not in results_table(build_results(one))

@@ -209,6 +209,15 @@ def segmented(**changes: object) -> SiteReport:
     return SiteReport("fedsm", "A", "inside", content.pop("task", small_task()), {"train": 4, "validation": 2, "test": 3}, **content)
 
 
+def test_a_site_report_has_the_interval_of_each_structure() -> None:
+    rows = {"disc": {"dice": torch.tensor([0.5, 0.5, math.nan])}, "cup": {"dice": torch.tensor([math.nan] * 3)}}
+    deployed = Cases(NAMES, {"dice": torch.ones(3, dtype=torch.float64)}, structures=rows)
+    page = Page(render_site_report(segmented(cases={"deployed": deployed})))
+    lines = table(page, "Deployed model: means over the patients, with the 95 % interval of a bootstrap over them")
+    assert lines[1:] == [["disc", "0.500 (0.500 to 0.500)"], ["cup", "–"]]
+    assert "Structure by structure" not in Page(render_site_report(segmented())).text
+
+
 def test_a_site_report_has_patients_model_by_model() -> None:
     events = [{"round": None, "site": None, "kind": "warning", "message": "m"}]
     html = render_site_report(segmented(pictures={"worst: Xu": b"\x89PNG"}, events=events))

@@ -209,3 +209,16 @@ def test_a_live_report_that_fails_is_reported_once(tmp_path: Path, monkeypatch: 
     live = LiveReport()
     assert live.refresh(tmp_path, broken) == "ValueError: odd"
     assert live.refresh(tmp_path, broken) == ""
+
+
+def test_metrics_of_structures_and_classes_stand_beside_the_means(record: RunRecord, classified: RunRecord, task: TaskConfig) -> None:
+    structures: dict[str, Any] = {"deployed": {"disc": {"dice": 0.5, "iou": None}, "strange": {"dice": 1.0}}}
+    sites = {**record.sites, "A": dataclasses.replace(record.sites["A"], structures=structures)}
+    results = build_results(dataclasses.replace(record, sites=sites))
+    validate_results(results)
+    assert results["sites"]["A"]["metrics"]["deployed"]["structures"] == {"disc": {"dice": 0.5, "iou": None}}, "labels of the task"
+    assert "structures" not in results["sites"]["A"]["metrics"]["global"]
+    assert set(results_frame(results)["metric"]) == {"dice", "iou", "hd95"} and "structures" not in results["mean"]["inside"]["deployed"]
+    of_classes = build_results(classified)["sites"]["A"]["metrics"]["deployed"]["classes"]
+    assert of_classes == {"<ill>": {"sensitivity": 0.75, "specificity": 0.75, "ppv": 0.75, "f1": 0.75, "auc": 0.75}}
+    assert "classes" not in build_results(classified)["sites"]["X"]["metrics"]["deployed"], "suppressed"

@@ -271,6 +271,27 @@ def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool
         assert declaration_problem(Message({}, meta), DELIVERS) is None
 
 
+@pytest.mark.parametrize(("minimum", "sent"), [(2, True), (3, False)])
+def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, sent: bool) -> None:
+    """Four test patients, of whom two have a cup; the network predicts none."""
+    task = small_task(target="multiclass", labels=["background", "disc", "cup"])
+    targets = torch.ones(4, 16, 16, dtype=torch.long)
+    targets[:2, 0, 0] = 2
+    part = Split(torch.rand(4, 1, 16, 16), targets, tuple("abcd"), tuple("abcd"))
+    site = Site("A", task, SiteData(part, part, part))
+    state = site.network().state_dict()
+    state["head.weight"].zero_()
+    state["head.bias"].copy_(torch.tensor([0.0, 1.0, -1.0]))
+    model = plain_message(state)
+    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    assert ("structures" in meta) == sent and meta["metrics"]["global"]["dice"] is not None
+    if sent:
+        assert meta["structures"]["deployed"]["cup"]["dice"] == 0 < meta["structures"]["deployed"]["disc"]["dice"]
+        assert declaration_problem(Message({}, meta), DELIVERS) is None
+        invalid = {**meta, "structures": {"global": {"cup": {"dice": 2.0}}}}
+        assert "structures" in str(declaration_problem(Message({}, invalid), DELIVERS))
+
+
 def test_small_classes_of_a_multilabel_segmentation() -> None:
     site = squares.site("A", squares.MULTILABEL)
     targets = site.data.train.targets.clone()

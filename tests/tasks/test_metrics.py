@@ -12,6 +12,7 @@ from helpers.small_tasks import score
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.core.rng import numpy_generator
+from medflare.tasks.classes import structure_means
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground, mean_by_patient, measure, overlap_counts, structures, sum_by_patient
 from medflare.tasks.metrics_table import METRICS, boundary_distance, dice, iou, metrics_of, selection_metrics
@@ -232,3 +233,17 @@ def test_no_pixel_of_a_structure_in_all_images(make_task: TaskOf) -> None:
         "all pixels as disc",
     )
     assert constant(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"
+
+
+def test_metrics_of_each_structure_by_hand(make_task: TaskOf) -> None:
+    """Patient p's disc is hit in two of three pixels (Dice 4/5); the cup is missed in p and absent in q."""
+    task = make_task(target="multiclass", labels=["background", "disc", "cup"])
+    truth = torch.tensor([[[1, 1, 1, 2]], [[1, 0, 0, 0]]])
+    predicted = torch.tensor([[[1, 1, 0, 0]], [[1, 0, 0, 0]]])
+    scores = score(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, ["p", "q"], task, ["dice", "iou"])
+    means = structure_means(scores.cases)
+    assert means == {"disc": {"dice": pytest.approx(0.9), "iou": pytest.approx((2 / 3 + 1) / 2)}, "cup": {"dice": 0.0, "iou": 0.0}}
+    assert scores.values["dice"] == pytest.approx(((0.8 + 0) / 2 + 1) / 2), "q has no cup"
+    assert scores.cases.to_dict()["structures"]["cup"]["dice"] == [0.0, None]
+    absent = score(F.one_hot(predicted.clamp(max=1), 3).movedim(-1, 1).float(), truth.clamp(max=1), ["p", "q"], task, ["dice"])
+    assert structure_means(absent.cases)["cup"] == {"dice": None}

@@ -14,6 +14,7 @@ from medflare.evaluation.presentation import (
     format_metric,
     format_seconds,
     is_best,
+    label_tables,
     lower_is_better,
     metric_label,
     metric_names,
@@ -102,7 +103,7 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     console.print(summary, table, sep="\n")
     if line := selector_line(results):
         console.print(Text(line))
-    for title, rows in results.get("tables", {}).items():
+    for title, rows in [*list(label_tables(results).items())[:1], *results.get("tables", {}).items()]:
         console.print(_method_table(title, rows))
     for doubt in doubts(results["events"]):
         console.print(Text(f"WARNING {doubt.line}", "bold yellow"))

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from medflare.core.events import DOUBTS
+from medflare.evaluation.results import CLASSES, STRUCTURES, named_metrics
 from medflare.tasks.metrics_table import METRICS
 
 UNDEFINED: Final = "–"
+_WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC"}
 _MOST: Final = 5  # sites, or events, that one line names
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------
@@ -89,9 +91,24 @@ def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric
 def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
     """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
     models = [model for site in results["sites"].values() for model in site["metrics"].values()]
-    names = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
+    names = tuple(dict.fromkeys(metric for model in models for metric, value in named_metrics(model).items() if value is not None))
     key = results["configuration"]["task"].get("metric")
     return (key, *(metric for metric in names if metric != key)) if key in names else names
+
+
+def label_tables(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str]]]:
+    """Tables of the deployed model by structure or class, the task's own metric first: title -> site -> label -> value as text.
+
+    A table of a single label is left out: its values are those of the site.
+    """
+    tables: dict[str, dict[str, dict[str, str]]] = {}
+    for site, content in ordered_sites(results).items():
+        for kind, word in ((STRUCTURES, "structure"), (CLASSES, "class")):
+            for label, values in content["metrics"].get("deployed", {}).get(kind, {}).items():
+                for metric in sorted(values, key=lambda metric: metric != results["configuration"]["task"].get("metric")):
+                    title = f"{_WORDS.get(metric) or metric_label(metric)} by {word}, deployed model"
+                    tables.setdefault(title, {}).setdefault(site, {})[label] = format_metric(metric, values[metric])
+    return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 
 def model_columns(results: Mapping[str, Any]) -> dict[str, str]:

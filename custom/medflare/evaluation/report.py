@@ -25,6 +25,7 @@ from medflare.evaluation.presentation import (
     format_seconds,
     format_setting,
     is_best,
+    label_tables,
     lower_is_better,
     metric_label,
     metric_names,
@@ -145,6 +146,7 @@ def render_report(
         selector_line=selector_line(results),
         confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
         reports={model: _by_site(rows) for model, rows in reports.items()},
+        labels={title: _by_site(rows) for title, rows in label_tables(results).items()},
         tables={title: _by_site(rows) for title, rows in results.get("tables", {}).items()},
         pictures=pictures or {},
         classes=[(tables, roc_curves(tables["sensitivities"], f"roc-{place}")) for place, tables in enumerate(class_tables(results))],
@@ -302,10 +304,23 @@ def render_site_report(report: SiteReport) -> str:
         means=means,
         lowest=[[name, *(format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
+        structures=_structure_rows(report.cases["deployed"]) if "deployed" in report.cases else [],
         classes=tables,
         curves=roc_curves(lines, "roc"),
         pictures=report.pictures,
     )
+
+
+def _structure_rows(cases: Cases) -> list[list[str]]:
+    """A row for each of several structures: its name, and every metric's mean over patients with its 95 % interval."""
+    rows = []
+    for label, values in cases.structures.items():
+        cells = []
+        for row in values.values():
+            defined = {name: value for name, value in zip(cases.patients, row.tolist(), strict=True) if value == value}
+            cells.append(format_interval(sum(defined.values()) / len(defined), mean_interval(defined)) if defined else UNDEFINED)
+        rows.append([label, *cells])
+    return rows if len(rows) > 1 else []
 
 
 def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import installed_versions
+from medflare.tasks.classes import class_metrics
 from medflare.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ SCHEMA: Final = 1
 MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
+STRUCTURES, CLASSES = "structures", "classes"  # beside a model's metrics: label -> metric -> value
 COMPLETED, FAILED = "COMPLETED", "FAILED"
 RUNNING: Final = "RUNNING"  # only in the report of a run in progress: results.json is written at the end
 UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
@@ -45,6 +47,7 @@ class SiteRecord:
         reports: model -> what it reports of its predictions, for example how often each network of a super model was used.
         privacy: cost of differential privacy ("epsilon", "delta", "steps"); empty without it.
         classes: model -> `tasks.classes.class_report` of the test images; empty for segmentation.
+        structures: model -> structure -> metric -> test value; empty for classification.
     """
 
     role: str
@@ -53,6 +56,7 @@ class SiteRecord:
     reports: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
+    structures: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,7 +109,8 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     metrics = record.task.metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
-    sites = {name: _site_results(record.sites[name], models, metrics, weights.get(name)) for name in sorted(record.sites)}
+    target = (record.task.target, record.task.labels) if record.task else ("", ())
+    sites = {name: _site_results(record.sites[name], models, metrics, target, weights.get(name)) for name in sorted(record.sites)}
     results = {
         "schema": SCHEMA,
         "method": record.method,
@@ -131,12 +136,23 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     return json_ready(results)
 
 
-def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], share: float | None) -> dict[str, Any]:
+def _site_results(
+    site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], target: tuple[str, Sequence[str]], share: float | None
+) -> dict[str, Any]:
+    classes = {model: class_metrics(report, *target) for model, report in site.classes.items()}
+    structures = {
+        model: {label: values for label, values in content.items() if label in target[1]} for model, content in site.structures.items()
+    }
+    parts = {model: {STRUCTURES: structures.get(model), CLASSES: classes.get(model)} for model in models}
     optional = {"share": share, "reports": site.reports, "privacy": site.privacy, "classes": site.classes}
     return {
         "role": site.role,
         "n": {split: site.n.get(split) for split in SPLITS},
-        "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
+        "metrics": {
+            model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics}
+            | {name: content for name, content in parts[model].items() if content}
+            for model in models
+        },
         **{name: content for name, content in optional.items() if content},
     }
 
@@ -204,6 +220,11 @@ def json_ready(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written to results.json")
 
 
+def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics of a model, without those of its structures and classes."""
+    return {metric: value for metric, value in metrics.items() if metric not in (STRUCTURES, CLASSES)}
+
+
 def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
     """The test metrics of a run as a table: one row per site, model and metric, NaN for undefined values.
 
@@ -216,14 +237,15 @@ def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
         (name, site["role"], model, metric, value)
         for name, site in results["sites"].items()
         for model, metrics in site["metrics"].items()
-        for metric, value in (metrics or {}).items()
+        for metric, value in named_metrics(metrics or {}).items()
     ]
     return pd.DataFrame(rows, columns=["site", "role", "model", "metric", "value"]).astype({"value": float})
 
 
 # -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------
 
-_Metrics = dict[str, float | None]
+_Values = dict[str, float | None]
+_Metrics = dict[str, float | dict[str, _Values] | None]
 _Count = Annotated[int, Field(ge=0)]
 _Text = Annotated[str, Field(min_length=1)]
 

@@ -24,7 +24,7 @@ from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.tasks.classes import Cases, class_report
+from medflare.tasks.classes import MOST_STRUCTURES, Cases, class_report, structure_means
 from medflare.tasks.config import TaskConfig
 from medflare.training.constant import constant_value, is_at_chance
 from medflare.training.epochs import finite_or_none
@@ -126,13 +126,15 @@ def evaluated(
 
     Returns:
         Metadata: "metrics" (role -> metric -> value; None for all metrics of a missing role), "reports" (role -> what the model reports,
-            and under `KEPT` which of the site's models it is), for classification "classes" (role -> `class_report`), "n", "events".
+            and under `KEPT` which of the site's models it is), "n", "events"; for classification "classes" (role -> `class_report`), for
+            segmentation "structures" (role, of `MODEL_ROLES` only -> `structure_means`).
     """
     log = EventLog()
     metrics: dict[str, Metrics] = {}
     measured: dict[int, tuple[Metrics, Cases, tuple[str, ...]]] = {}
     reports: dict[str, Any] = {}
     classes: dict[str, Any] = {}
+    structures: dict[str, Any] = {}
     for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.trains else ():
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.metrics)
@@ -153,11 +155,13 @@ def evaluated(
         small = has_small_class(cases, site.task, minimum_patients)
         if site.task.kind == "classification" and not small:
             classes[role] = class_report(cases, site.task.target, site.task.labels)
+        if role in MODEL_ROLES and 0 < len(cases.structures) <= MOST_STRUCTURES and not small:
+            structures[role] = structure_means(cases)
         if role == "deployed":
             _doubt(site, metrics[role], constant, log, named=not small)
     meta = {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
     classes = {role: report for role, report in classes.items() if report}
-    return {**meta, "classes": classes} if classes else meta
+    return {**meta, **{name: content for name, content in (("classes", classes), ("structures", structures)) if content}}
 
 
 def _why_missing(role: str, method: Method, inside: bool) -> str:
@@ -204,5 +208,4 @@ def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
-    constant = measured.constant_outputs(site.annotation.names if site.task.kind == "segmentation" else ())
-    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases, constant
+    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases, measured.constant_outputs()

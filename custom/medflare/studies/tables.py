@@ -13,7 +13,7 @@ from scipy.stats import linregress
 from medflare.core.errors import StateError
 from medflare.evaluation.figures import Panel, line_panels
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better, metric_label
-from medflare.evaluation.results import MODELS, confusion
+from medflare.evaluation.results import MODELS, confusion, named_metrics
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
 from medflare.studies.statistics import (
@@ -76,7 +76,8 @@ class StudyTables:
         self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in groups.items()}
         self.values = study_values(self.groups)
         sites_of_runs = [site for runs in groups.values() for run in runs for site in run["sites"].items()]
-        self.metrics = list(dict.fromkeys(name for _, site in sites_of_runs for metrics in site["metrics"].values() for name in metrics))
+        models = [model for _, site in sites_of_runs for model in site["metrics"].values()]
+        self.metrics = list(dict.fromkeys(metric for model in models for metric in named_metrics(model)))
         sites = sorted({(site["role"], name) for name, site in sites_of_runs})
         self.roles = list(dict.fromkeys(role for role, _ in sites))
         self.places = [place for role in self.roles for place in (*(place for place in sites if place[0] == role), (role, ALL_SITES))]

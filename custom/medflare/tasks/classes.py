@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates: 0, 0.05, ..., 1
 MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`)
-_DIGITS: Final = 4
+MOST_STRUCTURES: Final = 64  # likewise
+_DIGITS: Final = 4  # of sensitivities
+_AREA_DIGITS: Final = 7
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
 
@@ -32,12 +34,14 @@ class Cases:
         values: segmentation: metric -> float64 (patients,), the mean over a patient's defined classes, NaN where there is none.
         probabilities: classification: float64 (images, outputs); None for segmentation.
         targets: classification: long (images,), multilabel float (images, labels); None for segmentation.
+        structures: segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
     """
 
     patients: Sequence[str] = ()
     values: "Mapping[str, Tensor]" = field(default_factory=dict)
     probabilities: "Tensor | None" = None
     targets: "Tensor | None" = None
+    structures: "Mapping[str, Mapping[str, Tensor]]" = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values: six decimals, null where undefined.
@@ -50,10 +54,63 @@ class Cases:
             {'patients': ['a'], 'probabilities': [[0.25, 0.75]], 'targets': [1]}
         """
         if self.probabilities is None or self.targets is None:
-            values = {name: [None if value != value else round(value, 6) for value in row.tolist()] for name, row in self.values.items()}
-            return {"patients": list(self.patients), "values": values}
+            structures = {label: _listed(values) for label, values in self.structures.items()}
+            content = {"patients": list(self.patients), "values": _listed(self.values)}
+            return content | ({"structures": structures} if structures else {})
         probabilities = [[round(value, 6) for value in row] for row in self.probabilities.tolist()]
         return {"patients": list(self.patients), "probabilities": probabilities, "targets": self.targets.long().tolist()}
+
+
+def _listed(values: "Mapping[str, Tensor]") -> dict[str, list[float | None]]:
+    return {name: [None if value != value else round(value, 6) for value in row.tolist()] for name, row in values.items()}
+
+
+def structure_means(cases: Cases) -> dict[str, dict[str, float | None]]:
+    """Structure -> metric -> mean over the patients for whom it is defined; None if it is undefined for all.
+
+    Examples:
+        >>> import torch
+        >>> structure_means(Cases(("a", "b"), {}, structures={"cup": {"dice": torch.tensor([0.5, torch.nan])}}))
+        {'cup': {'dice': 0.5}}
+    """
+    means = {label: {metric: float(row.nanmean()) for metric, row in values.items()} for label, values in cases.structures.items()}
+    return {label: {metric: None if math.isnan(mean) else mean for metric, mean in row.items()} for label, row in means.items()}
+
+
+def class_metrics(report: Mapping[str, Any], target: str, labels: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Sensitivity, specificity, positive predictive value, F1 and area under the ROC curve of each class against all others.
+
+    Args:
+        report: of `class_report`.
+
+    Returns:
+        Class -> metric -> value, None for 0/0; of a binary or multilabel task the labels alone. Empty for a report of other classes.
+
+    Examples:
+        >>> report = {"confusion": [[[3, 1], [0, 4]]], "roc": [{"auc": 0.9}]}
+        >>> class_metrics(report, "binary", ["tumour"])
+        {'tumour': {'sensitivity': 1.0, 'specificity': 0.75, 'ppv': 0.8, 'f1': 0.888..., 'auc': 0.9}}
+    """
+    areas = dict(zip(curve_names(target, labels), (curve["auc"] for curve in report["roc"]), strict=False))
+    if target == "multiclass" and len(labels) == 2 and areas:
+        areas[labels[0]] = areas[labels[1]]  # of two exclusive classes both areas are equal
+    metrics: dict[str, dict[str, float | None]] = {}
+    for classes, rows in zip(matrix_names(target, labels).values(), report["confusion"], strict=False):
+        counts = np.array(rows)
+        if counts.shape != (len(classes), len(classes)):
+            return {}
+        for index in range(len(classes)) if target == "multiclass" else (1,):
+            label = classes[index]
+            hit, true, positive, total = counts[index, index], counts[index].sum(), counts[:, index].sum(), counts.sum()
+            ratios = {
+                "sensitivity": (hit, true),
+                "specificity": (total - true - positive + hit, total - true),
+                "ppv": (hit, positive),
+                "f1": (2 * hit, true + positive),
+            }
+            shares = {metric: float(part / whole) if whole else None for metric, (part, whole) in ratios.items()}
+            metrics[label] = {**shares, "auc": areas.get(label)}
+    return metrics
 
 
 def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
@@ -204,7 +261,7 @@ def _curve(scores: NDArray[np.float64], truth: NDArray[np.bool_], independent: b
 
 
 def _rounded(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, _DIGITS)
+    return None if math.isnan(value) else round(value, _AREA_DIGITS)
 
 
 def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.settings import unknown
-from medflare.tasks.annotation import Annotation, structures_of
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import METRICS, Metric
@@ -61,23 +61,22 @@ class Measured:
         metrics: names, of `TaskConfig.metrics`.
         parts: name -> a row (N, ...) for every image.
         finite: bool (N,), whether the model's output is finite.
+        structures: names of the measured structures; empty for classification.
     """
 
     task: TaskConfig
     metrics: Sequence[str]
     parts: dict[str, Tensor]
     finite: Tensor
+    structures: tuple[str, ...] = ()
 
     def of(self, rows: Sequence[int] | Tensor) -> "Measured":
         """Some of the images, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         return replace(self, parts={name: part[index] for name, part in self.parts.items()}, finite=self.finite[index])
 
-    def constant_outputs(self, measured: Sequence[str] = ()) -> tuple[str, ...]:
+    def constant_outputs(self) -> tuple[str, ...]:
         """What the model predicts for every image although the truth differs in some; empty if its output varies.
-
-        Args:
-            measured: names of the measured structures; empty: all of the task.
 
         Returns:
             Classification: the class (multilabel: all labels that every image is given, or "no label"), of at least two images.
@@ -93,7 +92,7 @@ class Measured:
         if not len(self.finite) or not self.finite.all():
             return ()
         if self.task.kind == "segmentation":
-            return _constant_structures(self.parts[_COUNTS], measured or structures_of(self.task))
+            return _constant_structures(self.parts[_COUNTS], self.structures)
         return _constant_class(self.parts["probabilities"], self.parts["targets"], self.task)
 
     def scores(self, patients: Sequence[str]) -> Scores:
@@ -107,7 +106,7 @@ class Measured:
         if not self.finite.all():
             return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the model's output holds NaN or infinite values"))
         if self.task.kind == "segmentation":
-            return _score_segmentation(self.parts, patients, self.metrics)
+            return _score_segmentation(self.parts, patients, self.metrics, self.structures)
         return _score_classification(self.parts["probabilities"], self.parts["targets"], patients, self.task, self.metrics)
 
 
@@ -138,7 +137,7 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
         else:
             parts.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
     joined = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-    return Measured(task, metrics, joined, torch.cat(finite))
+    return Measured(task, metrics, joined, torch.cat(finite), annotation.names if task.kind == "segmentation" else ())
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
@@ -247,12 +246,14 @@ def _constant_class(probabilities: Tensor, targets: Tensor, task: TaskConfig) ->
     return (task.classes[int(chosen[0, 0])],)
 
 
-def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str]) -> Scores:
+def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str], structures: Sequence[str]) -> Scores:
     names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([names[patient] for patient in patients])
     counts = sum_by_patient(parts[_COUNTS], groups, len(names))
     per_patient: dict[str, Tensor] = {}
-    scores = Scores({}, left_out=int(METRICS["dice"].compute(counts).isnan().sum()), cases=Cases(tuple(names), per_patient))
+    by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in structures}
+    cases = Cases(tuple(names), per_patient, structures=by_structure)
+    scores = Scores({}, left_out=int(METRICS["dice"].compute(counts).isnan().sum()), cases=cases)
     for metric in metrics:
         if METRICS[metric].source == "counts":
             values = METRICS[metric].compute(counts)
@@ -261,6 +262,8 @@ def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metri
         if metric.startswith("hd95"):
             scores.hd95_left_out = int(values.isnan().sum())
         per_patient[metric] = values.nanmean(dim=1)
+        for column, name in enumerate(structures):
+            by_structure[name][metric] = values[:, column]
         scores.set(metric, patient_mean(values))
     return scores
 

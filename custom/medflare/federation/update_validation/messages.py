@@ -35,7 +35,7 @@ from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.federation.settings import ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.settings import Cost
-from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
+from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES, MOST_STRUCTURES
 from medflare.tasks.metrics_table import METRICS
 
 _DEPTH: Final = 8  # of tables within tables
@@ -217,11 +217,13 @@ ENROLS: Final = (
     VERSIONS,
     RANGE,
 )
+_Metrics = Annotated[dict[str, Any], AfterValidator(_check_metrics)]
 DELIVERS: Final = (
+    MetaSpec("metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"),
     MetaSpec(
-        "metrics",
-        "model -> metric -> value on test images",
-        models(Annotated[dict[str, Any], AfterValidator(_check_metrics)], 1000),
+        "structures",
+        "model -> structure -> metric -> value on test images",
+        models(Annotated[dict[str, _Metrics], Field(max_length=MOST_STRUCTURES)], 1000),
         "test",
     ),
     MetaSpec("n", "images by split", _Counts),

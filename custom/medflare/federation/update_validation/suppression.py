@@ -28,12 +28,13 @@ def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
 
 
 def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
-    """Whether a class, or its complement, has test patients, but too few.
+    """Whether a class, its complement, or a structure has test patients, but too few.
 
-    No class's confusion counts and curves are sent then: those of one class could be computed from the others and the accuracy.
+    No numbers by class or structure are sent then: those of one could be computed from the others and the mean.
     """
     if cases.targets is None:
-        return False
+        rows = [values for by_metric in cases.structures.values() for values in by_metric.values()]
+        return any(0 < int((~values.isnan()).sum()) < minimum for values in rows)
     counts = patients_of_classes(cases.patients, cases.targets.numpy(), task.target, len(task.labels))
     return any(0 < patients < minimum for patients in counts)
 
