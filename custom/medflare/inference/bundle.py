@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
+from medflare.core.store import write_json
+from medflare.data.reading import PICTURES
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
@@ -22,7 +24,6 @@ from medflare.training.patches import OVERLAP
 
 _TEMPLATE: dict[str, Any] = json.loads(Path(__file__).with_name("bundle.json").read_text(encoding="utf-8"))
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin with one of these
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 _PREDICTED = "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), meta=item['image'].meta)"
 
 
@@ -38,8 +39,8 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
     for part in ("configs", "models", "docs"):
         (folder / part).mkdir()
     described = metadata(stored)
-    _write_config(folder / "configs" / "metadata.json", described)
-    _write_config(folder / "configs" / "inference.json", inference_config(stored.task, definition(model)))
+    write_json(folder / "configs" / "metadata.json", described)
+    write_json(folder / "configs" / "inference.json", inference_config(stored.task, definition(model)))
     (folder / "docs" / "README.md").write_text(_readme(stored))
     torch.save(model.state_dict(), folder / "models" / "model.pt")
     save_net_with_metadata(script, str(folder / "models" / "model.ts"), meta_values=described)
@@ -142,7 +143,7 @@ def _resizing(task: TaskConfig) -> str:
 
 
 def _picture_list() -> str:
-    return f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {_PICTURES}]"
+    return f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES}]"
 
 
 def _read_pictures(task: TaskConfig) -> list[Any]:
@@ -239,7 +240,3 @@ Without medflare, use the TorchScript file:
 
 The network returns probabilities. For other formats, label values and adaptation use `medflare predict`.
 """
-
-
-def _write_config(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -10,7 +10,6 @@ import numpy as np
 
 import medflare
 from medflare.core.errors import DataError
-from medflare.core.packages import require
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import TaskConfig
 
@@ -22,11 +21,6 @@ _MAY_BE_EMPTY = (
 )
 _NEEDED = ("FrameOfReferenceUID", "StudyInstanceUID", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing")
 _ALIGNED = 0.1  # maximum distance, in slices, of a file's position from its slice of the volume
-
-
-def check_writable() -> None:
-    """Raises ConfigError if highdicom is not installed."""
-    require("highdicom", "DICOM-SEG (the extra medflare[dicomseg])")
 
 
 def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.ndarray, task: TaskConfig) -> bytes:
@@ -43,6 +37,7 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     import highdicom
     from pydicom.sr.codedict import codes
     from pydicom.sr.coding import Code
+    from pydicom.uid import generate_uid
 
     volume = np.stack(list(structures.values()), axis=-1)
     slices = _slices(series, affine, volume.shape[2])
@@ -62,35 +57,27 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     ]
     origin = [slices[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
     try:
-        segmentation = _segmentation(slices, volume, described, origin, task)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # empty masks, missing attributes
+            segmentation = highdicom.seg.Segmentation(
+                source_images=slices,
+                pixel_array=volume.transpose(2, 1, 0, 3).astype(np.uint8),  # frames, rows, columns, segments
+                segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
+                segment_descriptions=described,
+                series_instance_uid=generate_uid(entropy_srcs=["series", *origin]),
+                series_number=1,
+                sop_instance_uid=generate_uid(entropy_srcs=["instance", *origin]),
+                instance_number=1,
+                manufacturer="medflare",
+                manufacturer_model_name=task.name[:64],
+                software_versions=medflare.__version__,
+                device_serial_number="0",
+            )
     except (ValueError, TypeError, AttributeError) as error:  # highdicom does not accept a header
         raise unwritable(series, str(error)) from error
     content = io.BytesIO()
     segmentation.save_as(content)
     return content.getvalue()
-
-
-def _segmentation(slices: list[Any], volume: np.ndarray, described: list[Any], origin: list[str], task: TaskConfig) -> Any:
-    """The object; `volume` is (columns, rows, slices, segments)."""
-    import highdicom
-    from pydicom.uid import generate_uid
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # empty masks, missing attributes
-        return highdicom.seg.Segmentation(
-            source_images=slices,
-            pixel_array=volume.transpose(2, 1, 0, 3).astype(np.uint8),  # frames, rows, columns, segments
-            segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
-            segment_descriptions=described,
-            series_instance_uid=generate_uid(entropy_srcs=["series", *origin]),
-            series_number=1,
-            sop_instance_uid=generate_uid(entropy_srcs=["instance", *origin]),
-            instance_number=1,
-            manufacturer="medflare",
-            manufacturer_model_name=task.name[:64],
-            software_versions=medflare.__version__,
-            device_serial_number="0",
-        )
 
 
 def unwritable(image: Path, why: str) -> DataError:

@@ -50,7 +50,11 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
             if whole.resolve() not in inputs:
                 name = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names)
                 inputs[whole.resolve()] = Input(image, name)
-    return [_with_channels(source, parts[whole], channels) for whole, source in inputs.items()], problems
+    for whole, files in parts.items():
+        if set(files) != {""}:
+            listed = tuple(files.get(name) for name in channels)
+            inputs[whole] = Input(next(filter(None, listed)), inputs[whole].name, listed)
+    return list(inputs.values()), problems
 
 
 def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
@@ -62,13 +66,6 @@ def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
         if named.endswith((f"_{name}", f"-{name}")):
             return image.with_name(named[: -len(name) - 1]), name
     return image, ""
-
-
-def _with_channels(source: Input, parts: dict[str, Path], channels: Sequence[str]) -> Input:
-    if set(parts) == {""}:
-        return source
-    files = tuple(parts.get(name) for name in channels)
-    return Input(next(filter(None, files)), source.name, files)
 
 
 def _search(folder: Path, out: Path) -> Iterator[Path]:

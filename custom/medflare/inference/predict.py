@@ -21,6 +21,7 @@ from medflare.adaptation.registry import ADAPTATIONS as KINDS
 from medflare.adaptation.tent import Tent
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.message import Message
+from medflare.core.packages import require
 from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
 from medflare.data.geometry import Grid
@@ -28,7 +29,6 @@ from medflare.data.progress import counted
 from medflare.data.reading import ImageBounds, channel_files, read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
-from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import in_place, label_map, pixels, sizes, write_masks
 from medflare.tasks.config import TaskConfig
@@ -172,7 +172,7 @@ def predict(
     """
     task = stored.task
     if seg:
-        check_writable()
+        require("highdicom", "DICOM-SEG (the extra medflare[dicomseg])")
     inputs, problems = find_inputs(images, out, task.channel_names)
     trained = _trained_on(stored, strict)
     summary = Summary(out / TABLE, say, outside=None if trained is None else {})
