@@ -94,26 +94,26 @@ def test_a_site_adapted_model_keeps_its_statistics(
 # -- nothing is handed out unchecked ---------------------------------------------------------------------------------------
 
 
-def test_a_branch_that_the_recording_missed_is_found(segmentation: TaskConfig, tmp_path: Path) -> None:
-    class Branches(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
-
-    with pytest.raises(ExportError, match="torchscript"):
-        export(StoredModel(segmentation, plain_message({}), {}), "torchscript", tmp_path / "out", builder=lambda task, message: Branches())
-    assert not (tmp_path / "out").exists()
+class Branches(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
 
 
-def test_a_computation_that_cannot_be_recorded_is_refused(segmentation: TaskConfig, tmp_path: Path) -> None:
-    class Stubborn(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            if torch.jit.is_tracing():
-                raise RuntimeError("I am not recorded")
-            return images
+class Unrecordable(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.jit.is_tracing():
+            raise RuntimeError("not while tracing")
+        return images
 
+
+@pytest.mark.parametrize(("model", "named"), [(Branches(), "differs"), (Unrecordable(), "not while tracing")])
+def test_a_model_that_is_recorded_wrongly_or_not_at_all_is_refused(
+    model: nn.Module, named: str, segmentation: TaskConfig, tmp_path: Path
+) -> None:
     stored = StoredModel(segmentation, plain_message({}), {})
-    with pytest.raises(ExportError, match="I am not recorded"):
-        export(stored, "torchscript", tmp_path / "out", builder=lambda task, message: Stubborn())
+    with pytest.raises(ExportError, match=named):
+        export(stored, "torchscript", tmp_path / "out", builder=lambda task, message: model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_shapes_and_nan_count_as_infinitely_different(segmentation: TaskConfig) -> None:
