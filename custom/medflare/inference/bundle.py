@@ -39,8 +39,8 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
     for part in ("configs", "models", "docs"):
         (folder / part).mkdir()
     described = metadata(stored)
-    write_json(folder / "configs" / "metadata.json", described)
-    write_json(folder / "configs" / "inference.json", inference_config(stored.task, definition(model)))
+    write_json(folder / "configs" / "metadata.json", described, public=True)
+    write_json(folder / "configs" / "inference.json", inference_config(stored.task, definition(model)), public=True)
     (folder / "docs" / "README.md").write_text(_readme(stored))
     torch.save(model.state_dict(), folder / "models" / "model.pt")
     save_net_with_metadata(script, str(folder / "models" / "model.ts"), meta_values=described)
