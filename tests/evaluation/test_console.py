@@ -103,7 +103,7 @@ def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: 
 
 def test_several_structures_have_a_table(record: RunRecord, task: TaskConfig) -> None:
     both = {"deployed": {"disc": {"iou": 0.25, "dice": 0.5}, "cup": {"iou": 0.0, "dice": 0.0}}}
-    sites = {name: dataclasses.replace(site, structures=both) for name, site in record.sites.items() if name in "AB"}
+    sites = {name: dataclasses.replace(site, by_label=both) for name, site in record.sites.items() if name in "AB"}
     several = dataclasses.replace(record, sites=sites, task=dataclasses.replace(task, target="multilabel", labels=("disc", "cup")))
     lines = results_table(build_results(several)).splitlines()
     assert [line.split() for line in lines[-3:]] == [
@@ -113,5 +113,5 @@ def test_several_structures_have_a_table(record: RunRecord, task: TaskConfig) ->
     ]
     page = render_report(build_results(several))
     assert "Dice by structure" in page and "IoU by structure" in page
-    one = dataclasses.replace(several, sites={name: dataclasses.replace(site, structures={}) for name, site in sites.items()})
+    one = dataclasses.replace(several, sites={name: dataclasses.replace(site, by_label={}) for name, site in sites.items()})
     assert "by structure" not in results_table(build_results(one))

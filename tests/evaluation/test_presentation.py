@@ -85,7 +85,7 @@ def test_a_run_without_doubts_has_no_warning(record: RunRecord) -> None:
 
 def test_the_site_report_has_the_banner(task: TaskConfig) -> None:
     event = {"round": None, "site": "A", "kind": "constant_output", "message": "the deployed model answers no pixel of disc"}
-    report = SiteReport("fedavg", "A", "inside", task, dict.fromkeys(("train", "validation", "test"), 1), {}, {}, {}, [event])
+    report = SiteReport("fedavg", "A", "inside", task, dict.fromkeys(("train", "validation", "test"), 1), {}, {}, [event])
     assert doubts([event])[0].problem in Page(render_site_report(report)).text
 
 

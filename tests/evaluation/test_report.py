@@ -24,6 +24,7 @@ from medflare.evaluation.report import (
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.summaries import Summary, summarize
 
 MODEL_SELECTION: dict[str, Any] = {
     "global": {
@@ -201,36 +202,38 @@ def segmented(**changes: object) -> SiteReport:
     def cases(*dice: float) -> Cases:
         return Cases(NAMES, {"dice": torch.tensor(dice, dtype=torch.float64)})
 
-    content: dict[str, Any] = {
-        "metrics": {"global": {"dice": 0.5}, "personal": {"dice": 0.8}, "deployed": {"dice": 0.8}},
-        "cases": {"global": cases(0.4, 0.5, 0.6), "personal": cases(0.9, 0.7, math.nan), "deployed": cases(0.9, 0.7, math.nan)},
-        **changes,
+    task = small_task()
+    models = {
+        "global": summarize({"dice": 0.5}, cases(0.4, 0.5, 0.6), task),
+        "personal": summarize({"dice": 0.8}, cases(0.9, 0.7, math.nan), task),
+        "deployed": summarize({"dice": 0.8}, cases(0.9, 0.7, math.nan), task),
     }
-    return SiteReport("fedsm", "A", "inside", content.pop("task", small_task()), {"train": 4, "validation": 2, "test": 3}, **content)
+    content: dict[str, Any] = {"task": task, "models": models, "n": {"train": 4, "validation": 2, "test": 3}, **changes}
+    return SiteReport("fedsm", "A", "inside", **content)
 
 
 def test_a_site_report_has_the_interval_of_each_structure() -> None:
     rows = {"disc": {"dice": torch.tensor([0.5, 0.5, math.nan])}, "cup": {"dice": torch.tensor([math.nan] * 3)}}
-    deployed = Cases(NAMES, {"dice": torch.ones(3, dtype=torch.float64)}, structures=rows)
-    page = Page(render_site_report(segmented(cases={"deployed": deployed})))
-    lines = table(page, "Deployed model: means over the patients, with the 95 % interval of a bootstrap over them")
-    assert lines[1:] == [["disc", "0.500 (0.500 to 0.500)"], ["cup", "–"]]
-    assert "Structure by structure" not in Page(render_site_report(segmented())).text
+    task = small_task(target="multilabel", labels=("disc", "cup"))
+    deployed = summarize({"dice": 1.0}, Cases(NAMES, {"dice": torch.ones(3, dtype=torch.float64)}, structures=rows), task)
+    page = Page(render_site_report(segmented(task=task, models={"deployed": deployed})))
+    assert table(page, "Dice by structure") == [["site", "disc", "cup"], ["A", "0.500 (0.500 to 0.500)", "–"]]
+    assert "By structure" not in Page(render_site_report(segmented())).text
 
 
 def test_a_site_report_has_patients_model_by_model() -> None:
     events = [{"round": None, "site": None, "kind": "warning", "message": "m"}]
     html = render_site_report(segmented(pictures={"worst: Xu": b"\x89PNG"}, events=events))
     assert html.startswith("<!doctype html>") and "<b>Roe" not in html and "&lt;b&gt;Roe" in html
-    assert "personal = deployed" in html and "0.800 (0.700 to 0.900)" in html
+    assert "personal = deployed" in html and "0.700 to 0.900" in html
     assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
     assert not faults(html) and len(html) < 200_000
     assert [row[0] for row in table(Page(html), "Patients with the lowest")] == ["patient", "<b>Roe</b>", "Meier"], "Xu has no value"
 
 
 def test_a_site_without_any_value_has_a_report() -> None:
-    undefined = {role: {"dice": None} for role in ("global", "personal", "deployed")}
-    assert "Patient by patient" not in render_site_report(segmented(metrics=undefined, cases={role: Cases() for role in undefined}))
+    undefined = {role: Summary({"dice": None}) for role in ("global", "personal", "deployed")}
+    assert "Patient by patient" not in render_site_report(segmented(models=undefined))
 
 
 def test_a_classification_site_report_has_counts_and_probabilities() -> None:
@@ -238,7 +241,7 @@ def test_a_classification_site_report_has_counts_and_probabilities() -> None:
     probabilities = torch.tensor([[0.8, 0.1, 0.1], [0.4, 0.5, 0.1], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]])
     cases = Cases(("a", "a", "b", "c"), {}, probabilities, torch.tensor([0, 0, 1, 2]))
     assert patient_values(cases, task) == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6})
-    html = render_site_report(segmented(task=task, metrics={"global": {"accuracy": 0.75}}, cases={"global": cases}))
+    html = render_site_report(segmented(task=task, models={"global": summarize({"accuracy": 0.75}, cases, task)}))
     assert "probability of the true class" in html and "Class by class" in html and html.count("<svg") == 2 and not faults(html)
 
 

@@ -212,13 +212,19 @@ def test_a_live_report_that_fails_is_reported_once(tmp_path: Path, monkeypatch: 
 
 
 def test_metrics_of_structures_and_classes_stand_beside_the_means(record: RunRecord, classified: RunRecord, task: TaskConfig) -> None:
-    structures: dict[str, Any] = {"deployed": {"disc": {"dice": 0.5, "iou": None}, "strange": {"dice": 1.0}}}
-    sites = {**record.sites, "A": dataclasses.replace(record.sites["A"], structures=structures)}
+    by_label: dict[str, Any] = {"deployed": {"disc": {"dice": 0.5, "iou": None}, "strange": {"dice": 1.0}}}
+    intervals = {"deployed": {"": {"dice": [0.4, 0.6], "iou": []}, "disc": {"dice": [0.3, 0.7]}, "strange": {}}}
+    sites = {**record.sites, "A": dataclasses.replace(record.sites["A"], by_label=by_label, intervals=intervals)}
     results = build_results(dataclasses.replace(record, sites=sites))
     validate_results(results)
     assert results["sites"]["A"]["metrics"]["deployed"]["structures"] == {"disc": {"dice": 0.5, "iou": None}}, "labels of the task"
     assert "structures" not in results["sites"]["A"]["metrics"]["global"]
-    assert set(results_frame(results)["metric"]) == {"dice", "iou", "hd95"} and "structures" not in results["mean"]["inside"]["deployed"]
-    of_classes = build_results(classified)["sites"]["A"]["metrics"]["deployed"]["classes"]
-    assert of_classes == {"<ill>": {"sensitivity": 0.75, "specificity": 0.75, "ppv": 0.75, "f1": 0.75, "auc": 0.75}}
-    assert "classes" not in build_results(classified)["sites"]["X"]["metrics"]["deployed"], "suppressed"
+    assert results["sites"]["A"]["intervals"] == {"deployed": {"dice": [0.4, 0.6], "structures": {"disc": {"dice": [0.3, 0.7]}}}}
+    frame = results_frame(results).query("site == 'A' and model == 'deployed' and metric == 'dice'")
+    assert frame[["label", "value", "low", "high"]].values.tolist()[1:] == [["disc", 0.5, 0.3, 0.7]]
+    assert "structures" not in results["mean"]["inside"]["deployed"]
+    grades: dict[str, Any] = {"deployed": {"<ill>": {"sensitivity": 0.75}}}
+    sites = {name: dataclasses.replace(site, by_label=grades if name == "A" else {}) for name, site in classified.sites.items()}
+    of_classes = build_results(dataclasses.replace(classified, sites=sites))["sites"]
+    assert of_classes["A"]["metrics"]["deployed"]["classes"] == grades["deployed"]
+    assert "classes" not in of_classes["X"]["metrics"]["deployed"], "suppressed"

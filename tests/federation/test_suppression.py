@@ -284,12 +284,14 @@ def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, s
     state["head.bias"].copy_(torch.tensor([0.0, 1.0, -1.0]))
     model = plain_message(state)
     meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
-    assert ("structures" in meta) == sent and meta["metrics"]["global"]["dice"] is not None
+    assert ("by_label" in meta) == ("intervals" in meta) == sent and meta["metrics"]["global"]["dice"] is not None
     if sent:
-        assert meta["structures"]["deployed"]["cup"]["dice"] == 0 < meta["structures"]["deployed"]["disc"]["dice"]
+        assert meta["by_label"]["deployed"]["cup"]["dice"] == 0 < meta["by_label"]["deployed"]["disc"]["dice"]
+        assert meta["intervals"]["deployed"]["cup"]["dice"] == [0, 0]
         assert declaration_problem(Message({}, meta), DELIVERS) is None
-        invalid = {**meta, "structures": {"global": {"cup": {"dice": 2.0}}}}
-        assert "structures" in str(declaration_problem(Message({}, invalid), DELIVERS))
+        for item, wrong in {"by_label": 2.0, "intervals": [0.0, 2.0]}.items():
+            invalid = {**meta, item: {"global": {"cup": {"dice": wrong}}}}
+            assert item in str(declaration_problem(Message({}, invalid), DELIVERS))
 
 
 def test_small_classes_of_a_multilabel_segmentation() -> None:

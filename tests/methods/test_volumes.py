@@ -39,7 +39,7 @@ def test_a_method_trains_on_volumes(method: str, image_mode: str, root: Path, tm
     for name, site in results["sites"].items():
         assert (tmp_path / f"sites/{name}/report.html").stat().st_size > 500
         measured = site["metrics"]["deployed"]
-        assert measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice"} and measured["dice"] is not None, name
+        assert measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice", "structures"} and measured["dice"] is not None, name
 
 
 def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:

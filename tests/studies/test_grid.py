@@ -88,6 +88,7 @@ def test_a_study_keeps_its_runs_and_writes_tables(tmp_path: Path) -> None:
         "## iou, what the mean hides",
         "## hd95",
         "## hd95, what the mean hides",
+        "## dice by structure or class, deployed model",
         "## dice, differences",
     ]
     assert len(lines) == 3

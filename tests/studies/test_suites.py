@@ -54,7 +54,7 @@ def test_every_suite_can_run(name: str) -> None:
         check(text, suite.task)
     preparation = PREPARATIONS[suite.data]
     assert set(suite.sites) <= set(preparation.counts) or preparation.name in ("camelyon17", "gdrbench", "prostate_fedsm")
-    assert preparation.kind == task.kind and suite.settings.metric in task.metrics
+    assert preparation.kind == task.kind and suite.settings.metric in task.test_metrics
     assert preparation.classes in ((), task.labels)
     assert suite.settings.model in ("deployed", "global")
     assert suite.source.startswith("Table")

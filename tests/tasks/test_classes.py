@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics
 
-from medflare.tasks.classes import FALSE_ALARMS, Cases, area_interval, class_metrics, class_report, patients_of_classes, sensitivities
+from medflare.tasks.classes import FALSE_ALARMS, Cases, area_interval, class_report, patients_of_classes, sensitivities
 
 EMPTY: dict[str, Any] = {"auc": None, "low": None, "high": None, "sensitivity": []}
 
@@ -79,33 +78,3 @@ def test_a_curve_does_not_reveal_scores() -> None:
 def test_patients_behind_the_counts() -> None:
     assert patients_of_classes("aabc", np.array([1, 1, 0, 1]), "binary", 1) == [2, 1]
     assert patients_of_classes("abc", np.array([[1, 0], [0, 0], [1, 0]]), "multilabel", 2) == [2, 1, 0, 3]
-
-
-@pytest.mark.parametrize("target", ["multiclass", "multilabel", "binary"])
-def test_metrics_of_each_class_are_those_of_scikit_learn(target: str) -> None:
-    labels = {"multiclass": ["x", "y", "z"], "multilabel": ["x", "y"], "binary": ["x"]}[target]
-    random = np.random.default_rng(0)
-    scores = random.dirichlet([1, 1, 1], 40) if target == "multiclass" else random.uniform(size=(40, len(labels)))
-    targets = random.integers(0, 3, 40) if target == "multiclass" else random.integers(0, 2, (40, len(labels)))
-    report = class_report(Cases(tuple(map(str, range(40))), {}, torch.tensor(scores), torch.tensor(targets)), target, labels)
-    actual = class_metrics(report, target, labels)
-    assert list(actual) == labels
-    for place, label in enumerate(labels):
-        truth = targets == place if target == "multiclass" else targets[:, place] == 1
-        predicted = scores.argmax(1) == place if target == "multiclass" else scores[:, place] > 0.5
-        expected = {
-            "sensitivity": metrics.recall_score(truth, predicted),
-            "specificity": metrics.recall_score(~truth, ~predicted),
-            "ppv": metrics.precision_score(truth, predicted),
-            "f1": metrics.f1_score(truth, predicted),
-            "auc": metrics.roc_auc_score(truth, scores[:, place]),
-        }
-        assert actual[label] == pytest.approx(expected, abs=1e-6)
-
-
-def test_metrics_of_a_class_without_images() -> None:
-    report = class_report(cases([[0.8, 0.2], [0.7, 0.3]], [0, 0], "ab"), "multiclass", ["no", "yes"])
-    undefined = {"sensitivity": None, "specificity": 1.0, "ppv": None, "f1": None, "auc": None}
-    assert class_metrics(report, "multiclass", ["no", "yes"])["yes"] == undefined
-    assert class_metrics({"confusion": [], "roc": []}, "multiclass", ["no", "yes"]) == {}, "suppressed"
-    assert class_metrics(report, "multiclass", ["a", "b", "c"]) == {}, "other classes"

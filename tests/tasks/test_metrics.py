@@ -4,6 +4,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from monai.metrics.surface_distance import compute_average_surface_distance
 from scipy.spatial.distance import cdist
 from sklearn import metrics
 from torch.nn import functional as F
@@ -12,10 +13,21 @@ from helpers.small_tasks import score
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.core.rng import numpy_generator
-from medflare.tasks.classes import structure_means
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground, mean_by_patient, measure, overlap_counts, structures, sum_by_patient
-from medflare.tasks.metrics_table import METRICS, boundary_distance, dice, iou, metrics_of, selection_metrics
+from medflare.tasks.metrics_table import (
+    METRICS,
+    average_surface_distance,
+    boundary_distance,
+    default_metrics,
+    dice,
+    iou,
+    lesion_f1,
+    metrics_of,
+    selection_metrics,
+    volume_error,
+)
+from medflare.tasks.summaries import summarize
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -28,10 +40,10 @@ def _masks(*rows: list[int]) -> torch.Tensor:
 
 
 def test_every_metric_belongs_to_one_kind_of_task() -> None:
-    assert metrics_of("segmentation") == ALL and metrics_of("classification") == CLASSIFICATION
-    assert metrics_of("segmentation", spatial_dims=3) == ("dice", "iou", "hd95_mm", "surface_dice")
-    assert {*ALL, *metrics_of("segmentation", 3), *CLASSIFICATION} == set(METRICS)
-    assert selection_metrics("segmentation") == ("dice", "iou") and selection_metrics("classification") == CLASSIFICATION
+    assert default_metrics("segmentation") == ALL and default_metrics("classification") == CLASSIFICATION
+    assert default_metrics("segmentation", spatial_dims=3) == ("dice", "iou", "hd95_mm", "surface_dice")
+    assert {*metrics_of("segmentation"), *metrics_of("segmentation", 3), *metrics_of("classification")} == set(METRICS)
+    assert selection_metrics("segmentation") == ("dice", "iou") and set(CLASSIFICATION) < set(selection_metrics("classification"))
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
@@ -168,7 +180,7 @@ def test_metrics_are_undefined_without_images_and_with_nan(make_task: TaskOf) ->
     empty = score(torch.zeros(0, 1, 8, 8), torch.zeros(0, 8, 8), [], make_task(), ALL)
     assert empty.values == dict.fromkeys(ALL)
     for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
-        broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).metrics)
+        broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).test_metrics)
         assert set(broken.values.values()) == {None}
 
 
@@ -180,11 +192,11 @@ def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> No
     truth = torch.zeros(2, 8, 8, 8, dtype=torch.long)
     truth[:, 2:6, 2:6, 2:6] = 1
     moved = truth.roll(1, dims=3)[:, None].float()  # by one voxel along the third axis
-    measured = score(moved, truth, ["p", "p"], task, task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    measured = score(moved, truth, ["p", "p"], task, task.test_metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
     assert measured.values["hd95_mm"] == pytest.approx((3 + 5) / 2) and measured.values["dice"] == pytest.approx(0.75)
-    alike = score(moved, truth, ["p", "q"], cube_task(surface_tolerance=5.0), task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    alike = score(moved, truth, ["p", "q"], cube_task(surface_tolerance=5.0), task.test_metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
     assert alike.values["surface_dice"] == 1 > (measured.values["surface_dice"] or 0)
-    unknown = score(moved, truth, ["p", "q"], task, task.metrics, [None, None])
+    unknown = score(moved, truth, ["p", "q"], task, task.test_metrics, [None, None])
     assert unknown.values["hd95_mm"] is None and "surface_dice" in unknown.undefined
 
 
@@ -194,7 +206,7 @@ def test_images_of_different_sizes_are_scored_one_by_one() -> None:
     for truth in truths:
         truth[1:4, 1:4, 1:4], truth[2, 2, 2] = 1, 2
     perfect = [torch.nn.functional.one_hot(truth, 3).movedim(-1, 0).float() for truth in truths]
-    scores = score(perfect, truths, ["p", "q"], task, task.metrics, [(1.0, 1.0, 1.0)] * 2)
+    scores = score(perfect, truths, ["p", "q"], task, task.test_metrics, [(1.0, 1.0, 1.0)] * 2)
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
     perfect[1][:] = math.nan
     assert score(perfect, truths, ["p", "q"], task, ["dice"]).values["dice"] is None
@@ -241,9 +253,31 @@ def test_metrics_of_each_structure_by_hand(make_task: TaskOf) -> None:
     truth = torch.tensor([[[1, 1, 1, 2]], [[1, 0, 0, 0]]])
     predicted = torch.tensor([[[1, 1, 0, 0]], [[1, 0, 0, 0]]])
     scores = score(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, ["p", "q"], task, ["dice", "iou"])
-    means = structure_means(scores.cases)
+    means = summarize(scores.values, scores.cases, task).by_label
     assert means == {"disc": {"dice": pytest.approx(0.9), "iou": pytest.approx((2 / 3 + 1) / 2)}, "cup": {"dice": 0.0, "iou": 0.0}}
     assert scores.values["dice"] == pytest.approx(((0.8 + 0) / 2 + 1) / 2), "q has no cup"
     assert scores.cases.to_dict()["structures"]["cup"]["dice"] == [0.0, None]
     absent = score(F.one_hot(predicted.clamp(max=1), 3).movedim(-1, 1).float(), truth.clamp(max=1), ["p", "q"], task, ["dice"])
-    assert structure_means(absent.cases)["cup"] == {"dice": None}
+    assert summarize(absent.values, absent.cases, task).by_label["cup"] == {"dice": None}
+
+
+def test_average_surface_distance_is_that_of_monai() -> None:
+    generator = torch.Generator().manual_seed(0)
+    predicted, truth = torch.rand(2, 2, 2, 6, 7, 5, generator=generator) > 0.6
+    expected = compute_average_surface_distance(predicted, truth, include_background=True, symmetric=True, spacing=(1.0, 2.0, 3.0))
+    torch.testing.assert_close(average_surface_distance(predicted, truth, (1.0, 2.0, 3.0)), expected.double())
+    assert average_surface_distance(predicted, truth & False).isnan().all()
+
+
+def test_lesions_and_volumes_by_hand(make_task: TaskOf) -> None:
+    """Two of three true lesions are met by one of two predicted ones; 5 pixels predicted of 4 true ones."""
+    truth, predicted = _masks([1, 0, 1, 0, 0, 0, 1, 1]), _masks([1, 1, 1, 0, 1, 1, 0, 0])
+    task = make_task(metrics=["lesion_f1", "volume_error"])
+    assert lesion_f1(predicted, truth).item() == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert volume_error(overlap_counts(predicted, truth)).item() == pytest.approx(1 / 4)
+    assert lesion_f1(truth & False, truth & False).isnan().all() and volume_error(overlap_counts(truth, truth & False)).isnan().all()
+    assert lesion_f1(truth & False, truth).item() == 0 and task.test_metrics == (task.metric, "lesion_f1", "volume_error")
+    corners = torch.eye(4, dtype=torch.bool)[None, None]
+    assert lesion_f1(corners, corners).item() == 1, "neighbours across a corner are one lesion"
+    with pytest.raises(ConfigError, match="assd_mm"):
+        make_task(metrics=["assd_mm"])

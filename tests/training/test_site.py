@@ -101,7 +101,7 @@ def test_score_and_predict(make_task: TaskOf) -> None:
     assert set(site.score(perfect, "test").values) == {"dice", "iou", "hd95"}
     assert set(site.score(perfect, metrics=["hd95"]).values) == {"hd95"}
     assert predicted(site, perfect, "validation").shape == (70, 1, 16, 16)
-    at_once = score(predicted(site, perfect, "test"), site.data.test.targets, site.data.test.patients, site.task, site.task.metrics)
+    at_once = score(predicted(site, perfect, "test"), site.data.test.targets, site.data.test.patients, site.task, site.task.test_metrics)
     assert at_once == site.score(perfect, "test")
 
 

@@ -29,6 +29,10 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
 ]
+CsvFile = Annotated[
+    Path | None,
+    typer.Option(help="Write the test metrics into this file: a row per site, model, structure or class, and metric, with intervals"),
+]
 _Command = Callable[..., Any]
 
 

@@ -17,6 +17,7 @@ from medflare.cli.options import (
     PHANTOM,
     SET_HELP,
     TASK,
+    CsvFile,
     DataRoot,
     add_command,
     check_sites,
@@ -72,7 +73,7 @@ def add_commands(app: typer.Typer) -> None:
         "results",
         results,
         "medflare results workspace                  # of nvflare simulator ... -w workspace",
-        "medflare results runs/fedsm-phantom-seed0",
+        "medflare results runs/fedsm-phantom-seed0 --csv results.csv",
     )
 
 
@@ -380,8 +381,14 @@ def _check_resumable(path: Path) -> None:
 
 def results(
     path: Annotated[Path, typer.Argument(help="results.json, or a folder above it (a simulator workspace, a downloaded job)")],
+    csv: CsvFile = None,
 ) -> int:
     """Show the results of a finished run; exits non-zero if it failed."""
     from medflare.evaluation.console import show_results
+    from medflare.evaluation.results import load_results, results_frame
 
-    return 0 if show_results(path) else 1
+    completed = show_results(path)
+    if csv is not None:
+        results_frame(load_results(path)).to_csv(csv, index=False)
+        print(f"table: {csv}")
+    return 0 if completed else 1

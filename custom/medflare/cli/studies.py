@@ -11,6 +11,7 @@ from medflare.cli.options import (
     DEFAULT_ROUNDS,
     PHANTOM,
     SET_HELP,
+    CsvFile,
     DataRoot,
     DefaultGroup,
     add_command,
@@ -44,7 +45,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
     )
-    add_command(study, "table", show_tables, "medflare study table study --figures study/figures")
+    add_command(study, "table", show_tables, "medflare study table study --figures study/figures --csv study.csv")
     app.add_typer(study, name="study")
 
 
@@ -152,13 +153,20 @@ def run_study(
     return 0 if all(run["status"] == COMPLETED for runs in groups.values() for run in runs) else 1
 
 
-def show_tables(folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None) -> int:
+def show_tables(folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None, csv: CsvFile = None) -> int:
     """Print the tables of a study's folder again; trains nothing."""
+    import pandas as pd
+
+    from medflare.evaluation.results import results_frame
     from medflare.studies import grid, tables
 
     groups = grid.read_study(folder)
     print(tables.study_report(groups))
     _write_curves(figures, groups)
+    if csv is not None:
+        rows = [results_frame(run).assign(method=row, seed=run["seed"]) for row, runs in groups.items() for run in runs]
+        pd.concat(rows).to_csv(csv, index=False)
+        print(f"table: {csv}")
     return 0
 
 

@@ -1,16 +1,16 @@
 """Numbers, names and warnings of a results dict as text: the same on the console, in reports and in the tables of studies."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from medflare.core.events import DOUBTS
 from medflare.evaluation.results import CLASSES, STRUCTURES, named_metrics
-from medflare.tasks.metrics_table import METRICS
+from medflare.tasks.metrics_table import metric_table
 
 UNDEFINED: Final = "–"
-_WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC"}
+_WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC", "auprc": "AUPRC"}  # of a class
 _MOST: Final = 5  # sites, or events, that one line names
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------
@@ -18,24 +18,28 @@ _MOST: Final = 5  # sites, or events, that one line names
 
 def metric_label(metric: str) -> str:
     """The metric's name in words."""
-    return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
+    known = metric_table().get(metric)
+    return known.words if known else _WORDS.get(metric, metric.replace("_", " "))
 
 
 def lower_is_better(metric: str) -> bool:
-    """True for distances."""
-    return metric in METRICS and METRICS[metric].lower_is_better
+    """True for distances and errors."""
+    known = metric_table().get(metric)
+    return known is not None and known.lower_is_better
 
 
-def format_metric(metric: str, value: float | None) -> str:
-    """Three decimals for shares, one for distances, a dash for an undefined value."""
+def format_metric(metric: str, value: float | None, interval: Sequence[float] | None = None) -> str:
+    """Three decimals, one for distances, a dash for an undefined value.
+
+    Examples:
+        >>> format_metric("dice", 0.9123, (0.84, 0.984)), format_metric("hd95_mm", 3.14), format_metric("dice", None)
+        ('0.912 (0.840 to 0.984)', '3.1', '–')
+    """
     if value is None:
         return UNDEFINED
-    return f"{value:.1f}" if lower_is_better(metric) else f"{value:.3f}"
-
-
-def format_interval(value: float, interval: tuple[float, float] | None) -> str:
-    """For example "0.912 (0.840 to 0.984)"; the value alone without an interval."""
-    return f"{value:.3f}" if interval is None else f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
+    known = metric_table().get(metric)
+    number, *bounds = (f"{part:.{known.digits if known else 3}f}" for part in (value, *(interval or ())))
+    return f"{number} ({bounds[0]} to {bounds[1]})" if bounds else number
 
 
 def format_bytes(count: float) -> str:
@@ -96,18 +100,29 @@ def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
     return (key, *(metric for metric in names if metric != key)) if key in names else names
 
 
-def label_tables(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str]]]:
-    """Tables of the deployed model by structure or class, the task's own metric first: title -> site -> label -> value as text.
+def label_metric(metric: str) -> str:
+    """The metric of one structure or class whose mean a metric is."""
+    return {"balanced_accuracy": "sensitivity"}.get(metric, metric.removesuffix("_macro"))
+
+
+def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> dict[str, dict[str, dict[str, str]]]:
+    """Tables of the deployed model by structure or class: title -> site -> label -> value as text; first that of the task's own metric.
 
     A table of a single label is left out: its values are those of the site.
+
+    Args:
+        intervals: with the 95 % intervals over patients.
     """
+    first = label_metric(results["configuration"]["task"].get("metric", ""))
     tables: dict[str, dict[str, dict[str, str]]] = {}
     for site, content in ordered_sites(results).items():
         for kind, word in ((STRUCTURES, "structure"), (CLASSES, "class")):
+            bounds = content.get("intervals", {}).get("deployed", {}).get(kind, {}) if intervals else {}
             for label, values in content["metrics"].get("deployed", {}).get(kind, {}).items():
-                for metric in sorted(values, key=lambda metric: metric != results["configuration"]["task"].get("metric")):
-                    title = f"{_WORDS.get(metric) or metric_label(metric)} by {word}, deployed model"
-                    tables.setdefault(title, {}).setdefault(site, {})[label] = format_metric(metric, values[metric])
+                for metric in sorted(values, key=lambda metric: metric != first):
+                    title = f"{metric_label(metric)} by {word}, deployed model"
+                    text = format_metric(metric, values[metric], bounds.get(label, {}).get(metric))
+                    tables.setdefault(title, {}).setdefault(site, {})[label] = text
     return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 

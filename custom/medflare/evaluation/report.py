@@ -17,10 +17,8 @@ from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation.figures import patients_plot, roc_curves, training_curves
 from medflare.evaluation.presentation import (
-    UNDEFINED,
     doubts,
     format_bytes,
-    format_interval,
     format_metric,
     format_seconds,
     format_setting,
@@ -34,9 +32,21 @@ from medflare.evaluation.presentation import (
     selector_line,
     synthetic_source,
 )
-from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROLES, RUNNING, SPLITS, RunRecord, build_results, json_ready
+from medflare.evaluation.results import (
+    REPORT_FILE,
+    RESULTS_FILE,
+    ROLES,
+    RUNNING,
+    SPLITS,
+    RunRecord,
+    SiteRecord,
+    build_results,
+    json_ready,
+    site_results,
+)
 from medflare.tasks.classes import Cases, class_report, curve_names, matrix_names, pooled
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.summaries import Summary
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -146,7 +156,7 @@ def render_report(
         selector_line=selector_line(results),
         confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
         reports={model: _by_site(rows) for model, rows in reports.items()},
-        labels={title: _by_site(rows) for title, rows in label_tables(results).items()},
+        labels={title: _by_site(rows) for title, rows in label_tables(results, intervals=True).items()},
         tables={title: _by_site(rows) for title, rows in results.get("tables", {}).items()},
         pictures=pictures or {},
         classes=[(tables, roc_curves(tables["sensitivities"], f"roc-{place}")) for place, tables in enumerate(class_tables(results))],
@@ -247,9 +257,7 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _area(curve: Mapping[str, Any]) -> str:
-    if curve["auc"] is None:
-        return UNDEFINED
-    return format_interval(curve["auc"], None if curve["low"] is None else (curve["low"], curve["high"]))
+    return format_metric("auc", curve["auc"], None if curve["low"] is None else (curve["low"], curve["high"]))
 
 
 # -- a site's own report -----------------------------------------------------------------------------------------------------
@@ -261,8 +269,7 @@ class SiteReport:
 
     Attributes:
         n: split -> images.
-        metrics: model -> metric -> test value, None where undefined.
-        cases: model -> scores of single patients.
+        models: model -> its test results.
         pictures: title -> PNG file.
     """
 
@@ -271,25 +278,30 @@ class SiteReport:
     role: str
     task: TaskConfig
     n: Mapping[str, int]
-    metrics: Mapping[str, Mapping[str, float | None]]
-    cases: Mapping[str, Cases]
+    models: Mapping[str, Summary]
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
 
 
 def render_site_report(report: SiteReport) -> str:
     """The site's page as HTML. It names patients and stays at the site."""
-    task = report.task
-    classes = {model: content for model, cases in report.cases.items() if (content := class_report(cases, task.target, task.labels))}
-    site = {"role": report.role, "n": report.n, "metrics": report.metrics, "classes": classes}
+    task, models = report.task, report.models
+    record = SiteRecord(
+        report.role,
+        report.n,
+        {model: summary.metrics for model, summary in models.items()},
+        classes={name: content for name, each in models.items() if (content := class_report(each.cases, task.target, task.labels))},
+        by_label={model: summary.by_label for model, summary in models.items()},
+        intervals={model: summary.intervals for model, summary in models.items()},
+    )
+    site = site_results(record, tuple(models), task)
     results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
     columns = model_columns(results)
-    by_model = {heading: patient_values(report.cases[model], task) for heading, model in columns.items() if model in report.cases}
+    by_model = {heading: patient_values(models[model].cases, task) for heading, model in columns.items()}
     values = {heading: of_model for heading, of_model in by_model.items() if of_model}
-    deployed = patient_values(report.cases["deployed"], task) if "deployed" in report.cases else {}
+    deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
     lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
     intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
-    means = [[heading, format_interval(sum(v.values()) / len(v), intervals[heading])] for heading, v in values.items()]
     tables = class_tables(results)
     lines: dict[str, dict[str, list[float]]] = {}  # class -> model -> the site's ROC curve
     for table in tables:
@@ -300,27 +312,16 @@ def render_site_report(report: SiteReport) -> str:
         metrics=metric_names(results),
         columns=columns,
         doubts=doubts(report.events),
+        site=site,
         value_label=value_label(task),
-        means=means,
+        headings=list(values),
         lowest=[[name, *(format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
-        structures=_structure_rows(report.cases["deployed"]) if "deployed" in report.cases else [],
+        labels={title: _by_site(rows) for title, rows in label_tables(results, intervals=True).items()},
         classes=tables,
         curves=roc_curves(lines, "roc"),
         pictures=report.pictures,
     )
-
-
-def _structure_rows(cases: Cases) -> list[list[str]]:
-    """A row for each of several structures: its name, and every metric's mean over patients with its 95 % interval."""
-    rows = []
-    for label, values in cases.structures.items():
-        cells = []
-        for row in values.values():
-            defined = {name: value for name, value in zip(cases.patients, row.tolist(), strict=True) if value == value}
-            cells.append(format_interval(sum(defined.values()) / len(defined), mean_interval(defined)) if defined else UNDEFINED)
-        rows.append([label, *cells])
-    return rows if len(rows) > 1 else []
 
 
 def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:

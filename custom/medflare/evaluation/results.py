@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import installed_versions
-from medflare.tasks.classes import class_metrics
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.summaries import ALL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,8 @@ class SiteRecord:
         reports: model -> what it reports of its predictions, for example how often each network of a super model was used.
         privacy: cost of differential privacy ("epsilon", "delta", "steps"); empty without it.
         classes: model -> `tasks.classes.class_report` of the test images; empty for segmentation.
-        structures: model -> structure -> metric -> test value; empty for classification.
+        by_label: model -> structure or class -> metric -> test value.
+        intervals: model -> structure or class, or `ALL` -> metric -> [low, high] over test patients, see `tasks.summaries`.
     """
 
     role: str
@@ -56,7 +57,8 @@ class SiteRecord:
     reports: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
-    structures: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
+    by_label: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
+    intervals: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,11 +108,10 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     Raises:
         TypeError: the record holds a value that JSON has no type for.
     """
-    metrics = record.task.metrics if record.task else ()
+    metrics = record.task.test_metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
-    target = (record.task.target, record.task.labels) if record.task else ("", ())
-    sites = {name: _site_results(record.sites[name], models, metrics, target, weights.get(name)) for name in sorted(record.sites)}
+    sites = {name: site_results(record.sites[name], models, record.task, weights.get(name)) for name in sorted(record.sites)}
     results = {
         "schema": SCHEMA,
         "method": record.method,
@@ -136,23 +137,27 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     return json_ready(results)
 
 
-def _site_results(
-    site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], target: tuple[str, Sequence[str]], share: float | None
-) -> dict[str, Any]:
-    classes = {model: class_metrics(report, *target) for model, report in site.classes.items()}
-    structures = {
-        model: {label: values for label, values in content.items() if label in target[1]} for model, content in site.structures.items()
+def site_results(site: SiteRecord, models: tuple[str, ...], task: TaskConfig | None, share: float | None = None) -> dict[str, Any]:
+    """A site's part of results.json."""
+    metrics, labels = (task.test_metrics, task.labels) if task else ((), ())
+    kind = STRUCTURES if task and task.kind == "segmentation" else CLASSES
+
+    def of_labels(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The metrics of the task's labels under `kind`; without any, nothing."""
+        shown = {label: {metric: value for metric, value in content[label].items() if value != []} for label in labels if label in content}
+        return {kind: shown} if any(shown.values()) else {}
+
+    values = {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models}
+    intervals = {
+        model: {metric: bounds for metric, bounds in content.get(ALL, {}).items() if bounds and metric in metrics} | of_labels(content)
+        for model, content in site.intervals.items()
     }
-    parts = {model: {STRUCTURES: structures.get(model), CLASSES: classes.get(model)} for model in models}
-    optional = {"share": share, "reports": site.reports, "privacy": site.privacy, "classes": site.classes}
+    intervals = {model: content for model, content in intervals.items() if content}
+    optional = {"intervals": intervals, "share": share, "reports": site.reports, "privacy": site.privacy, "classes": site.classes}
     return {
         "role": site.role,
         "n": {split: site.n.get(split) for split in SPLITS},
-        "metrics": {
-            model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics}
-            | {name: content for name, content in parts[model].items() if content}
-            for model in models
-        },
+        "metrics": {model: values[model] | of_labels(site.by_label.get(model, {})) for model in models},
         **{name: content for name, content in optional.items() if content},
     }
 
@@ -226,20 +231,31 @@ def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
-    """The test metrics of a run as a table: one row per site, model and metric, NaN for undefined values.
+    """The test metrics of a run as a table: one row per site, model, label and metric, NaN for undefined values.
 
     Returns:
-        Columns site, role, model, metric, value.
+        Columns site, role, model, label (a structure or class; `ALL` for the metric of the model), metric, value, and low and high, the
+        95 % interval over test patients.
     """
     import pandas as pd  # not needed to write results: a job that carries its code runs without it
 
     rows = [
-        (name, site["role"], model, metric, value)
+        (name, site["role"], model, label, metric, value, *(bounds.get(metric) or (None, None)))
         for name, site in results["sites"].items()
         for model, metrics in site["metrics"].items()
-        for metric, value in named_metrics(metrics or {}).items()
+        for label, values, bounds in _parts(metrics or {}, site.get("intervals", {}).get(model, {}))
+        for metric, value in values.items()
     ]
-    return pd.DataFrame(rows, columns=["site", "role", "model", "metric", "value"]).astype({"value": float})
+    numbers = ["value", "low", "high"]
+    return pd.DataFrame(rows, columns=["site", "role", "model", "label", "metric", *numbers]).astype(dict.fromkeys(numbers, float))
+
+
+def _parts(metrics: Mapping[str, Any], intervals: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Label, its metrics and their intervals: of the model, then of every structure and class."""
+    yield ALL, named_metrics(metrics), intervals
+    for kind in (STRUCTURES, CLASSES):
+        for label, values in metrics.get(kind, {}).items():
+            yield label, values, intervals.get(kind, {}).get(label, {})
 
 
 # -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------

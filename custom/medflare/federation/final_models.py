@@ -24,23 +24,24 @@ from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.tasks.classes import MOST_STRUCTURES, Cases, class_report, structure_means
+from medflare.tasks.classes import class_report
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.summaries import Summary, summarize
 from medflare.training.constant import constant_value, is_at_chance
 from medflare.training.epochs import finite_or_none
 from medflare.training.montage import fullest_row, overlay
 from medflare.training.site import Site
 
 SCORES = "scores"  # folder of scores by patient; not beside the models, which may leave the site
-Metrics = dict[str, float | None]
-Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, final model, metrics, scores by patient)
+Metrics = Mapping[str, float | None]
+Keep = Callable[[str, Message, Summary], None]  # (role, final model, its test results)
 
 
 class ArtifactStore:
     """Stores what stays at a participant's site. This one stores nothing; engines supply others."""
 
-    def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
-        """Store a final model of a role ("global", "personal", "deployed", ...), its metrics, and its scores by patient."""
+    def keep(self, role: str, model: Message, summary: Summary) -> None:
+        """Store a final model of a role ("global", "personal", "deployed", ...) and its test results."""
 
     def show(self, title: str, png: bytes) -> None:
         """Store a picture that the method makes for the site itself."""
@@ -61,17 +62,17 @@ class SiteFolder(ArtifactStore):
     method: Method
     task: TaskConfig
     seed: int
-    delivered: dict[str, tuple[Mapping[str, Any], Cases]] = field(default_factory=dict)
+    delivered: dict[str, Summary] = field(default_factory=dict)
     pictures: dict[str, bytes] = field(default_factory=dict)
 
-    def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
+    def keep(self, role: str, model: Message, summary: Summary) -> None:
         """Write a final model and its card into a folder of the role's name, and its scores by patient."""
-        card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
+        card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(summary.metrics)}
         card["round"] = model.meta.get(SELECTED_ROUND)
         card |= {name: model.meta[name] for name in (KEPT, TRAINED_ON) if name in model.meta}
         save_model(self.folder / role, self.task, model, card)
-        write_json(self.folder / SCORES / f"{role}.json", cases.to_dict())
-        self.delivered[role] = metrics, cases
+        write_json(self.folder / SCORES / f"{role}.json", summary.cases.to_dict())
+        self.delivered[role] = summary
 
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
@@ -82,12 +83,10 @@ class SiteFolder(ArtifactStore):
         """Write the site's report, if it has a final model."""
         if not self.delivered:
             return
-        metrics = {name: values for name, (values, _) in self.delivered.items()}
-        cases = {name: scores for name, (_, scores) in self.delivered.items()}
-        pictures = {**examples(site, models, cases), **self.pictures}
+        pictures = {**examples(site, models, self.delivered), **self.pictures}
         log = EventLog()
         log.extend(events, site=self.site)
-        report = SiteReport(self.method.name, self.site, role, self.task, site.n, metrics, cases, pictures, log.to_list())
+        report = SiteReport(self.method.name, self.site, role, self.task, site.n, self.delivered, pictures, log.to_list())
         write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 
     def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:
@@ -126,18 +125,19 @@ def evaluated(
 
     Returns:
         Metadata: "metrics" (role -> metric -> value; None for all metrics of a missing role), "reports" (role -> what the model reports,
-            and under `KEPT` which of the site's models it is), "n", "events"; for classification "classes" (role -> `class_report`), for
-            segmentation "structures" (role, of `MODEL_ROLES` only -> `structure_means`).
+            and under `KEPT` which of the site's models it is), "n", "events"; for classification "classes" (role -> `class_report`); of
+            `MODEL_ROLES` "by_label" and "intervals", see `Summary`.
     """
     log = EventLog()
     metrics: dict[str, Metrics] = {}
-    measured: dict[int, tuple[Metrics, Cases, tuple[str, ...]]] = {}
+    measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
     reports: dict[str, Any] = {}
     classes: dict[str, Any] = {}
-    structures: dict[str, Any] = {}
+    by_label: dict[str, Any] = {}
+    intervals: dict[str, Any] = {}
     for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.trains else ():
         if role not in models:
-            metrics[role] = dict.fromkeys(site.task.metrics)
+            metrics[role] = dict.fromkeys(site.task.test_metrics)
             log.add("undefined", f"{role}: {_why_missing(role, method, inside)}")
             continue
         if id(models[role]) not in measured:
@@ -150,18 +150,23 @@ def evaluated(
             if notices := getattr(module, "notices", None):  # one line for each adaptation that the model reverted
                 for line in notices():
                     log.add("reverted", f"{role}: {line}")
-        metrics[role], cases, constant = measured[id(models[role])]
-        keep(role, models[role], metrics[role], cases)
-        small = has_small_class(cases, site.task, minimum_patients)
+        summary, constant = measured[id(models[role])]
+        metrics[role] = summary.metrics
+        keep(role, models[role], summary)
+        small = has_small_class(summary.cases, site.task, minimum_patients)
         if site.task.kind == "classification" and not small:
-            classes[role] = class_report(cases, site.task.target, site.task.labels)
-        if role in MODEL_ROLES and 0 < len(cases.structures) <= MOST_STRUCTURES and not small:
-            structures[role] = structure_means(cases)
+            classes[role] = class_report(summary.cases, site.task.target, site.task.labels)
+        if role in MODEL_ROLES and not small:
+            by_label[role] = summary.by_label
+            intervals[role] = {
+                label: {metric: list(bounds) for metric, bounds in values.items()} for label, values in summary.intervals.items()
+            }
         if role == "deployed":
             _doubt(site, metrics[role], constant, log, named=not small)
     meta = {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
-    classes = {role: report for role, report in classes.items() if report}
-    return {**meta, **{name: content for name, content in (("classes", classes), ("structures", structures)) if content}}
+    parts = {"classes": classes, "by_label": by_label, "intervals": intervals}
+    defined = {name: {role: content for role, content in part.items() if content} for name, part in parts.items()}
+    return {**meta, **{name: part for name, part in defined.items() if part}}
 
 
 def _why_missing(role: str, method: Method, inside: bool) -> str:
@@ -172,11 +177,11 @@ def _why_missing(role: str, method: Method, inside: bool) -> str:
     return f"method {method.name} made no {role} model for this site"
 
 
-def examples(site: Site, models: Mapping[str, Message], cases: Mapping[str, Cases]) -> dict[str, bytes]:
+def examples(site: Site, models: Mapping[str, Message], summaries: Mapping[str, Summary]) -> dict[str, bytes]:
     """Title -> PNG: outlines of the deployed model on the worst, the median and the best test patient, for segmentation only."""
     if site.task.kind != "segmentation" or "deployed" not in models or not (installed("PIL") and installed("scipy")):
         return {}
-    values = patient_values(cases["deployed"], site.task)
+    values = patient_values(summaries["deployed"].cases, site.task)
     ranked = sorted(values, key=lambda name: (values[name], name))
     if not ranked:
         return {}
@@ -199,8 +204,8 @@ def _doubt(site: Site, metrics: Metrics, constant: Sequence[str], log: EventLog,
         log.add("at_chance", f"{text}, not above the constant answer{constant_metric}")
 
 
-def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases, tuple[str, ...]]:
-    measured = site.measure(site.predictions(module, "test"), "test", site.task.metrics)
+def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Summary, tuple[str, ...]]:
+    measured = site.measure(site.predictions(module, "test"), "test", site.task.test_metrics)
     scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{role} {metric}: {reason}")
@@ -208,4 +213,5 @@ def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
-    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases, measured.constant_outputs()
+    metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
+    return summarize(metrics, scores.cases, site.task), measured.constant_outputs()

@@ -188,7 +188,7 @@ class Run:
 
         def site_record(site: str) -> SiteRecord:
             delivered = outcome.delivered.get(site, {})
-            parts = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes", "structures"))
+            parts = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes", "by_label", "intervals"))
             return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), *parts)
 
         return RunRecord(

@@ -115,7 +115,7 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) ->
         answers = {"global": best_constant(task, everything, judges)}
         if name in training:
             answers["personal"] = best_constant(task, training[name], judges)
-        measured = {model: score_constant(site, answer, "test", task.metrics) for model, answer in answers.items()}
+        measured = {model: score_constant(site, answer, "test", task.test_metrics) for model, answer in answers.items()}
         measured["deployed"] = measured.get("personal", measured["global"])
         values = {model: {name: finite_or_none(value) for name, value in result.values.items()} for model, result in measured.items()}
         records[name] = SiteRecord(roles[name], site.n, values)

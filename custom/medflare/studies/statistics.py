@@ -16,6 +16,9 @@ from scipy.stats import bootstrap, ttest_1samp, wilcoxon
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import unknown
 from medflare.evaluation.results import results_frame
+from medflare.tasks.class_metrics import of_outputs
+from medflare.tasks.metrics_table import metric_table
+from medflare.tasks.summaries import ALL, weighted_mean
 
 Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
@@ -40,7 +43,7 @@ def study_values(groups: Groups) -> pd.DataFrame:
         Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role); columns: seeds; NaN: undefined.
     """
     frames = [
-        results_frame(run).assign(label=label, seed=run["seed"], run=place)
+        results_frame(run).loc[lambda table: table["label"] == ALL].assign(label=label, seed=run["seed"], run=place)
         for label, runs in groups.items()
         for place, run in enumerate(runs)
     ]
@@ -157,55 +160,18 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
     Returns:
         (...); NaN where the weighted cases leave the metric undefined.
 
+    Raises:
+        ConfigError: an unknown metric of classes.
+
     Examples:
         >>> weighted_metric(case_table({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, "dice"), "dice", np.array([1.0, 1.0]))
         array(0.5)
     """
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no values is NaN
-        if "values" in cases.columns:
-            values = cases.columns["values"]
-            return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))
-        probabilities, targets = cases.columns["probabilities"], cases.columns["targets"]
-        if targets.ndim == 2:
-            pairs = zip(probabilities.T, targets.T, strict=True)
-            labels = [_of_classes(_two_classes(of_label[:, None]), target, metric, weights, label=True) for of_label, target in pairs]
-            return np.asarray(np.nanmean(labels, axis=0))
-        return _of_classes(_two_classes(probabilities) if probabilities.shape[1] == 1 else probabilities, targets, metric, weights)
-
-
-def _two_classes(positive: Floats) -> Floats:
-    return np.concatenate([1 - positive, positive], axis=1)
-
-
-def _of_classes(probabilities: Floats, targets: NDArray[Any], metric: str, weights: Floats, label: bool = False) -> Floats:
-    """As in `tasks.metrics`: undefined classes are left out of the mean over classes; the F1 of a `label` is that of its presence."""
-    predicted, classes = probabilities.argmax(axis=1), range(probabilities.shape[1])
-    if metric == "accuracy":
-        return np.asarray(weights @ (predicted == targets) / weights.sum(axis=-1))
-    if metric == "auc_macro":
-        return np.asarray(np.nanmean([_area(probabilities[:, c], targets == c, weights) for c in classes], axis=0))
-    if metric not in ("balanced_accuracy", "f1_macro"):
-        raise unknown("metric", metric, ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro"))
-    values = []
-    for c in classes[1:] if label and metric == "f1_macro" else classes:
-        hits, true, positive = (weights @ mask for mask in ((targets == c) & (predicted == c), targets == c, predicted == c))
-        values.append(hits / true if metric == "balanced_accuracy" else 2 * hits / (true + positive))
-    return np.asarray(np.nanmean(values, axis=0))
-
-
-def _area(scores: Floats, truth: NDArray[np.bool_], weights: Floats) -> Floats:
-    """Area under the ROC curve: weighted share of (positive, negative) pairs in the right order, ties count half.
-
-    All resamples share the order of the scores, so that each takes time linear in the number of cases.
-    """
-    negatives = np.flatnonzero(~truth)[np.argsort(scores[~truth])]
-    below, tied = (np.searchsorted(scores[negatives], scores[truth], side) for side in ("left", "right"))
-    counted = np.zeros((*weights.shape[:-1], len(negatives) + 1))  # weight of the negatives, from the lowest score
-    np.cumsum(weights[..., negatives], axis=-1, out=counted[..., 1:])
-    positive = weights[..., truth]
-    ordered = (counted[..., below] + counted[..., tied]) / 2
-    return np.asarray((positive * ordered).sum(axis=-1) / (positive.sum(axis=-1) * counted[..., -1]))
+    if "values" in cases.columns:
+        return weighted_mean(cases.columns["values"], weights)
+    if metric not in metric_table():
+        raise unknown("metric", metric, metric_table())
+    return of_outputs(metric_table()[metric].compute, cases.columns["probabilities"], cases.columns["targets"], weights)
 
 
 # -- over patients -----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from scipy.stats import linregress
 
 from medflare.core.errors import StateError
 from medflare.evaluation.figures import Panel, line_panels
-from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better, metric_label
-from medflare.evaluation.results import MODELS, confusion, named_metrics
+from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, label_metric, lower_is_better, metric_label
+from medflare.evaluation.results import MODELS, confusion, named_metrics, results_frame
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
 from medflare.studies.statistics import (
@@ -28,6 +28,7 @@ from medflare.studies.statistics import (
     study_values,
     weighted_metric,
 )
+from medflare.tasks.summaries import ALL
 from medflare.training.constant import NEAR
 
 Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
@@ -93,6 +94,7 @@ class StudyTables:
         for metric in sorted(self.metrics, key=lambda metric: metric != self.metric):
             makers[metric] = partial(self.sites, metric)
             makers[f"{metric}, what the mean hides"] = partial(self.summary, metric)
+        makers[f"{label_metric(self.metric)} by structure or class, deployed model"] = self.by_label
         makers[f"{self.metric}, differences"] = self.differences
         for label, runs in list(self.groups.items())[1:]:
             if runs[0]["method"] == SINGLE_SITE:
@@ -139,8 +141,7 @@ class StudyTables:
         means = [row.values.mean(axis=1).tolist() for row in rows]
         attainable = [mean for row, mean in zip(rows, means, strict=True) if row.models != (ORACLE,)]
         best = [best_value(metric, (value for value in column if value == value)) for column in zip(*attainable, strict=True)]
-        headings = [f"mean {role}" if not site else site if role == "inside" else f"{site} ({role})" for role, site in self.places]
-        lines = [["method", "model", "selection", *headings, "runs"]]
+        lines = [["method", "model", "selection", *self._headings(), "runs"]]
         for row, mean in zip(rows, means, strict=True):
             cells = [spread(metric, values) for _, values in row.values.iterrows()]
             if row.models != (ORACLE,):
@@ -172,6 +173,25 @@ class StudyTables:
                     warnings.append(f"constant answer at {', '.join(constant)}")
                 lines.append([*row.cells, role, *numbers, "; ".join(warnings) or UNDEFINED])
         return markdown(lines, left=4)
+
+    def by_label(self) -> str:
+        """A row per method and structure or class, a column per site and per mean of a role; "" if there is at most one of them."""
+        frames = [results_frame(run).assign(row=row, seed=run["seed"]) for row, runs in self.groups.items() for run in runs]
+        table = pd.concat(frames, ignore_index=True)
+        table = table[(table["label"] != ALL) & (table["model"] == "deployed") & (table["metric"] == label_metric(self.metric))]
+        if table["label"].nunique() < 2:
+            return ""
+        keys = ["row", "label", "role", "seed"]
+        means = table.groupby(keys, as_index=False)["value"].mean().assign(site=ALL_SITES)
+        values = pd.concat([table, means]).groupby(["row", "label", "role", "site", "seed"])["value"].mean().unstack("seed")
+        lines = [["method", "structure or class", *self._headings()]]
+        for row, label in table[["row", "label"]].drop_duplicates().itertuples(index=False):
+            places = values.reindex([(row, label, *place) for place in self.places])
+            lines.append([row, label, *(spread(self.metric, of_place) for _, of_place in places.iterrows())])
+        return markdown(lines, left=2)
+
+    def _headings(self) -> list[str]:
+        return [f"mean {role}" if not site else site if role == "inside" else f"{site} ({role})" for role, site in self.places]
 
     def _label_of(self, method: str) -> str | None:
         """The first row with this method."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates: 0, 0.05, ..., 1
 MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`)
-MOST_STRUCTURES: Final = 64  # likewise
 _DIGITS: Final = 4  # of sensitivities
 _AREA_DIGITS: Final = 7
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
@@ -63,54 +62,6 @@ class Cases:
 
 def _listed(values: "Mapping[str, Tensor]") -> dict[str, list[float | None]]:
     return {name: [None if value != value else round(value, 6) for value in row.tolist()] for name, row in values.items()}
-
-
-def structure_means(cases: Cases) -> dict[str, dict[str, float | None]]:
-    """Structure -> metric -> mean over the patients for whom it is defined; None if it is undefined for all.
-
-    Examples:
-        >>> import torch
-        >>> structure_means(Cases(("a", "b"), {}, structures={"cup": {"dice": torch.tensor([0.5, torch.nan])}}))
-        {'cup': {'dice': 0.5}}
-    """
-    means = {label: {metric: float(row.nanmean()) for metric, row in values.items()} for label, values in cases.structures.items()}
-    return {label: {metric: None if math.isnan(mean) else mean for metric, mean in row.items()} for label, row in means.items()}
-
-
-def class_metrics(report: Mapping[str, Any], target: str, labels: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """Sensitivity, specificity, positive predictive value, F1 and area under the ROC curve of each class against all others.
-
-    Args:
-        report: of `class_report`.
-
-    Returns:
-        Class -> metric -> value, None for 0/0; of a binary or multilabel task the labels alone. Empty for a report of other classes.
-
-    Examples:
-        >>> report = {"confusion": [[[3, 1], [0, 4]]], "roc": [{"auc": 0.9}]}
-        >>> class_metrics(report, "binary", ["tumour"])
-        {'tumour': {'sensitivity': 1.0, 'specificity': 0.75, 'ppv': 0.8, 'f1': 0.888..., 'auc': 0.9}}
-    """
-    areas = dict(zip(curve_names(target, labels), (curve["auc"] for curve in report["roc"]), strict=False))
-    if target == "multiclass" and len(labels) == 2 and areas:
-        areas[labels[0]] = areas[labels[1]]  # of two exclusive classes both areas are equal
-    metrics: dict[str, dict[str, float | None]] = {}
-    for classes, rows in zip(matrix_names(target, labels).values(), report["confusion"], strict=False):
-        counts = np.array(rows)
-        if counts.shape != (len(classes), len(classes)):
-            return {}
-        for index in range(len(classes)) if target == "multiclass" else (1,):
-            label = classes[index]
-            hit, true, positive, total = counts[index, index], counts[index].sum(), counts[:, index].sum(), counts.sum()
-            ratios = {
-                "sensitivity": (hit, true),
-                "specificity": (total - true - positive + hit, total - true),
-                "ppv": (hit, positive),
-                "f1": (2 * hit, true + positive),
-            }
-            shares = {metric: float(part / whole) if whole else None for metric, (part, whole) in ratios.items()}
-            metrics[label] = {**shares, "auc": areas.get(label)}
-    return metrics
 
 
 def class_names(task: TaskConfig) -> list[tuple[str, ...]]:

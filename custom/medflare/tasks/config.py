@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, no_such, one_of, unknown
 from medflare.core.text import NAME, is_name, printable, printable_json
-from medflare.tasks.metrics_table import metrics_of, selection_metrics
+from medflare.tasks.metrics_table import default_metrics, metrics_of, selection_metrics
 from medflare.tasks.optimizers import OPTIMIZERS, Schedule, build_schedule, optimizer_class
 from medflare.tasks.transforms import check_transforms
 
@@ -179,6 +179,7 @@ class TaskConfig:
             are always fp32.
         accumulate: number of batches whose mean gradient one step uses.
         metric: validation metric that selects models; higher is better.
+        metrics: metrics of the test images beside `metric`, see `tasks.metrics_table`; empty: those of `default_metrics`.
         intensity: one deterministic MONAI intensity transform {"name": ..., arguments}, see
             `tasks.transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
@@ -238,6 +239,7 @@ class TaskConfig:
     surface_tolerance: Annotated[float, Field(ge=0)] = 2.0
     unreadable: Literal["error", "skip"] = "error"
     unreadable_limit: Annotated[UnreadableLimit, nested(UnreadableLimit)] = UnreadableLimit()
+    metrics: tuple[Name, ...] = ()
     embedded: Literal["", "phantom"] = ""
     source: Annotated[str, AfterValidator(printable)] = ""
 
@@ -247,6 +249,8 @@ class TaskConfig:
         volumes, masks, patches = self.spatial_dims == 3, self.kind == "segmentation", self.image_mode == "patch"
         if self.metric not in selection_metrics(self.kind):
             raise ValueError(no_such("metric", self.metric, selection_metrics(self.kind)))
+        if strange := [name for name in self.metrics if name not in metrics_of(self.kind, self.spatial_dims)]:
+            raise ValueError(no_such("metric", strange[0], metrics_of(self.kind, self.spatial_dims), "metrics"))
         if strange := [label for label in self.label_values if label not in self.labels]:
             raise ValueError(no_such("label", strange[0], self.labels, "label_values"))
         missing = [label for label in self.labels if label not in self.label_values] if self.label_values else []
@@ -304,9 +308,9 @@ class TaskConfig:
         return (f"not {self.labels[0]}", self.labels[0]) if self.target == "binary" else self.labels
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of all metrics of the task."""
-        return metrics_of(self.kind, self.spatial_dims)
+    def test_metrics(self) -> tuple[str, ...]:
+        """Names of all metrics of the test images."""
+        return tuple(dict.fromkeys([self.metric, *self.metrics])) if self.metrics else default_metrics(self.kind, self.spatial_dims)
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
         """Probabilities of the same shape: softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel).

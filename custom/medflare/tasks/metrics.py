@@ -5,14 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.core.settings import unknown
 from medflare.tasks.annotation import Annotation
+from medflare.tasks.class_metrics import of_outputs
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics_table import METRICS, Metric
+from medflare.tasks.metrics_table import dice, metric_table
 
 Images: TypeAlias = Any  # a Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes
 Spacing: TypeAlias = tuple[float, ...]  # distance of neighboring pixels or voxels along every axis
@@ -49,7 +51,7 @@ class Scores:
         """
         self.values[metric] = None if math.isnan(value) else value
         if math.isnan(value):
-            self.undefined[metric] = METRICS[metric].undefined
+            self.undefined[metric] = metric_table()[metric].undefined
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Measured:
             return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the model's output holds NaN or infinite values"))
         if self.task.kind == "segmentation":
             return _score_segmentation(self.parts, patients, self.metrics, self.structures)
-        return _score_classification(self.parts["probabilities"], self.parts["targets"], patients, self.task, self.metrics)
+        return _score_classification(self.parts["probabilities"], self.parts["targets"], patients, self.metrics)
 
 
 def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str], annotation: Annotation | None = None) -> Measured:
@@ -121,9 +123,10 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
         ConfigError: an unknown metric.
     """
     annotation = annotation or Annotation(task)
+    table = metric_table()
     for metric in metrics:
-        if metric not in METRICS:
-            raise unknown("metric", metric, METRICS, f"task {task.name}")
+        if metric not in table:
+            raise unknown("metric", metric, table, f"task {task.name}")
     parts: list[dict[str, Tensor]] = []
     finite = [torch.ones(0, dtype=torch.bool)]
     for probabilities, targets, spacing in portions:
@@ -131,8 +134,8 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
         if task.kind == "segmentation":
             predicted = annotation.masks(foreground(probabilities.cpu(), task))
             truth = annotation.masks(structures(targets, task))
-            costly = [metric for metric in metrics if METRICS[metric].source == "masks"]
-            distances = {metric: METRICS[metric].compute(predicted, truth, spacing, task) for metric in costly}
+            costly = [metric for metric in metrics if table[metric].source == "masks"]
+            distances = {metric: table[metric].compute(predicted, truth, spacing, task) for metric in costly}
             parts.append({_COUNTS: overlap_counts(predicted, truth), **distances})
         else:
             parts.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
@@ -253,10 +256,10 @@ def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metri
     per_patient: dict[str, Tensor] = {}
     by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in structures}
     cases = Cases(tuple(names), per_patient, structures=by_structure)
-    scores = Scores({}, left_out=int(METRICS["dice"].compute(counts).isnan().sum()), cases=cases)
+    scores = Scores({}, left_out=int(dice(counts).isnan().sum()), cases=cases)
     for metric in metrics:
-        if METRICS[metric].source == "counts":
-            values = METRICS[metric].compute(counts)
+        if metric_table()[metric].source == "counts":
+            values = metric_table()[metric].compute(counts)
         else:
             values = mean_by_patient(parts[metric], groups, len(names))
         if metric.startswith("hd95"):
@@ -268,21 +271,9 @@ def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metri
     return scores
 
 
-def _score_classification(
-    probabilities: Tensor, targets: Tensor, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]
-) -> Scores:
+def _score_classification(probabilities: Tensor, targets: Tensor, patients: Sequence[str], metrics: Sequence[str]) -> Scores:
     scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
     for metric in metrics:
-        scores.set(metric, _of_classes(METRICS[metric], probabilities, targets, task))
+        compute = metric_table()[metric].compute
+        scores.set(metric, float(of_outputs(compute, probabilities.numpy(), targets.numpy(), np.ones(len(targets)))))
     return scores
-
-
-def _of_classes(metric: Metric, probabilities: Tensor, targets: Tensor, task: TaskConfig) -> float:
-    """A metric of exclusive classes; of a multilabel task its mean over the labels for which it is defined."""
-    if task.target == "multiclass":
-        return float(metric.compute(probabilities, targets, False))
-    two_classes = [torch.cat([1 - column, column], dim=1) for column in probabilities.split(1, dim=1)]
-    if task.target == "binary":
-        return float(metric.compute(two_classes[0], targets, False))
-    values = [metric.compute(column, targets[:, label], True) for label, column in enumerate(two_classes)]
-    return float(torch.tensor(values, dtype=torch.float64).nanmean())

@@ -1,18 +1,25 @@
 """The table of metrics: how each is named, computed and compared. Light to import.
 
-A new metric is a function and a row of `METRICS`. NaN means that a metric is undefined.
+A new metric is a function and a row of `METRICS`; of another distribution, an entry point in the group "medflare.metrics" that names a
+`Metric`. NaN means that a metric is undefined.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from medflare.core.errors import ConfigError
 from medflare.core.packages import installed
+from medflare.tasks import class_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+GROUP: Final = "medflare.metrics"
 
 
 @dataclass(frozen=True)
@@ -23,13 +30,15 @@ class Metric:
         source: what it is computed from:
             "counts": `compute(counts)`, pixel counts (patients, C, 4) -> float64 (patients, C);
             "masks": `compute(predicted, truth, spacing, task)`, bool (N, C, ...) -> float64 (N, C); costly;
-            "classes": `compute(probabilities, targets, label)`, (N, classes) and (N,) -> a number; `label`: whether the two classes are
-            no and yes of one label of a multilabel task.
+            "classes": `compute(probabilities, targets, weights, target)`, see `tasks.class_metrics`.
         words: display name, with the unit.
         compute: see `source`.
         undefined: the reason that is reported where the metric is NaN.
         lower_is_better: whether lower values are better.
         spatial_dims: only for images of so many dimensions; None: for all.
+        bounds: lowest and highest possible value.
+        digits: decimals of its numbers in tables.
+        default: whether tasks without `metrics` have it.
     """
 
     source: Literal["counts", "masks", "classes"]
@@ -38,6 +47,9 @@ class Metric:
     undefined: str
     lower_is_better: bool = False
     spatial_dims: int | None = None
+    bounds: tuple[float, float] = (0.0, 1.0)
+    digits: int = 3
+    default: bool = False
 
     @property
     def kind(self) -> str:
@@ -59,6 +71,12 @@ def iou(counts: "Tensor") -> "Tensor":
     return counts[..., 0] / (counts[..., 0] + counts[..., 1] + counts[..., 3])
 
 
+def volume_error(counts: "Tensor") -> "Tensor":
+    """|predicted - true volume| / true volume, see `dice`; NaN without a true pixel."""
+    true = counts[..., 0] + counts[..., 3]
+    return ((counts[..., 1] - counts[..., 3]).abs() / true).where(true > 0, math.nan)
+
+
 def boundary_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None) -> "Tensor":
     """95th percentile Hausdorff distance of every image and class, float64 (N, C).
 
@@ -76,19 +94,63 @@ def boundary_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[fl
         >>> boundary_distance(predicted, truth), boundary_distance(predicted, truth, (1.0, 0.5))
         (tensor([[3.]], dtype=torch.float64), tensor([[1.5000]], dtype=torch.float64))
     """
+    return _of_surfaces(lambda *directed: max(distances.quantile(0.95) for distances in directed), predicted, truth, spacing)
+
+
+def average_surface_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None) -> "Tensor":
+    """Mean distance of the surface pixels of truth and prediction to the other's surface, see `boundary_distance`."""
+    import torch
+
+    return _of_surfaces(lambda *directed: torch.cat(directed).mean(), predicted, truth, spacing)
+
+
+def _of_surfaces(summary: Callable[..., "Tensor"], predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None) -> "Tensor":
+    """`summary` of both directed distances (surface pixels,) of every image and class where both masks have pixels, else NaN."""
     import torch
     from monai.metrics.utils import get_mask_edges, get_surface_distance
     from monai.transforms.utils import generate_spatial_bounding_box
 
-    distances = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
+    values = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
     images, classes = torch.nonzero(predicted.flatten(2).any(2) & truth.flatten(2).any(2), as_tuple=True)
     for image, label in zip(images.tolist(), classes.tolist(), strict=True):
         masks = [part[image, label].cpu() for part in (predicted, truth)]
         box = tuple(map(slice, *generate_spatial_bounding_box((masks[0] | masks[1])[None])))
         first, second = get_mask_edges(masks[0][box], masks[1][box], crop=False)
-        directed = [get_surface_distance(*edges, spacing=spacing) for edges in ((first, second), (second, first))]
-        distances[image, label] = max(torch.quantile(values, 0.95) for values in directed)
-    return distances
+        values[image, label] = summary(*(get_surface_distance(*edges, spacing=spacing) for edges in ((first, second), (second, first))))
+    return values
+
+
+def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
+    """F1 of lesions, the connected components with all neighbours, of every image and class, float64 (N, C).
+
+    2 TP / (2 TP + FP + FN): TP true lesions that the prediction overlaps, FN the others, FP predicted lesions that overlap no true one
+    (the ISLES challenge: Hernandez Petzsche et al., Scientific Data 9, 2022). NaN without any lesion.
+
+    Args:
+        predicted: bool (N, C, ...).
+        truth: bool (N, C, ...).
+
+    Examples:
+        >>> import torch
+        >>> lesion_f1(torch.tensor([[[1, 0, 0, 0, 1]]]) > 0, torch.tensor([[[1, 1, 0, 0, 0]]]) > 0)
+        tensor([[0.6667]], dtype=torch.float64)
+    """
+    import numpy as np
+    import torch
+    from scipy.ndimage import label
+
+    def lesions(mask: Any, other: Any) -> tuple[int, int]:
+        """How many there are, and how many of them overlap the other mask."""
+        numbered, count = label(mask, np.ones((3,) * mask.ndim))
+        return count, len(np.unique(numbered[other & mask]))
+
+    values = [math.nan] * (predicted.shape[0] * predicted.shape[1])
+    pairs = zip(predicted.flatten(0, 1).cpu().numpy(), truth.flatten(0, 1).cpu().numpy(), strict=True)
+    for place, (answer, true) in enumerate(pairs):
+        (count, detected), (predictions, overlapping) = lesions(true, answer), lesions(answer, true)
+        if count or predictions:
+            values[place] = 2 * detected / (detected + count + predictions - overlapping)
+    return torch.tensor(values, dtype=torch.float64).reshape(predicted.shape[:2])
 
 
 def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float], tolerance: float) -> "Tensor":
@@ -118,12 +180,15 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
     return shares.double()
 
 
-def _hd95(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-    return boundary_distance(predicted, truth) if installed("scipy") else _nan(predicted)
+def _in_pixels(distance: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
+    return lambda predicted, truth, spacing, task: distance(predicted, truth) if installed("scipy") else _nan(predicted)
 
 
-def _hd95_mm(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-    return boundary_distance(predicted, truth, spacing) if spacing is not None and installed("scipy") else _nan(predicted)
+def _in_millimetres(distance: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
+    def measured(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
+        return distance(predicted, truth, spacing) if spacing is not None and installed("scipy") else _nan(predicted)
+
+    return measured
 
 
 def _surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
@@ -138,79 +203,99 @@ def _nan(masks: "Tensor") -> "Tensor":
     return torch.full(masks.shape[:2], math.nan, dtype=torch.float64)
 
 
-def _accuracy(probabilities: "Tensor", targets: "Tensor", label: bool) -> float:
-    return int((targets == probabilities.argmax(dim=1)).sum()) / len(targets)
-
-
-def _auc_macro(probabilities: "Tensor", targets: "Tensor", label: bool) -> float:
-    """Each class against the rest, mean over the classes that occur; NaN if only one occurs."""
-    import torch
-    from monai.metrics.rocauc import compute_roc_auc
-
-    truths = [(targets == c).long() for c in range(probabilities.shape[1])]
-    areas = [compute_roc_auc(probabilities[:, c], truth) for c, truth in enumerate(truths) if 0 < truth.sum() < len(targets)]
-    return float(torch.tensor(areas, dtype=torch.float64).mean())
-
-
-def _balanced_accuracy(probabilities: "Tensor", targets: "Tensor", label: bool) -> float:
-    """Mean sensitivity of the classes that occur."""
-    return _of_counts("sensitivity", _class_counts(probabilities, targets))
-
-
-def _f1_macro(probabilities: "Tensor", targets: "Tensor", label: bool) -> float:
-    """Mean F1 of the classes that occur or are predicted; of a label only that of yes (scikit-learn's macro average of labels)."""
-    counts = _class_counts(probabilities, targets)
-    return _of_counts("f1 score", counts[1:] if label else counts)
-
-
-def _class_counts(probabilities: "Tensor", targets: "Tensor") -> "Tensor":
-    """(classes, 4): see `dice`."""
-    from monai.metrics.confusion_matrix import get_confusion_matrix
-    from torch.nn.functional import one_hot
-
-    classes = probabilities.shape[1]
-    return get_confusion_matrix(one_hot(probabilities.argmax(dim=1), classes), one_hot(targets.long(), classes)).sum(dim=0).double()
-
-
-def _of_counts(name: str, counts: "Tensor") -> float:
-    from monai.metrics.confusion_matrix import compute_confusion_matrix_metric
-
-    return float(compute_confusion_matrix_metric(name, counts).nanmean())  # NaN is 0/0
-
-
 _EMPTY: Final = "no image has a foreground pixel, true or predicted (0/0)"
 _NOT_BOTH: Final = "no image has both true and predicted foreground"
 _ONE_CLASS: Final = "the true labels hold a single class"
-METRICS: Final = {
-    "dice": Metric("counts", "Dice", dice, _EMPTY),
-    "iou": Metric("counts", "IoU", iou, _EMPTY),
-    "hd95": Metric("masks", "HD95 (px)", _hd95, _NOT_BOTH, lower_is_better=True, spatial_dims=2),
+_NO_SPACING: Final = ", or the voxel spacing is unknown"
+_DISTANCE: Final[Mapping[str, Any]] = {"lower_is_better": True, "bounds": (0.0, 1e6), "digits": 1}
+METRICS: Final[Mapping[str, Metric]] = {
+    "dice": Metric("counts", "Dice", dice, _EMPTY, default=True),
+    "iou": Metric("counts", "IoU", iou, _EMPTY, default=True),
+    "hd95": Metric("masks", "HD95 (px)", _in_pixels(boundary_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2, default=True),
     "hd95_mm": Metric(
-        "masks", "HD95 (mm)", _hd95_mm, f"{_NOT_BOTH}, or the voxel spacing is unknown", lower_is_better=True, spatial_dims=3
+        "masks", "HD95 (mm)", _in_millimetres(boundary_distance), _NOT_BOTH + _NO_SPACING, **_DISTANCE, spatial_dims=3, default=True
     ),
-    "surface_dice": Metric(
-        "masks", "surface Dice", _surface_dice, "no image has a foreground voxel, or the voxel spacing is unknown", spatial_dims=3
+    "surface_dice": Metric("masks", "surface Dice", _surface_dice, _EMPTY + _NO_SPACING, spatial_dims=3, default=True),
+    "assd": Metric("masks", "ASSD (px)", _in_pixels(average_surface_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2),
+    "assd_mm": Metric(
+        "masks", "ASSD (mm)", _in_millimetres(average_surface_distance), _NOT_BOTH + _NO_SPACING, **_DISTANCE, spatial_dims=3
     ),
-    "accuracy": Metric("classes", "accuracy", _accuracy, _ONE_CLASS),
-    "balanced_accuracy": Metric("classes", "balanced accuracy", _balanced_accuracy, _ONE_CLASS),
-    "f1_macro": Metric("classes", "F1 (macro)", _f1_macro, "no label occurs or is predicted (0/0)"),
-    "auc_macro": Metric("classes", "AUC (macro)", _auc_macro, _ONE_CLASS),
+    "volume_error": Metric(
+        "counts", "volume error", volume_error, "no image has a true foreground pixel", lower_is_better=True, bounds=(0.0, 1e6)
+    ),
+    "lesion_f1": Metric("masks", "lesion F1", _in_pixels(lesion_f1), _EMPTY),
+    "accuracy": Metric("classes", "accuracy", class_metrics.accuracy, _ONE_CLASS, default=True),
+    "balanced_accuracy": Metric(
+        "classes",
+        "balanced accuracy",
+        class_metrics.macro(class_metrics.sensitivity, negative_of=("binary", "multilabel")),
+        _ONE_CLASS,
+        default=True,
+    ),
+    "f1_macro": Metric(
+        "classes",
+        "F1 (macro)",
+        class_metrics.macro(class_metrics.f1, negative_of=("binary",)),
+        "no label occurs or is predicted (0/0)",
+        default=True,
+    ),
+    "auc_macro": Metric("classes", "AUC (macro)", class_metrics.macro(class_metrics.auc), _ONE_CLASS, default=True),
+    "auprc_macro": Metric("classes", "AUPRC (macro)", class_metrics.macro(class_metrics.auprc), "no image has a label"),
+    "sensitivity_macro": Metric("classes", "sensitivity (macro)", class_metrics.macro(class_metrics.sensitivity), "no image has a label"),
+    "specificity_macro": Metric("classes", "specificity (macro)", class_metrics.macro(class_metrics.specificity), _ONE_CLASS),
+    "ppv_macro": Metric("classes", "positive predictive value (macro)", class_metrics.macro(class_metrics.ppv), "no label is predicted"),
+    "quadratic_kappa": Metric(
+        "classes", "quadratic weighted kappa", class_metrics.quadratic_kappa, "truth and prediction hold a single class", bounds=(-1.0, 1.0)
+    ),
+    "brier": Metric("classes", "Brier score", class_metrics.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)),
+    "ece": Metric("classes", "calibration error", class_metrics.calibration_error, "no image", lower_is_better=True),
 }
 
 
+@cache
+def metric_table() -> dict[str, Metric]:
+    """All metrics by name: `METRICS`, and those of other distributions.
+
+    Raises:
+        ConfigError: an entry point cannot be loaded, names no `Metric`, or has a name that is in use.
+    """
+    table = dict(METRICS)
+    for point in entry_points(group=GROUP):
+        place = f"metric {point.name!r} of the distribution {point.dist.name if point.dist else point.value}"
+        try:
+            metric = point.load()
+        except Exception as error:
+            raise ConfigError(f"{place} cannot be loaded ({type(error).__name__}: {error})") from error
+        if not isinstance(metric, Metric) or table.setdefault(point.name, metric) is not metric:
+            raise ConfigError(f"{place} must name a Metric, and its own name must not be in use")
+    return table
+
+
 def metrics_of(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
-    """Names of the metrics of a kind of tasks, in the order of the table.
+    """Names of the metrics that a task of this kind can have, in the order of the table.
 
     Args:
         kind: "segmentation" or "classification".
 
     Examples:
-        >>> metrics_of("segmentation"), metrics_of("segmentation", spatial_dims=3)
+        >>> metrics_of("segmentation")[:5]
+        ('dice', 'iou', 'hd95', 'assd', 'volume_error')
+    """
+    return tuple(name for name, metric in metric_table().items() if metric.kind == kind and metric.spatial_dims in (None, spatial_dims))
+
+
+def default_metrics(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
+    """Names of the metrics of a task that names none.
+
+    Examples:
+        >>> default_metrics("segmentation"), default_metrics("segmentation", spatial_dims=3)
         (('dice', 'iou', 'hd95'), ('dice', 'iou', 'hd95_mm', 'surface_dice'))
     """
-    return tuple(name for name, metric in METRICS.items() if metric.kind == kind and metric.spatial_dims in (None, spatial_dims))
+    return tuple(name for name in metrics_of(kind, spatial_dims) if metric_table()[name].default)
 
 
 def selection_metrics(kind: str) -> tuple[str, ...]:
-    """Names of the metrics that can select models: higher is better, and cheap enough for every round."""
-    return tuple(name for name in metrics_of(kind) if METRICS[name].source != "masks")
+    """Names of the metrics that can select models: from 0 to 1, higher is better, and cheap enough for every round."""
+    table = metric_table()
+    choices = (name for name in metrics_of(kind) if table[name].source != "masks" and table[name].bounds == (0.0, 1.0))
+    return tuple(name for name in choices if not table[name].lower_is_better)

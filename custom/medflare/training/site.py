@@ -173,10 +173,10 @@ class Site:
     def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
         """Metrics of a model on a split.
 
-        `metrics` None: all of `task.metrics` on the test split, elsewhere those by which models are selected.
+        `metrics` None: those of the task; except on the test split only those by which models can be selected.
         """
-        names = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
-        return self.measure(self.predictions(predictor, split), split, names).scores(self.data.split(split).patients)
+        names = self.task.test_metrics if split == "test" else set(self.task.test_metrics).intersection(selection_metrics(self.task.kind))
+        return self.measure(self.predictions(predictor, split), split, metrics or sorted(names)).scores(self.data.split(split).patients)
 
     def measure(self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]) -> Measured:
         """The parts of metrics, of predictions for a whole split; of the structures that were annotated here."""

@@ -23,6 +23,7 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.summaries import Summary
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
@@ -131,9 +132,9 @@ class _Shown(ArtifactStore):
     delivered: Delivered
     home: ArtifactStore
 
-    def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
-        self.delivered(self.name, role, model, cases)
-        self.home.keep(role, model, metrics, cases)
+    def keep(self, role: str, model: Message, summary: Summary) -> None:
+        self.delivered(self.name, role, model, summary.cases)
+        self.home.keep(role, model, summary)
 
     def show(self, title: str, png: bytes) -> None:
         self.run.pictures[f"{self.name}: {title}"] = png

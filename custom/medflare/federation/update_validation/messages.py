@@ -35,8 +35,10 @@ from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.federation.settings import ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.settings import Cost
-from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES, MOST_STRUCTURES
-from medflare.tasks.metrics_table import METRICS
+from medflare.tasks.class_metrics import ONE_CLASS
+from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
+from medflare.tasks.metrics_table import metric_table
+from medflare.tasks.summaries import MOST_LABELS
 
 _DEPTH: Final = 8  # of tables within tables
 _LARGEST_INT: Final = 2**63
@@ -189,16 +191,20 @@ class _Classes(TypedDict):
 
 
 METRIC: Final = MetaSpec("metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True))
-_DISTANCE: Final = MetaSpec("distance", "in pixels or millimetres", number(0.0, 1e6, optional=True))
 
 
 def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
-        if name not in METRICS:
-            raise ValueError(f"{shown(name)} is not a metric")
-        if problem := (_DISTANCE if METRICS[name].lower_is_better else METRIC).problem(value):
-            raise ValueError(f"{name}: {problem}")
+        for bound in value if isinstance(value, list) else [value]:
+            if problem := _bounds(name).problem(bound):
+                raise ValueError(f"{shown(name)}: {problem}")
     return metrics
+
+
+def _bounds(name: str) -> MetaSpec:
+    if name not in metric_table() and name not in ONE_CLASS:
+        raise ValueError(f"{shown(name)} is not a metric")
+    return MetaSpec("metric", "", number(*metric_table()[name].bounds, optional=True)) if name in metric_table() else METRIC
 
 
 _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$")]
@@ -217,13 +223,20 @@ ENROLS: Final = (
     VERSIONS,
     RANGE,
 )
-_Metrics = Annotated[dict[str, Any], AfterValidator(_check_metrics)]
+_Metrics = Annotated[dict[str, Annotated[float, Field(strict=True)] | None], AfterValidator(_check_metrics)]
+_Intervals = Annotated[dict[str, Annotated[list[float], Field(max_length=2)]], AfterValidator(_check_metrics)]
 DELIVERS: Final = (
     MetaSpec("metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"),
     MetaSpec(
-        "structures",
-        "model -> structure -> metric -> value on test images",
-        models(Annotated[dict[str, _Metrics], Field(max_length=MOST_STRUCTURES)], 1000),
+        "by_label",
+        "model -> structure or class -> metric -> value on test images",
+        models(Annotated[dict[str, _Metrics], Field(max_length=MOST_LABELS)], 1000),
+        "test",
+    ),
+    MetaSpec(
+        "intervals",
+        "model -> structure, class or all -> metric -> 95 % interval over test patients",
+        models(Annotated[dict[str, _Intervals], Field(max_length=MOST_LABELS + 1)], 1000),
         "test",
     ),
     MetaSpec("n", "images by split", _Counts),

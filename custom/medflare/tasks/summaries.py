@@ -1,0 +1,103 @@
+"""What is reported of one model on one split: its metrics, those of each structure or class, and intervals over patients."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medflare.core.rng import numpy_generator
+from medflare.tasks.class_metrics import by_class, of_outputs
+from medflare.tasks.classes import Cases
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics_table import metric_table
+
+Values: TypeAlias = Mapping[str, float | None]
+Interval: TypeAlias = tuple[float, float]
+
+ALL: Final = ""  # in place of a structure or class: the metric of the model
+MOST_LABELS: Final = 32  # structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`)
+RESAMPLES: Final = 999
+_BATCH: Final = 200  # resamples in memory at once
+_UNDEFINED: Final = 0.1  # largest share of undefined resamples
+_DIGITS: Final = 7
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A model on one split.
+
+    Attributes:
+        metrics: metric -> value; None where it is undefined.
+        cases: predictions of single patients; they stay at the site.
+        by_label: structure or class -> metric -> value. Of a structure the metrics of the task, of a class those of
+            `class_metrics.ONE_CLASS`; empty with more than `MOST_LABELS` of them.
+        intervals: structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
+    """
+
+    metrics: Values
+    cases: Cases = field(default_factory=Cases, repr=False)
+    by_label: Mapping[str, Values] = field(default_factory=dict)
+    intervals: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
+
+
+def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
+    """The summary of a model with these metrics and cases."""
+    names = [name for name, value in metrics.items() if value is not None]
+    point = _values(cases, names, task, np.ones(_size(cases)))
+    by_label = {label: {metric: _defined(value) for metric, value in values.items()} for label, values in point.items() if label != ALL}
+    return Summary(metrics, cases, by_label, _intervals(cases, names, task))
+
+
+def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[str, dict[str, Interval]]:
+    """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none with fewer than two patients.
+
+    A metric that is undefined in more than a tenth of the resamples has no interval.
+    """
+    names, rows = np.unique(np.array(cases.patients, dtype=str), return_inverse=True)
+    if len(names) < 2:
+        return {}
+    random = numpy_generator(0, "bootstrap over patients")
+    counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
+    batches = [
+        _values(cases, metrics, task, counts[start : start + _BATCH][:, rows].astype(float)) for start in range(0, RESAMPLES, _BATCH)
+    ]
+    intervals: dict[str, dict[str, Interval]] = {}
+    for label, values in batches[0].items():
+        for metric in values:
+            drawn = np.concatenate([batch[label][metric] for batch in batches])
+            defined = drawn[~np.isnan(drawn)]
+            if len(defined) >= (1 - _UNDEFINED) * RESAMPLES:
+                low, high = np.percentile(defined, (2.5, 97.5))
+                intervals.setdefault(label, {})[metric] = (round(float(low), _DIGITS), round(float(high), _DIGITS))
+    return intervals
+
+
+def _size(cases: Cases) -> int:
+    return len(cases.patients)
+
+
+def _values(cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: NDArray[np.float64]) -> dict[str, dict[str, Any]]:
+    """Label, or `ALL` -> metric -> (...) of weighted cases (..., cases)."""
+    if not _size(cases):
+        return {}
+    if cases.probabilities is None or cases.targets is None:
+        by_label = {ALL: cases.values, **(cases.structures if len(cases.structures) <= MOST_LABELS else {})}
+        return {
+            label: {name: weighted_mean(values[name].numpy(), weights) for name in metrics if name in values}
+            for label, values in by_label.items()
+        }
+    outputs = cases.probabilities.numpy(), cases.targets.long().numpy(), weights
+    whole = {name: of_outputs(metric_table()[name].compute, *outputs) for name in metrics}
+    return {ALL: whole, **(by_class(*outputs, task.labels) if len(task.labels) <= MOST_LABELS else {})}
+
+
+def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean (...) of the values (cases,) that are defined; weights (..., cases)."""
+    with np.errstate(all="ignore"):
+        return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))
+
+
+def _defined(value: Any) -> float | None:
+    return None if np.isnan(value) else round(float(value), _DIGITS)
