@@ -4,5 +4,4 @@
 #   ./submit.sh KIT JOB_FOLDER
 set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: submit.sh KIT JOB_FOLDER" >&2; exit 2; }
-reply=$(nvflare --format json job submit -j "$2" --startup-kit "$1") || { echo "$reply" >&2; exit 1; }
-python3 -c 'import json, sys; print(json.loads(sys.argv[1])["data"]["job_id"])' "$reply"
+exec python3 -m medflare.cli job submit "$2" --kit "$1"

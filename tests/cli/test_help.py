@@ -32,15 +32,15 @@ def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[
 def test_every_promised_command_is_there() -> None:
     names = set(command_names())
     assert names >= {"run", "resume", "results", "methods", "predict", "export", "task init", "task plan", "study run"}
-    assert names >= {"study table", "job write", "job watch", "job fetch", "job list", "site setup", "site doctor", "site status"}
+    assert names >= {"study table", "job create", "job watch", "job fetch", "job list", "site setup", "site doctor", "site status"}
     assert names >= {f"data {action}" for action in ("init", "check", "fingerprint", "prepare", "features")}
 
 
 @pytest.mark.parametrize(
     ("short", "whole"),
     [
-        ("job fedsm --out x", "job write"),
-        ("job --out x fedsm", "job write"),
+        ("job fedsm --out x", "job create"),
+        ("job --out x fedsm", "job create"),
         ("job watch x --kit k", "job watch"),
         ("study fedavg --out x", "study run"),
         ("study table x", "study table"),

@@ -44,7 +44,7 @@ def test_models_with_equal_numbers_share_a_column() -> None:
     def columns(*sites: dict[str, Any]) -> dict[str, str]:
         return model_columns({"sites": dict(zip("AB", sites, strict=False))})
 
-    assert columns(site(personal=0.5, deployed=0.5)) == {"global = personal = deployed": "global"}
+    assert columns(site(personal=0.5, deployed=0.5)) == {"model": "global"}
     assert columns(site(personal=0.5), site(personal=0.6)) == {"global": "global", "personal": "personal"}, "different at one site"
     assert columns(site(personal=0.5), site(personal=None)) == {"global": "global", "personal": "personal"}, "undefined is not equal"
     assert list(columns(site(personal=None, deployed=None))) == ["global", "personal", "deployed"], "undefined models are not equal"

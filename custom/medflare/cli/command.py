@@ -29,6 +29,7 @@ _REMEDIES: Final = {
     errno.ENOSPC: "free space on the disk, or use another one",
     errno.EDQUOT: "free space in this account's quota, or use another disk",
 }
+_COMPLETION: Final = "_MEDFLARE_COMPLETE"
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
@@ -36,7 +37,7 @@ app = typer.Typer(
     help="Federated learning for medical images: personal models for participating hospitals, general models for all others.",
     epilog="Start with: medflare run fedsm --sites 4    (synthetic images, a few minutes on two cores). With your images: "
     "medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
-    **AUTO_HELP,
+    **AUTO_HELP | {"add_completion": True},
 )
 for group in (data, run, job, methods, models, site, studies):
     group.add_commands(app)
@@ -96,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _invoke(arguments: list[str]) -> int:
     """The exit status of the subcommand; an unknown command or option is reported in one line, without the usage."""
+    if _COMPLETION in os.environ:  # the shell asks for the words that fit
+        app(prog_name="medflare")
     command: Any = get_command(app)
     try:
         with command.make_context("medflare", arguments) as context:

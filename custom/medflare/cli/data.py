@@ -66,6 +66,7 @@ def init(
     redraw: Annotated[bool, typer.Option("--redraw", help="Draw the splits, also if the folder names them")] = False,
     seed: Seed = 0,
     sites: Annotated[int | None, typer.Option(help="Number of simulated sites that patients are distributed over, below --out")] = None,
+    site_folders: Annotated[bool, typer.Option("--site-folders", help="Each folder in FOLDER is a site of that name")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for datalists and hard links to the files (default: FOLDER itself)")] = None,
     copy: Copy = False,
     skip: Annotated[bool, typer.Option("--skip", help="Leave out images without mask or label")] = False,
@@ -81,10 +82,11 @@ def init(
 
     if copy and out is None:
         raise ConfigError("--copy copies files to --out FOLDER; name it, or leave --copy out")
-    if sites is not None and site_column:
-        raise ConfigError("--sites simulates sites, --site-column has real ones; give one of them")
+    if sum([sites is not None, bool(site_column), site_folders]) > 1:
+        raise ConfigError("--sites simulates sites, --site-column and --site-folders have real ones; give one of them")
     columns = Columns(image_column, label_column, mask_column, patient_column, site_column, split_column)
-    options = ImportOptions(kind or "", table, columns, patient, sites, parse_shares(shares), seed, redraw, skip, out, copy, force)
+    splits = parse_shares(shares)
+    options = ImportOptions(kind or "", table, columns, patient, sites, splits, seed, redraw, skip, site_folders, out, copy, force)
     report = import_folder(root, options)
     print(report.render())
     print(f"next: medflare task init {shlex.quote(str(report.home))} --out task.json")
@@ -156,7 +158,7 @@ def prepare(
     name: Annotated[str | None, typer.Argument(help="See --list")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Show what can be prepared: sites, sizes, licence, where to download")] = False,
     source: Annotated[Path | None, typer.Option("--from", metavar="DOWNLOADS", help="Folder of the downloads, unpacked")] = None,
-    to: Annotated[Path | None, typer.Option(metavar="DATA", help="Folder for the sites, with hard links to the files")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DATA", help="Folder for the sites, with hard links to the files")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if counts differ from the paper's")] = False,
     redraw: Annotated[bool, typer.Option("--redraw", help="Draw the splits by patient, also if the download names them")] = False,
     seed: Seed = 0,
@@ -174,16 +176,16 @@ def prepare(
     if listed:
         print(listing())
         return 0
-    if name is None or source is None or to is None:
-        raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --to DATA; --list shows the names")
-    print(prepare(get_preparation(name), source, to, strict=strict, redraw=redraw, seed=seed, copy=copy, force=force).render())
+    if name is None or source is None or out is None:
+        raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --out DATA; --list shows the names")
+    print(prepare(get_preparation(name), source, out, strict=strict, redraw=redraw, seed=seed, copy=copy, force=force).render())
     return 0
 
 
 def features(
     root: Root,
     task: Annotated[str, typer.Option(help="Classification, with network.weights: preset name or a JSON file")],
-    to: Annotated[Path, typer.Option(metavar="FEATURES", help="Folder for the sites and their task.json")],
+    out: Annotated[Path, typer.Option(metavar="FEATURES", help="Folder for the sites and their task.json")],
     weights: Annotated[
         Path | None, typer.Option(help="The file, or its folder (default: MEDFLARE_WEIGHTS, or an installed package)")
     ] = None,
@@ -197,7 +199,7 @@ def features(
     from medflare.data.dataset_import.features import write_features
     from medflare.tasks.config import load_task
 
-    print(write_features(root, load_task(task), to, weights=weights, force=force).render())
+    print(write_features(root, load_task(task), out, weights=weights, force=force).render())
     return 0
 
 
@@ -230,13 +232,14 @@ _DATA_COMMANDS: Final[tuple[tuple[Any, ...], ...]] = (
         "init",
         init,
         "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
+        "medflare data init hospitals --site-folders --out DATA        # hospitals/north, hospitals/south, ...",
         "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
     ),
     ("phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification"),
     ("check", check, "medflare data check DATA --task brain_lgg --out check"),
     ("fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json"),
-    ("prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --to DATA"),
-    ("features", features, "medflare data features DATA --task task.json --to FEATURES"),
+    ("prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA"),
+    ("features", features, "medflare data features DATA --task task.json --out FEATURES"),
 )
 
 

@@ -1,4 +1,4 @@
-"""`medflare job`: write a FLARE job folder; watch, fetch and list the jobs of a federation."""
+"""`medflare job`: create a FLARE job folder; submit, watch, fetch and list the jobs of a federation."""
 
 import os
 import shlex
@@ -10,6 +10,7 @@ import typer
 
 from medflare.cli.options import AUTO_HELP, DefaultGroup, add_command, takes
 from medflare.cli.run import Federation, chosen
+from medflare.core.errors import ConfigError
 from medflare.federation.settings import RunSettings
 
 Kit = Annotated[Path, typer.Option(help="Startup kit of the lead, or of the project admin")]
@@ -18,17 +19,18 @@ Job = Annotated[str, typer.Argument(help="Name (the newest of several), id, or t
 
 def add_commands(app: typer.Typer) -> None:
     """Add `job` with its actions."""
-    jobs = typer.Typer(cls=DefaultGroup, help="Write a FLARE job folder (job METHOD), or watch, fetch and list jobs.", **AUTO_HELP)
+    jobs = typer.Typer(cls=DefaultGroup, help="Create a FLARE job folder; submit, watch, fetch and list jobs.", **AUTO_HELP)
     add_command(
         jobs,
-        "write",
-        write_job,
-        "medflare job fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
-        "medflare job fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that accept no code",
-        "medflare job evaluate --model MODEL --no-byoc --out jobs/test   # every site evaluates it, no site trains",
-        "medflare job fingerprint --task draft.json --no-byoc --out jobs/look   # dataset fingerprints, for medflare task plan",
-        "medflare job fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
+        "create",
+        create_job,
+        "medflare job create fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
+        "medflare job create fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that accept no code",
+        "medflare job create evaluate --model MODEL --no-byoc --out jobs/test   # every site evaluates it, no site trains",
+        "medflare job create fingerprint --task draft.json --no-byoc --out jobs/look   # for medflare task plan",
+        "medflare job create fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
     )
+    add_command(jobs, "submit", submit_job, "medflare job submit jobs/my_fedsm --kit lead@coordination.org")
     add_command(
         jobs,
         "watch",
@@ -43,7 +45,7 @@ def add_commands(app: typer.Typer) -> None:
 
 @takes("federation", Federation)
 @takes("settings", RunSettings, skip=("resume",))
-def write_job(
+def create_job(
     federation: Federation,
     settings: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Job folder to write")],
@@ -55,10 +57,7 @@ def write_job(
         bool, typer.Option("--embed-code", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
     ] = False,
 ) -> int:
-    """Write a FLARE job folder for the simulator, POC or production.
-
-    `medflare job watch`, `fetch` and `list` look at the jobs of a federation.
-    """
+    """Write a FLARE job folder for the simulator, POC or production; `medflare job METHOD` is short for it."""
     from medflare.evaluation.presentation import format_bytes
     from medflare.flare.jobs.building import build_job, size_of
 
@@ -74,6 +73,18 @@ def write_job(
     if not task.embedded:
         command = f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {place} -c SITE,SITE -t 2 -w workspace    (DATA has a folder per site)"
     print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: {command}")
+    return 0
+
+
+def submit_job(folder: Annotated[Path, typer.Argument(help="Job folder, of medflare job create", metavar="FOLDER")], kit: Kit) -> int:
+    """Submit a job folder to the server of a federation, and print the job's id."""
+    from medflare.flare.jobs.sessions import session
+
+    _check_certificate(kit)
+    if not (folder / "meta.json").is_file():
+        raise ConfigError(f"{folder} is no job folder; write one with medflare job create")
+    with session(kit) as connection:
+        print(connection.submit_job(str(folder.resolve())))
     return 0
 
 

@@ -40,7 +40,7 @@ _Command = Callable[..., Any]
 
 
 class DefaultGroup(TyperGroup):
-    """A group whose first command may be omitted: `medflare job fedsm` is `medflare job write fedsm`."""
+    """A group whose first command may be omitted: `medflare job fedsm` is `medflare job create fedsm`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the name of the first command if the arguments begin with none."""

@@ -54,6 +54,7 @@ def add_commands(app: typer.Typer) -> None:
         run,
         "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
         "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
+        "medflare run fedsm --sites 4 --dry-run                            # checks, and trains nothing",
         "medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a setting of the task",
         "medflare run moon --server-algorithm grace --rounds 20                 # GRACE's aggregation of MOON's sites",
         "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
@@ -197,6 +198,7 @@ def run(
     weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,
     threads: Annotated[int | None, typer.Option(help="Sites that train at the same time under FLARE (default: all)")] = None,
     workers: Workers = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, and write nothing")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
 ) -> int:
     """Run a federation on this machine and print its results.
@@ -223,6 +225,10 @@ def run(
     folder = out / f"{label}-{task.name}-seed{arguments['seed']}"
     with environment(data_root=data_root):
         check_sites(names, task)
+        if dry_run:
+            print(_planned(method, task, hyper, [name for name in names if name not in outside], outside, arguments))
+            print(f"nothing was written; without --dry-run the results come to {folder}")
+            return 0
         with _new_folder(folder, weights or federation.model) as start, environment(weights=start):
             if engine == "local":
                 from medflare.federation.local.loop import run_local
@@ -234,6 +240,27 @@ def run(
 
                 _simulate(MedflareRecipe(task=task, **arguments, **hyper), names, folder, threads)
     return 0 if show_results(folder) else 1
+
+
+def _planned(
+    method: "Method", task: "TaskConfig", hyper: Mapping[str, Any], inside: list[str], outside: list[str], arguments: Mapping[str, Any]
+) -> str:
+    """What a run would do, a line each; raises ConfigError if it cannot."""
+    from medflare.core.states import state_bytes
+    from medflare.evaluation.presentation import format_bytes
+    from medflare.federation.preflight import check_run
+
+    check_run(method, task, hyper, rounds=arguments["rounds"], outside=outside)
+    sent = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
+    lines = [
+        f"{method.name} on {task.name}, {arguments['rounds']} rounds, seed {arguments['seed']}",
+        f"sites that train: {', '.join(inside)}" + (f"; outside sites: {', '.join(outside)}" if outside else ""),
+        f"task: {task.kind} of {', '.join(task.labels)}; images {' x '.join(map(str, task.size))}; metric {task.metric}",
+        f"network: {task.network['name']}; images of a step: {task.batch_size}; local epochs of a round: {task.local_epochs}",
+        f"optimizer: {task.optimizer['name']} with lr {task.optimizer['lr']}",
+        f"a round sends {format_bytes(sent)} to each site",
+    ]
+    return "\n".join(lines)
 
 
 def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) -> None:

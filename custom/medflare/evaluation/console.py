@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDE = 10_000  # columns, where nothing is cut or wrapped
+_WIDTH = 100  # columns of tables, unless a terminal has fewer
 
 
 def round_line(
@@ -76,7 +77,7 @@ def results_table(results: Mapping[str, Any]) -> str:
 
 
 def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """Print the result table; a terminal gets colour, and a narrow one only the task's own metric.
+    """Print the result tables, each with as many metrics as 100 columns hold; a terminal gets colour.
 
     Args:
         file: None: standard output.
@@ -93,14 +94,22 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
 
     terminal = stream.isatty()
     console = Console(file=stream, force_terminal=terminal, highlight=False, width=None if terminal else _WIDE)
-    metrics = metric_names(results)
-    table = _metrics_table(results, metrics)
-    if Measurement.get(console, console.options.update_width(_WIDE), table).maximum > console.width:
-        table = _metrics_table(results, metrics[:1])
+    width = min(console.width, _WIDTH)
+
+    def fits(metrics: Sequence[str]) -> bool:
+        table = _metrics_table(results, metrics)
+        return Measurement.get(console, console.options.update_width(_WIDE), table).maximum <= width
+
+    groups: list[list[str]] = []  # of metrics, a table each
+    for metric in metric_names(results):
+        if groups and fits([*groups[-1], metric]):
+            groups[-1].append(metric)
+        else:
+            groups.append([metric])
     summary = Text("\n".join(_summary(results)))
     summary.highlight_words([COMPLETED], "bold green")
     summary.highlight_words([FAILED], "bold red")
-    console.print(summary, table, sep="\n")
+    console.print(summary, *(_metrics_table(results, metrics) for metrics in groups or [[]]), sep="\n")
     if line := selector_line(results):
         console.print(Text(line))
     for title, rows in [*list(label_tables(results).items())[:1], *results.get("tables", {}).items()]:

@@ -130,7 +130,7 @@ def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
     """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
 
     Returns:
-        Heading -> the model whose numbers the column shows.
+        Heading -> the model whose numbers the column shows; the heading of a single column is "model".
 
     Examples:
         >>> first, second = {"dice": 0.5}, {"dice": 0.6}
@@ -146,7 +146,7 @@ def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
             equal[0].append(model)
         else:
             groups.append([model])
-    return {" = ".join(group): group[0] for group in groups}
+    return {"model": groups[0][0]} if len(groups) == 1 else {" = ".join(group): group[0] for group in groups}
 
 
 def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,24 +161,25 @@ def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
-    """The number of events by kind and site; more than five sites are counted, not named.
+    """The number of events by kind and site in words; more than five sites are counted, not named.
 
     Examples:
-        >>> event_counts([{"kind": "rejected", "site": "B"}, {"kind": "warning", "site": None}, {"kind": "rejected", "site": "B"}])
-        'rejected B 2; warning 1'
+        >>> event_counts([{"kind": "rejected", "site": "B"}, {"kind": "at_chance", "site": None}, {"kind": "rejected", "site": "B"}])
+        'rejected at B (2); at chance'
         >>> event_counts({"kind": "undefined", "site": f"site-{number}"} for number in range(6))
-        'undefined 6 at 6 sites'
+        'undefined at 6 sites'
     """
     kinds: dict[str, Counter[str]] = {}
     for event in events:
-        kinds.setdefault(event["kind"], Counter())[event["site"] or ""] += 1
+        kinds.setdefault(event["kind"].replace("_", " "), Counter())[event["site"] or ""] += 1
 
     def counted(sites: Counter[str]) -> str:
         if len(sites) > _MOST:
-            return f"{sites.total()} at {len(sites)} sites"
-        return ", ".join(f"{site} {count}".strip() for site, count in sorted(sites.items()))
+            return f" at {len(sites)} sites" + (f" ({sites.total()})" if sites.total() > len(sites) else "")
+        names = ", ".join(f"{site} ({count})" if count > 1 else site for site, count in sorted(sites.items())).strip()
+        return f" at {names}" if names else ""
 
-    return "; ".join(f"{kind} {counted(sites)}" for kind, sites in kinds.items())
+    return "; ".join(f"{kind}{counted(sites)}" for kind, sites in kinds.items())
 
 
 def selector_line(results: Mapping[str, Any]) -> str:

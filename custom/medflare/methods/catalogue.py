@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and this package
-RESERVED = ("evaluate", "list", "watch")  # words of the command line in the place of a method: `medflare job watch`
+RESERVED = ("create", "evaluate", "fetch", "list", "submit", "watch")  # words in the place of a method
 _NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # other modules of this folder
 SURVEYS = ("fingerprint",)  # methods that do not train; not in `method_names`
 _OBJECTS: dict[str, Method] = {}  # methods given to this process as objects

@@ -135,3 +135,23 @@ def test_sites_of_a_column(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert sites("St. Mary", "UKE") == ["St-Mary", "UKE"]
     assert {entry.name for entry in read_datalist(tmp_path / "out" / "UKE", "classification")} == {f"{n}.png" for n in range(6, 12)}
+
+
+def test_each_folder_is_a_site(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        classes(tmp_path / "hospitals" / site, patients=12)
+    with pytest.raises(DataError, match="--site-folders"):
+        import_folder(tmp_path / "hospitals")
+    options = ImportOptions(patient=BY_NAME, site_folders=True, out=tmp_path / "DATA")
+    report = import_folder(tmp_path / "hospitals", options)
+    assert list(report.sites) == ["north", "south"]
+    for site in report.sites:
+        assert len({entry.patient for entry in read_datalist(tmp_path / "DATA" / site, "classification")}) == 12
+    with pytest.raises(DataError, match="--site-folders"):
+        import_folder(tmp_path / "hospitals" / "north" / "cat", options)
+
+
+def test_folders_that_may_be_sites_are_named(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        pairs(tmp_path / "all" / site)
+    assert any("--site-folders" in warning for warning in import_folder(tmp_path / "all").warnings)

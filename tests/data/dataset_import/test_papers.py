@@ -276,7 +276,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         and "licence: CC BY-NC 4.0" in output
         and "from https://liuquande.github.io/SAML/" in output
     )
-    options = ["--from", str(paper_releases.prostate(tmp_path / "from")), "--to", str(tmp_path / "DATA")]
+    options = ["--from", str(paper_releases.prostate(tmp_path / "from")), "--out", str(tmp_path / "DATA")]
     assert main(["data", "prepare", "prostate", *options, "--copy"]) == 0
     output = capsys.readouterr().out
     assert f"written: {tmp_path}/DATA/HK/datalist.json" in output and "published counts: IOP-FL" in output

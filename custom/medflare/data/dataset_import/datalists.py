@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -25,6 +25,8 @@ from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, cla
 from medflare.data.dataset_import.tables import GUESSED, Columns, names_images, read_table
 from medflare.data.progress import counted
 
+_SITES, _IMAGES = 30, 5  # maximum of folders, and minimum of images in each, for which they may be sites
+
 
 @dataclass(frozen=True)
 class ImportOptions:
@@ -40,6 +42,7 @@ class ImportOptions:
         seed: of the random splits and sites.
         redraw: ignore the splits that the folder names.
         skip: leave out images without mask or label.
+        site_folders: each folder in the folder is a site.
         out: folder for the datalists and hard links to the files; None: the folder of the images.
         copy: copy the files to `out`.
         force: replace existing datalists.
@@ -54,6 +57,7 @@ class ImportOptions:
     seed: int = 0
     redraw: bool = False
     skip: bool = False
+    site_folders: bool = False
     out: Path | None = None
     copy: bool = False
     force: bool = False
@@ -107,7 +111,8 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
     requested = table is not None or columns != GUESSED
     tables = [table] if table else [path for path in folder.tables if requested or names_images(path, folder)]
     if len(tables) > 1:
-        raise DataError(f"{folder.root}: {len(tables)} tables ({', '.join(map(folder.relative, tables))}); choose one with --table")
+        listed = ", ".join(map(folder.relative, tables))
+        raise DataError(f"{folder.root}: {len(tables)} tables ({listed}); choose one with --table, or give --site-folders")
     if requested and not tables:
         raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table")
     if tables:
@@ -124,12 +129,14 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
 
 
 def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> ImportReport:
-    """Write the datalists of a folder of images; nothing is written before all checks pass.
+    """Write the datalists of a folder of images; nothing of a site is written before all its checks pass.
 
     Raises:
         ConfigError: an option is wrong.
         DataError: an unknown layout, incomplete images, a patient in two splits, or datalists that exist.
     """
+    if options.site_folders:
+        return _import_site_folders(root, options)
     if (options.sites is not None or options.columns.site) and options.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
     if options.out is not None and options.out.resolve().is_relative_to(root.resolve()):
@@ -156,7 +163,34 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
         if options.out is not None:
             place_files(home / site, site_items, root, copy=options.copy)
         write_datalist(home / site, site_items, root, header=header)
-    return ImportReport(dataset, sites, home, (warning,) if warning else ())
+    warnings = (warning, "" if options.sites or options.columns.site else _site_warning(dataset.items, root))
+    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)))
+
+
+def _site_warning(items: Sequence[Item], root: Path) -> str:
+    """A line if every image and its masks are in one of a few folders that may be sites, otherwise ""."""
+    tops = [{file.relative_to(root).parts[0] for file in (item.first, *item.masks)} for item in items]
+    counts = Counter(next(iter(top)) for top in tops if len(top) == 1)
+    if counts.total() < len(items) or not 1 < len(counts) <= _SITES or min(counts.values()) < _IMAGES or not any(i.masks for i in items):
+        return ""
+    return f"all images are in the folders {', '.join(sorted(counts))}; if each is a site, give --site-folders"
+
+
+def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")) if root.is_dir() else []
+    if not folders:
+        raise DataError(f"{root}: no folder of a site in it; correct the path, or leave out --site-folders")
+    plain = replace(options, site_folders=False)
+    reports = {
+        folder.name: import_folder(folder, replace(plain, out=None if options.out is None else options.out / folder.name))
+        for folder in folders
+    }
+    warnings = tuple(f"{site}: {warning}" for site, report in reports.items() for warning in report.warnings)
+    first = next(iter(reports.values())).dataset
+    notes = tuple(f"{site}: {note}" for site, report in reports.items() for note in report.dataset.notes)
+    missing = tuple(f"{site}: {line}" for site, report in reports.items() for line in report.dataset.missing)
+    sites = {site: report.sites[""] for site, report in reports.items()}
+    return ImportReport(replace(first, notes=notes, missing=missing), sites, options.out or root, warnings)
 
 
 # -- patients, sites and splits --------------------------------------------------------------------------------------------

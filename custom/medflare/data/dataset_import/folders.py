@@ -357,17 +357,24 @@ def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bo
     common = Path(os.path.commonpath([image.parent for image in images]))
     items: list[tuple[str, Item]] = []
     missing = []
+    inner: dict[str, set[str]] = {}  # class -> folders in it
     for image in images:
         split = next(filter(None, map(split_folder, image.relative_to(folder.root).parent.parts)), "")
         classes = [part for part in image.relative_to(common).parent.parts if not split_folder(part)]
         if classes:
             items.append((classes[0], Item((image,), None, split=split)))
+            inner.setdefault(classes[0], set()).update(classes[1:2])
         else:
             missing.append(f"{folder.relative(image)}: in no class folder")
     names = sorted_labels({name for name, _ in items})
     if len(names) < 2:
         tables = "".join(f"; {folder.relative(table)} names none of them" for table in folder.tables)
         raise DataError(f"{folder.root}: {len(images)} images without masks or classes{tables}; supported: {LAYOUTS}")
+    if len(shared := set.intersection(*inner.values())) > 1:
+        raise DataError(
+            f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; if {names[0]}, ... are sites, give "
+            "--site-folders, otherwise rename the folders in them"
+        )
     if len(names) > MAX_CLASSES and not any_number:
         raise DataError(
             f"{folder.root}: {len(names)} folders ({names[0]}, ...) are many classes; if they are classes, give --kind classification"
