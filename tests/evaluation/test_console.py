@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def test_a_step_line_has_every_site(history: list[dict[str, Any]]) -> None:
     line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
     sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
-    assert line == f"round 1 (2/20) train: {' | '.join(sites)} | 1.23 s"
+    assert line == f"round 2/20 train: {' | '.join(sites)} | 1.23 s"
 
 
 def test_a_step_line_has_the_aggregation_of_each_site() -> None:
@@ -36,7 +36,7 @@ def test_a_step_line_has_the_aggregation_of_each_site() -> None:
     }
     line = round_line("score", 0, 2, {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}}, {"B": "no answer"}, 1.0, numbers)
     sites = ["A score 0.812 weight 0.600", "B rejected (no answer) score – weight 0.400", "C score 0.500 weight 0.000"]
-    assert line == f"round 0 (1/2) score: {' | '.join(sites)} | 1.00 s"
+    assert line == f"round 1/2 score: {' | '.join(sites)} | 1.00 s"
 
 
 def test_tables_of_a_method_are_below(record: RunRecord) -> None:

@@ -47,26 +47,39 @@ def table(page: Page, caption: str) -> list[list[str]]:
 def test_the_page_has_the_numbers(record: RunRecord, history: list[dict[str, Any]]) -> None:
     page = Page(render_report(build_results(record), history))
     main = {row[0]: row[1:] for row in page.tables[0]}
-    assert main["site"] == ["train", "validation", "test", "global", "personal", "deployed"]
-    assert main["A"] == ["4 (31 %)", "1", "3", "0.400", "0.500(best)", "–undefined"]
-    assert main["C"][:3] == ["3 (23 %)", "?", "?"]
-    assert main["Xoutside"][3:] == ["0.700", "–undefined", "0.750(best)"]
-    assert main["mean, inside"][1:] == ["0.500", "0.650(best)", "–undefined"]
-    full = {row[0]: row[1:] for row in table(page, "All metrics") if row}
-    assert full["B"] == ["0.600", "0.800(best)", "–undefined", "0.429", "0.667(best)", "–undefined", "4.0", "2.0(best)", "–undefined"]
+    assert main["site"] == ["global", "personal", "deployed", "images: train / validation / test"]
+    assert main["A"][:3] == ["0.400", "0.500(best)", "–undefined"] and "".join(main["A"][3].split()) == "4/1/3weight31%"
+    assert "".join(main["C"][3].split()).startswith("3/?/?")
+    assert main["Xoutside"][:3] == ["0.700", "–undefined", "0.750(best)"]
+    assert main["mean, inside"][:3] == ["0.500", "0.650(best)", "–undefined"]
+    assert table(page, "IoU")[2] == ["B", "0.429", "0.667(best)", "–undefined"]
+    assert table(page, "HD95 (px), lower is better")[2] == ["B", "4.0", "2.0(best)", "–undefined"]
     assert table(page, "The deployed model") == [["site", "global", "A", "B"], ["X", "5", "1", "3"]]
-    assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in table(
+    assert ["2", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in table(
         page, "Everything that was rejected"
     )
     assert table(page, "Hyper-parameters of the site algorithm") == [["name", "value"], ["lam", "0.7"]]
     assert table(page, "Hyper-parameters of the server algorithm")[1:] == [["gamma", "tune"], ["selection", "none"]]
 
 
+def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(record: RunRecord) -> None:
+    values = {"A": (0.9, [0.65, 0.95]), "B": (0.5, [0.4, 0.65]), "X": (0.7, [0.5, 0.8])}
+    sites = {
+        name: dataclasses.replace(
+            record.sites[name], metrics={"deployed": {"dice": dice}}, intervals={"deployed": {"": {"dice": bounds}}}, constant=0.6
+        )
+        for name, (dice, bounds) in values.items()
+    }
+    page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
+    assert "better at 1 of 3 sites" in page.text and "not better at B; open at 1" in page.text
+    assert page.tables[0][1][:3] == ["A", "–undefined", "–undefined"] and page.tables[0][1][4] == "0.600"
+
+
 def test_the_page_has_the_selected_round_and_all_candidates(record: RunRecord, history: list[dict[str, Any]]) -> None:
     results = build_results(dataclasses.replace(record, model_selection=MODEL_SELECTION))
     html = render_report(results)
     assert table(Page(html), "Validation of the global") == [
-        ["after rounds", "mean", "A", "B", "C"],
+        ["after round", "mean", "A", "B", "C"],
         ["1selected", "0.700", "0.700", "0.700", "–"],
         ["2", "0.500", "0.500", "0.400", "0.900"],
     ]
@@ -97,7 +110,7 @@ def test_pages_are_well_formed_and_fetch_nothing(
         *(render_report(build_results(run)) for run in (classified, selecting, failed, dataclasses.replace(record, running=True))),
     ]
     assert [faults(page) for page in pages] == [[], [], [], [], []]
-    assert html.count("<svg") == 1 and len(html) < 200_000
+    assert html.count("<svg") == 2 and len(html) < 200_000
     assert "FAILED" in Page(pages[3]).text and "site B: <empty> split" in Page(pages[3]).text
 
 
@@ -113,7 +126,7 @@ def test_a_long_run_of_many_sites_is_a_small_page(record: RunRecord) -> None:
     page = Page(html)
     assert not faults(html) and len(html) < 2_000_000
     assert len(table(page, "Everything that was rejected")) == 1001
-    rounds = [row[0] for row in table(page, "Validation of the global model at every site, the latest rounds")[1:]]
+    rounds = [row[0] for row in table(page, "Validation of the global model at every site")[1:]]
     assert rounds == ["7selected", *(str(round) for round in range(301, 501))]
 
 
@@ -143,7 +156,7 @@ def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[d
 
 def text_of(svg: str | None) -> str:
     assert svg is not None and "currentColor" in svg and figures.INK not in svg
-    return "".join(ElementTree.fromstring(svg).itertext())
+    return "".join(ElementTree.fromstring(f"<div>{svg}</div>").itertext())
 
 
 def test_training_curves_have_every_defined_value(record: RunRecord, history: list[dict[str, Any]]) -> None:
@@ -173,7 +186,7 @@ def test_class_counts_of_all_sites_together_and_of_each(classified: RunRecord) -
     assert together[1][2] == ["<ill>", "0.750(6)", "0.250(2)"]
     assert page.captions.count("A") == 2 and page.captions.count("X") == 0, "X keeps its counts back"
     areas = next(content for content in page.tables if content[0] == ["site", "<ill>"])
-    assert areas[1:] == [["A", "0.750 (0.500 to 1.000)"], ["B", "0.750"]]
+    assert areas[1:] == [["A", "0.750\n0.500 to 1.000"], ["B", "0.750"]]
     assert table(page, "Traffic and time")[1:] == [["A", "2.0 KiB", "1.0 KiB", "1 min 01 s"]]
 
 
@@ -188,9 +201,9 @@ def test_counts_of_other_classes_are_left_out(classified: RunRecord) -> None:
 def test_roc_curves_of_every_site(classified: RunRecord) -> None:
     tables = class_tables(build_results(classified))
     assert [of_model["model"] for of_model in tables] == ["deployed", "global"]
-    text = text_of(roc_curves(tables[0]["sensitivities"], "roc"))
-    assert all(word in text for word in ("<ill>", "A", "B", "sensitivity"))
-    assert roc_curves({}, "roc") is None
+    text = text_of(roc_curves(tables[0]["points"], tables[0]["auc"], "roc"))
+    assert all(word in text for word in ("<ill>", "A, AUC 0.750", "B", "sensitivity"))
+    assert roc_curves({}, {}, "roc") is None
 
 
 # -- the site's own report ---------------------------------------------------------------------------------------------------
@@ -217,7 +230,7 @@ def test_a_site_report_has_the_interval_of_each_structure() -> None:
     task = small_task(target="multilabel", labels=("disc", "cup"))
     deployed = summarize({"dice": 1.0}, Cases(NAMES, {"dice": torch.ones(3, dtype=torch.float64)}, structures=rows), task)
     page = Page(render_site_report(segmented(task=task, models={"deployed": deployed})))
-    assert table(page, "Dice by structure") == [["site", "disc", "cup"], ["A", "0.500 (0.500 to 0.500)", "–"]]
+    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500\n0.500 to 0.500"], ["cup", "–"]]
     assert "By structure" not in Page(render_site_report(segmented())).text
 
 
@@ -242,7 +255,7 @@ def test_a_classification_site_report_has_counts_and_probabilities() -> None:
     cases = Cases(("a", "a", "b", "c"), {}, probabilities, torch.tensor([0, 0, 1, 2]))
     assert patient_values(cases, task) == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6})
     html = render_site_report(segmented(task=task, models={"global": summarize({"accuracy": 0.75}, cases, task)}))
-    assert "probability of the true class" in html and "Class by class" in html and html.count("<svg") == 2 and not faults(html)
+    assert "probability of the true class" in html and "Class by class" in html and html.count("<svg") == 7 and not faults(html)
 
 
 def test_patient_values_of_multilabel_classification() -> None:

@@ -1,4 +1,4 @@
-"""Outlines on test images: truth green, the answer magenta, on pictures of any size and of patients with several."""
+"""Pictures of test images with truth and prediction, of any size, of volumes, and of patients with several."""
 
 from dataclasses import replace
 from io import BytesIO
@@ -9,11 +9,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from helpers.volume_sites import cube_task
+from medflare.core.palette import rgb
+from medflare.data.loading import SiteData, Split
 from medflare.training.montage import contact_sheet, fullest_row, overlay
 from medflare.training.site import Site
 from methods import squares
 
-GREEN, MAGENTA = (0, 255, 80), (255, 60, 200)
+OUTLINE = rgb(0)
 
 
 @pytest.fixture
@@ -36,16 +39,34 @@ def corner(images: Tensor) -> Tensor:
     return answer
 
 
-def test_truth_and_answer_are_outlined(site: Site) -> None:
+def test_truth_is_outlined_and_the_prediction_filled(site: Site) -> None:
     picture, shown = colours(overlay(site, nothing, 0))
     assert picture.shape == (320, 320, 3), "small pictures are enlarged"
-    assert GREEN in shown and MAGENTA not in shown
-    assert {GREEN, MAGENTA} <= colours(overlay(site, corner, 0))[1]
+    assert OUTLINE in shown and tinted(picture) == 0 < tinted(colours(overlay(site, corner, 0))[0])
+
+
+def tinted(picture: np.ndarray) -> int:
+    """Pixels of the upper left corner that are neither grey nor an outline."""
+    part = picture[:80, :80].reshape(-1, 3).astype(int)
+    return int(((np.ptp(part, axis=1) > 10) & (part != OUTLINE).any(axis=1)).sum())
+
+
+def test_a_volume_has_planes_directions_and_a_scale() -> None:
+    task = cube_task(orientation="LPS")
+    volume = torch.zeros(1, 8, 8, 8)
+    truth = torch.zeros(8, 8, 8, dtype=torch.long)
+    truth[2:5, 2:5, 2:5] = 1
+    part = Split(volume[None], truth[None], ("p",), ("p",), spacings=((5.0, 5.0, 5.0),))
+    picture, shown = colours(overlay(Site("A", task, SiteData(part, part, part)), nothing, 0))
+    assert picture.shape == (240, 720, 3) and OUTLINE in shown and (255, 255, 255) in shown
+    unknown = replace(part, spacings=(None,))
+    without_scale = colours(overlay(Site("A", task, SiteData(unknown, unknown, unknown)), nothing, 0))[0]
+    assert (without_scale[230:, 4:60] != picture[230:, 4:60]).any(), "a bar of 10 mm at the lower left"
 
 
 def test_a_contact_sheet_has_a_row_for_each_site(site: Site) -> None:
     picture, shown = colours(contact_sheet({"A": site.data, "B": site.data}, site.task))
-    assert picture.shape == (2 * 96, 12 * 96, 3) and GREEN in shown and MAGENTA not in shown
+    assert picture.shape == (2 * 96, 12 * 96, 3) and OUTLINE in shown
     assert (picture[:96] == picture[96:]).all()
 
 
@@ -66,7 +87,7 @@ def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) ->
     data = site.data.test
     site.data = replace(site.data, test=replace(data, patients=("one", "two", "two", "two", "three")))
     model = ByPatient()
-    assert MAGENTA in colours(overlay(site, model, 2))[1] and model.sizes == [3]
+    assert tinted(colours(overlay(site, model, 2))[0]) and model.sizes == [3]
 
 
 def test_the_fullest_image_of_a_patient_is_shown(site: Site) -> None:

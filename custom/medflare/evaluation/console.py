@@ -44,16 +44,16 @@ def round_line(
     """One step in one line: each site's loss, validation metrics and ε, or why its update was not used, and its aggregation numbers.
 
     Args:
-        round: 0-based; `rounds` for the validation of the last round's models.
+        round: 0-based, shown from 1; `rounds` for the validation of the last round's models.
         meta: site -> metadata of its reply.
         rejected: site -> reason.
         aggregation: site -> numbers of the server about it, for example its weight.
 
     Returns:
-        For example "round 2 (3/20) train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
+        For example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
     """
-    after = f"after round {rounds - 1}" if rounds else "without a round"
-    place = after if round >= rounds else f"round {round} ({round + 1}/{rounds})"
+    after = f"after round {rounds}" if rounds else "without training"
+    place = after if round >= rounds else f"round {round + 1}/{rounds}"
     parts = {site: [site, *_reply_parts(meta[site])] for site in meta}
     parts.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
     for site, numbers in (aggregation or {}).items():

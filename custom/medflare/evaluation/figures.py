@@ -3,20 +3,18 @@
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.core.packages import installed
+from medflare.core.palette import COLOURS
 from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.results import MODELS
-from medflare.tasks.classes import FALSE_ALARMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008, without yellow and black).
-COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: Final = ("-", "--", ":", "-.")
 INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
@@ -33,6 +31,7 @@ class Panel:
 
     Attributes:
         lines: label -> points (x, y).
+        notes: label -> its text in the legend, if that is another.
         at: x of a dotted vertical line.
     """
 
@@ -41,49 +40,48 @@ class Panel:
     x: str
     y: str = ""
     at: float | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
-    """Line plots with one legend below them as SVG; None if there are none.
+    """Line plots, each an SVG with its legend, so that a narrow page has them below each other; None if there are none.
 
     Args:
-        name: of the figure; unique in its page.
+        name: of the figures; unique in its page.
         unit_square: axes from 0 to 1 with the diagonal, as for ROC curves.
     """
-    if not panels:
-        return None
     labels = sorted({label for panel in panels for label in panel.lines})
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    width = 3.4 * max(2, columns)
-    legend_columns = max(1, min(8, len(labels), int(12 * width / (max(map(len, labels)) + 6))))
-    legend = 0.2 * -(-len(labels) // legend_columns)  # inches
-    height = (3.4 if unit_square else 2.7) * rows + legend + 0.2
+    drawings = [_line_panel(panel, labels, f"{name}-{number}", unit_square) for number, panel in enumerate(panels)]
+    return "".join(drawing or "" for drawing in drawings) or None
+
+
+def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: bool) -> str | None:
+    """One plot; a label has the same style in all of them."""
+    texts = {label: panel.notes.get(label, label) for label in panel.lines}
+    columns = max(1, min(4, len(texts), int(52 / (max(map(len, texts.values())) + 6))))
+    legend = 0.2 * -(-len(texts) // columns)  # inches
+    width = 4.2
+    height = (4.2 if unit_square else 2.8) + legend
 
     def draw(figure: "Figure") -> None:
-        axes = figure.subplots(rows, columns, squeeze=False).flat
-        for axis in axes[len(panels) :]:
-            axis.set_visible(False)
-        for axis, panel in zip(axes, panels, strict=False):
-            for label, points in panel.lines.items():
-                place = labels.index(label)
-                style = {"color": COLOURS[place % 8], "marker": _MARKERS[place % 8], "linestyle": _LINES[place // 8 % 4]}
-                axis.plot(*zip(*points, strict=True), label=label, linewidth=1.6, markersize=3.5 if len(points) < 40 else 0, **style)
-            if panel.at is not None:
-                axis.axvline(panel.at, color=INK, alpha=0.4, linewidth=1, linestyle=":")
-            axis.set_title(panel.title, fontsize=10, loc="left")
-            axis.set(xlabel=panel.x, ylabel=panel.y)
-            if unit_square:
-                axis.plot([0, 1], [0, 1], color=INK, alpha=0.25, linewidth=1)
-                axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-            else:
-                axis.xaxis.get_major_locator().set_params(integer=True)
-            _plain_axis(axis)
+        axis = figure.subplots()
+        for label, points in panel.lines.items():
+            place = labels.index(label)
+            style: dict[str, Any] = {"color": COLOURS[place % 8], "marker": _MARKERS[place % 8], "linestyle": _LINES[place // 8 % 4]}
+            axis.plot(*zip(*points, strict=True), label=texts[label], linewidth=1.6, markersize=3.5 if len(points) < 40 else 0, **style)
+        if panel.at is not None:
+            axis.axvline(panel.at, color=INK, alpha=0.4, linewidth=1, linestyle=":")
+        axis.set_title(panel.title, fontsize=10, loc="left")
+        axis.set(xlabel=panel.x, ylabel=panel.y)
+        if unit_square:
+            axis.plot([0, 1], [0, 1], color=INK, alpha=0.25, linewidth=1)
+            axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+        else:
+            axis.locator_params(axis="x", integer=True)
+        _plain_axis(axis)
         # Fixed margins: matplotlib's own layout takes more than twice the time.
-        margins = {"left": 0.6 / width, "right": 1 - 0.1 / width, "bottom": (0.6 + legend) / height, "top": 1 - 0.35 / height}
-        figure.subplots_adjust(**margins, hspace=0.4, wspace=0.25)
-        handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=legend_columns, frameon=False)
+        figure.subplots_adjust(left=0.6 / width, right=1 - 0.1 / width, bottom=(0.55 + legend) / height, top=1 - 0.35 / height)
+        figure.legend(loc="lower center", ncols=columns, frameon=False)
 
     return as_svg(draw, width, height, name)
 
@@ -104,11 +102,12 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
 
     for step in history:
         for site, meta in step["sites"].items():
-            for panel, value in {_LOSS: meta.get("loss"), **(meta.get("validation") or {})}.items():
+            add(_LOSS, site, step["round"] + 1, meta.get("loss"))
+            for panel, value in (meta.get("validation") or {}).items():
                 add(panel, site, step["round"], value)
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():
-                add(f"{_AGGREGATION} {name}", site, step["round"], value)
+                add(f"{_AGGREGATION} {name}", site, step["round"] + 1, value)
     metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     selected = {model: selection["round"] for model, selection in results.get("model_selection", {}).items()}
 
@@ -119,23 +118,20 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
             return panel
         return "Training loss" if panel == _LOSS else f"Validation, {panel}"  # a selector has an accuracy of its own
 
-    def x(panel: str) -> str:
-        return "round" if panel == _LOSS or panel.startswith(_AGGREGATION) else "rounds of training"
-
-    return line_panels([Panel(title(name), sites, x(name), at=selected.get(name)) for name, sites in lines.items()], "training")
+    return line_panels([Panel(title(name), sites, "round", at=selected.get(name)) for name, sites in lines.items()], "training")
 
 
-def roc_curves(sensitivities: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> str | None:
-    """ROC curves as SVG, one panel per class; None if there are none.
+def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:
+    """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none.
 
     Args:
-        sensitivities: class -> label of a line -> sensitivity at each of `tasks.classes.FALSE_ALARMS`.
-        name: of the figure; unique in its page.
+        curves: class -> label of a line -> points (1 - specificity, sensitivity).
+        areas: class -> label of a line -> area.
+        name: of the figures; unique in its page.
     """
-    axes = "1 - specificity", "sensitivity"
     panels = [
-        Panel(title, {label: list(zip(FALSE_ALARMS, values, strict=True)) for label, values in lines.items()}, *axes)
-        for title, lines in sensitivities.items()
+        Panel(title, lines, "1 - specificity", "sensitivity", notes={line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines})
+        for title, lines in curves.items()
     ]
     return line_panels(panels, name, unit_square=True)
 
@@ -164,10 +160,12 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), list(values))
         axis.set_ylim(len(values) - 0.5, -0.5)
+        if all(0 <= value <= 1 for of_model in values.values() for value in of_model.values()):
+            axis.set_xlim(-0.02, 1.02)  # small differences look small
         axis.set_xlabel(label)
         _plain_axis(axis, grid="x")
 
-    return as_svg(draw, 10.2, 0.7 + 0.6 * len(values), "patients")
+    return as_svg(draw, 6.4, 0.7 + 0.5 * len(values), "patients")
 
 
 def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:

@@ -29,17 +29,17 @@ def lower_is_better(metric: str) -> bool:
 
 
 def format_metric(metric: str, value: float | None, interval: Sequence[float] | None = None) -> str:
-    """Three decimals, one for distances, a dash for an undefined value.
+    """Three decimals, one for distances, a dash for an undefined value; the interval is on a second line.
 
     Examples:
         >>> format_metric("dice", 0.9123, (0.84, 0.984)), format_metric("hd95_mm", 3.14), format_metric("dice", None)
-        ('0.912 (0.840 to 0.984)', '3.1', '–')
+        ('0.912\\n0.840 to 0.984', '3.1', '–')
     """
     if value is None:
         return UNDEFINED
     known = metric_table().get(metric)
     number, *bounds = (f"{part:.{known.digits if known else 3}f}" for part in (value, *(interval or ())))
-    return f"{number} ({bounds[0]} to {bounds[1]})" if bounds else number
+    return f"{number}\n{bounds[0]} to {bounds[1]}" if bounds else number
 
 
 def format_bytes(count: float) -> str:

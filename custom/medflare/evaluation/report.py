@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from medflare.core.packages import installed
+from medflare.core.palette import COLOURS
 from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
-from medflare.evaluation.figures import patients_plot, roc_curves, training_curves
+from medflare.evaluation.figures import Panel, line_panels, patients_plot, roc_curves, training_curves
 from medflare.evaluation.presentation import (
     doubts,
     format_bytes,
@@ -33,18 +35,31 @@ from medflare.evaluation.presentation import (
     synthetic_source,
 )
 from medflare.evaluation.results import (
+    CLASSES,
     REPORT_FILE,
     RESULTS_FILE,
     ROLES,
     RUNNING,
     SPLITS,
+    STRUCTURES,
     RunRecord,
     SiteRecord,
     build_results,
     json_ready,
     site_results,
 )
-from medflare.tasks.classes import Cases, class_report, curve_names, matrix_names, pooled
+from medflare.tasks.classes import (
+    FALSE_ALARMS,
+    Cases,
+    area_interval,
+    class_report,
+    curve_names,
+    curve_points,
+    matrix_names,
+    one_against_rest,
+    pooled,
+    reliability_points,
+)
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary
 
@@ -133,13 +148,17 @@ def render_report(
     reports: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
         for model, content in site.get("reports", {}).items():
-            reports.setdefault(model, {})[name] = _flattened(content)
+            shown = {key: value for key, value in content.items() if key != "selector"}  # the table of the selector has it
+            reports.setdefault(model, {})[name] = _flattened(shown)
     inside = [name for name, site in sites.items() if site["role"] == "inside"]
     selector = results.get("selector")
     counts = selector["confusion"] if selector else {}
     return template("report.html").render(
         results=results,
         metrics=metric_names(results),
+        constants=any(site.get("constant") is not None for site in sites.values()),
+        verdict=_verdict(results),
+        citation=results.get("citation", ""),
         columns=model_columns(results),
         sites=sites,
         roles=[role for role in ROLES if any(site["role"] == role for site in sites.values())],
@@ -159,8 +178,22 @@ def render_report(
         labels={title: _by_site(rows) for title, rows in label_tables(results, intervals=True).items()},
         tables={title: _by_site(rows) for title, rows in results.get("tables", {}).items()},
         pictures=pictures or {},
-        classes=[(tables, roc_curves(tables["sensitivities"], f"roc-{place}")) for place, tables in enumerate(class_tables(results))],
+        classes=[(each, roc_curves(each["points"], each["auc"], f"roc-{place}")) for place, each in enumerate(class_tables(results))],
     )
+
+
+def _verdict(results: Mapping[str, Any]) -> str:
+    """Whether the deployed model is better than the constant answer, site by site; "" without constant answers."""
+    metric = results["configuration"]["task"].get("metric", "")
+    sites = {name: site for name, site in results["sites"].items() if site.get("constant") is not None}
+    bounds = {name: site.get("intervals", {}).get("deployed", {}).get(metric) for name, site in sites.items()}
+    better = [name for name, site in sites.items() if (bounds[name] or [0])[0] > site["constant"]]
+    worse = [name for name, site in sites.items() if (site["metrics"]["deployed"][metric] or 0) <= site["constant"]]
+    rest = len(sites) - len(better) - len(worse)
+    parts = [f"better at {len(better)} of {len(sites)} sites (the whole interval is above it)"]
+    parts += [f"not better at {', '.join(sorted(worse))}"] if worse else []
+    parts += [f"open at {rest}"] if rest else []
+    return f"Deployed model against the constant answer, which ignores the image: {'; '.join(parts)}." if sites else ""
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -223,7 +256,8 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Returns:
         "model": heading; "pooled", "single": (title, classes, counts) of all sites of a role, and of each site; "curves": classes with a
-            ROC curve; "areas": rows of site, then the area of each curve; "sensitivities": class -> site -> sensitivities.
+            ROC curve; "areas": rows of site, then the area of each curve as text; "points", "auc": class -> site -> points of the
+            ROC curve, and its area.
     """
     task, sites = results["configuration"]["task"], ordered_sites(results)
     if task.get("kind") != "classification":
@@ -246,13 +280,15 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                     together.append((f"{len(counts)} {role} sites together{suffix}", classes, pooled(counts)))
             single += [(f"{site}{suffix}", classes, report["confusion"][place]) for site, report in reports.items()]
         areas = [[site, *map(_area, report["roc"])] for site, report in reports.items()]
-        sensitivities: dict[str, dict[str, list[float]]] = {}
+        points: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        auc: dict[str, dict[str, float]] = {}
         for site, report in reports.items():
             for curve, content in zip(curves, report["roc"], strict=True):
                 if content["sensitivity"]:
-                    sensitivities.setdefault(curve, {})[site] = content["sensitivity"]
-        matrices = {"pooled": together, "single": single}
-        tables.append({"model": heading, **matrices, "curves": curves, "areas": areas, "sensitivities": sensitivities})
+                    points.setdefault(curve, {})[site] = list(zip(FALSE_ALARMS, content["sensitivity"], strict=True))
+                    auc.setdefault(curve, {})[site] = content["auc"]
+        parts = {"pooled": together, "single": single, "curves": curves, "areas": areas, "points": points, "auc": auc}
+        tables.append({"model": heading, **parts})
     return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
 
 
@@ -302,11 +338,16 @@ def render_site_report(report: SiteReport) -> str:
     deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
     lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
     intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
-    tables = class_tables(results)
-    lines: dict[str, dict[str, list[float]]] = {}  # class -> model -> the site's ROC curve
-    for table in tables:
-        for curve, by_site in table["sensitivities"].items():
-            lines.setdefault(curve, {})[table["model"]] = by_site[report.site]
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {}  # class -> model -> its ROC curve
+    areas: dict[str, dict[str, float]] = {}
+    calibration: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for heading, model in columns.items():
+        for name, (scores, truth) in one_against_rest(models[model].cases, task.target, task.labels).items():
+            if corners := curve_points(scores, truth):
+                points.setdefault(name, {})[heading] = corners
+                areas.setdefault(name, {})[heading] = area_interval(scores, truth).value
+            calibration.setdefault(name, {})[heading] = reliability_points(scores, truth)
+    reliability = [Panel(name, lines, "predicted probability", "frequency of the class") for name, lines in calibration.items()]
     return template("site.html").render(
         report=report,
         metrics=metric_names(results),
@@ -317,11 +358,25 @@ def render_site_report(report: SiteReport) -> str:
         headings=list(values),
         lowest=[[name, *(format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
-        labels={title: _by_site(rows) for title, rows in label_tables(results, intervals=True).items()},
-        classes=tables,
-        curves=roc_curves(lines, "roc"),
+        labels=_by_label(site),
+        structure_colours=list(zip(task.labels[task.target == "multiclass" :], cycle(COLOURS), strict=False)),
+        classes=class_tables(results),
+        curves=roc_curves(points, areas, "roc"),
+        reliability=line_panels(reliability, "reliability", unit_square=True),
         pictures=report.pictures,
     )
+
+
+def _by_label(site: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+    """(headings, rows) of the deployed model's metrics of every structure or class; None for a single one, which has those of the model."""
+    for kind in (STRUCTURES, CLASSES):
+        values = site["metrics"].get("deployed", {}).get(kind, {})
+        bounds = site.get("intervals", {}).get("deployed", {}).get(kind, {})
+        if len(values) > 1:
+            metrics = list(next(iter(values.values())))
+            rows = [[label, *(format_metric(m, row[m], bounds.get(label, {}).get(m)) for m in metrics)] for label, row in values.items()]
+            return [{STRUCTURES: "structure", CLASSES: "class"}[kind], *map(metric_label, metrics)], rows
+    return None
 
 
 def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:

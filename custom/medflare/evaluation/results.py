@@ -47,6 +47,7 @@ class SiteRecord:
         reports: model -> what it reports of its predictions, for example how often each network of a super model was used.
         privacy: cost of differential privacy ("epsilon", "delta", "steps"); empty without it.
         classes: model -> `tasks.classes.class_report` of the test images; empty for segmentation.
+        constant: the task's metric of the constant prediction, see `training.constant`.
         by_label: model -> structure or class -> metric -> test value.
         intervals: model -> structure or class, or `ALL` -> metric -> [low, high] over test patients, see `tasks.summaries`.
     """
@@ -59,6 +60,7 @@ class SiteRecord:
     classes: Mapping[str, Any] = field(default_factory=dict)
     by_label: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
     intervals: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = field(default_factory=dict)
+    constant: float | None = None
 
 
 @dataclass
@@ -78,6 +80,7 @@ class RunRecord:
         tables: title -> site -> column -> number or text that the method reports.
         selector: of a model that selects one of several networks per image: {"gamma", "temperature", "candidates": values of γ,
             "votes": site -> mean paired gain over the global model for each candidate, "mean_gain": of γ}; else empty.
+        citation: the method's paper.
         running: the run has not ended; there is a report and no results.json.
     """
 
@@ -99,6 +102,7 @@ class RunRecord:
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     selector: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    citation: str = ""
     running: bool = False
 
 
@@ -130,6 +134,8 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
     }
+    if record.citation:
+        results["citation"] = record.citation
     if record.tables:
         results["tables"] = record.tables
     if record.selector:
@@ -159,6 +165,7 @@ def site_results(site: SiteRecord, models: tuple[str, ...], task: TaskConfig | N
         "n": {split: site.n.get(split) for split in SPLITS},
         "metrics": {model: values[model] | of_labels(site.by_label.get(model, {})) for model in models},
         **{name: content for name, content in optional.items() if content},
+        **({} if site.constant is None else {"constant": site.constant}),
     }
 
 

@@ -24,12 +24,12 @@ from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.tasks.classes import class_report
+from medflare.tasks.classes import class_report, most_wrong
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary, summarize
 from medflare.training.constant import constant_value, is_at_chance
 from medflare.training.epochs import finite_or_none
-from medflare.training.montage import fullest_row, overlay
+from medflare.training.montage import fullest_row, overlay, photograph
 from medflare.training.site import Site
 
 SCORES = "scores"  # folder of scores by patient; not beside the models, which may leave the site
@@ -126,9 +126,10 @@ def evaluated(
     Returns:
         Metadata: "metrics" (role -> metric -> value; None for all metrics of a missing role), "reports" (role -> what the model reports,
             and under `KEPT` which of the site's models it is), "n", "events"; for classification "classes" (role -> `class_report`); of
-            `MODEL_ROLES` "by_label" and "intervals", see `Summary`.
+            `MODEL_ROLES` "by_label" and "intervals", see `Summary`; "constant", the task's metric of the constant prediction.
     """
     log = EventLog()
+    meta: dict[str, Any] = {}
     metrics: dict[str, Metrics] = {}
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
     reports: dict[str, Any] = {}
@@ -162,8 +163,10 @@ def evaluated(
                 label: {metric: list(bounds) for metric, bounds in values.items()} for label, values in summary.intervals.items()
             }
         if role == "deployed":
-            _doubt(site, metrics[role], constant, log, named=not small)
-    meta = {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
+            least = constant_value(site)
+            _doubt(site, metrics[role], constant, least, log, named=not small)
+            meta |= {} if small else {"constant": least}
+    meta |= {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
     parts = {"classes": classes, "by_label": by_label, "intervals": intervals}
     defined = {name: {role: content for role, content in part.items() if content} for name, part in parts.items()}
     return {**meta, **{name: part for name, part in defined.items() if part}}
@@ -178,10 +181,17 @@ def _why_missing(role: str, method: Method, inside: bool) -> str:
 
 
 def examples(site: Site, models: Mapping[str, Message], summaries: Mapping[str, Summary]) -> dict[str, bytes]:
-    """Title -> PNG: outlines of the deployed model on the worst, the median and the best test patient, for segmentation only."""
-    if site.task.kind != "segmentation" or "deployed" not in models or not (installed("PIL") and installed("scipy")):
+    """Title -> PNG of test images with the deployed model's prediction: the worst, the median and the best patient, or the most wrong.
+
+    Segmentation: overlays. Classification: the images with the lowest probabilities of their true classes among the wrong ones.
+    """
+    if "deployed" not in models or not (installed("PIL") and installed("scipy")):
         return {}
-    values = patient_values(summaries["deployed"].cases, site.task)
+    cases = summaries["deployed"].cases
+    if site.task.kind == "classification":
+        wrong = most_wrong(cases, site.task)
+        return {f"{site.data.test.patients[row]}, test image {row + 1}: {text}": photograph(site, row) for row, text in wrong.items()}
+    values = patient_values(cases, site.task)
     ranked = sorted(values, key=lambda name: (values[name], name))
     if not ranked:
         return {}
@@ -191,13 +201,13 @@ def examples(site: Site, models: Mapping[str, Message], summaries: Mapping[str, 
     return {title: overlay(site, module, fullest_row(site, name)) for name, title in titles.items()}
 
 
-def _doubt(site: Site, metrics: Metrics, constant: Sequence[str], log: EventLog, *, named: bool) -> None:
+def _doubt(site: Site, metrics: Metrics, constant: Sequence[str], least: float | None, log: EventLog, *, named: bool) -> None:
     """Events that question the deployed model; `named` unless counts by class are suppressed."""
     if constant:
         text = ", ".join(constant) if named else "one class"
         log.add("constant_output", f"the deployed model answers {text} in all {site.n['test']} test images")
     metric = site.task.metric
-    value, least = metrics[metric], constant_value(site)
+    value = metrics[metric]
     if value is not None and least is not None and is_at_chance(value, least):
         constant_metric = f" {format_metric(metric, least)}" if named else ""
         text = f"{metric_label(metric)} of the deployed model is {format_metric(metric, value)} on the test images"

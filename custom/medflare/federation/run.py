@@ -188,8 +188,9 @@ class Run:
 
         def site_record(site: str) -> SiteRecord:
             delivered = outcome.delivered.get(site, {})
-            parts = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes", "by_label", "intervals"))
-            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), *parts)
+            names = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
+            parts = {name: delivered[name] for name in names if name in delivered}
+            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), **parts)
 
         return RunRecord(
             method=self.method.name,
@@ -210,6 +211,7 @@ class Run:
             selector=outcome.selector,
             pictures=self.pictures,
             costs={site: asdict(cost) for site, cost in outcome.costs.items()},
+            citation=self.method.paper,
             running=running,
         )
 

@@ -78,9 +78,9 @@ def event_line(event: Event) -> str:
 
     Examples:
         >>> event_line({"kind": "missing", "site": "B", "round": 3, "message": "no sign of life"})
-        'missing: B (round 3): no sign of life'
+        'missing: B (round 4): no sign of life'
     """
-    where = " ".join(filter(None, [event["site"], "" if event["round"] is None else f"(round {event['round']})"]))
+    where = " ".join(filter(None, [event["site"], "" if event["round"] is None else f"(round {event['round'] + 1})"]))
     return ": ".join(filter(None, [event["kind"], where, event["message"]]))
 
 

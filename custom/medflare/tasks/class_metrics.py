@@ -126,9 +126,13 @@ def ece(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floa
 
     Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Eq. 3; the bins are [0, 1/15), ..., [14/15, 1].
     """
-    bins = np.minimum((scores * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    differences = np.where(bins[:, None] == np.arange(CALIBRATION_BINS), (truth - scores)[:, None], 0.0)
+    differences = np.where(calibration_bins(scores)[:, None] == np.arange(CALIBRATION_BINS), (truth - scores)[:, None], 0.0)
     return np.asarray(np.abs(weights @ differences).sum(axis=-1) / weights.sum(axis=-1))
+
+
+def calibration_bins(scores: Floats) -> Array:
+    """The bin of every probability, see `ece`."""
+    return np.minimum((scores * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
 
 
 ONE_CLASS: Final[dict[str, OneClass]] = {metric.__name__: metric for metric in (sensitivity, specificity, ppv, f1, auc, auprc, brier, ece)}

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medflare.core.packages import installed
+from medflare.tasks.class_metrics import calibration_bins
 from medflare.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
@@ -108,14 +109,43 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
     if target == "multiclass":
         matrices = [confusion_matrix(truth, probabilities.argmax(axis=1), labels=range(len(labels))).tolist()]
-        columns = range(len(labels))[-len(curve_names(target, labels)) :]
-        curves = [(probabilities[:, column], truth == column) for column in columns]
     else:
-        truth = truth.reshape(probabilities.shape)
-        matrices = [confusion_matrix(t, p > 0.5, labels=range(2)).tolist() for p, t in zip(probabilities.T, truth.T, strict=True)]
-        curves = [(p, t == 1) for p, t in zip(probabilities.T, truth.T, strict=True)]
+        pairs = zip(probabilities.T, truth.reshape(probabilities.shape).T, strict=True)
+        matrices = [confusion_matrix(t, p > 0.5, labels=range(2)).tolist() for p, t in pairs]
     independent = len(set(cases.patients)) == len(cases.patients)
+    curves = one_against_rest(cases, target, labels).values()
     return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
+
+
+def one_against_rest(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """Each class of `curve_names` -> its probabilities (images,) and whether it is true (images,); empty for segmentation."""
+    if cases.probabilities is None or cases.targets is None or not len(cases.patients):
+        return {}
+    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
+    positive = truth[:, None] == np.arange(len(labels)) if target == "multiclass" else truth.reshape(probabilities.shape) == 1
+    names = curve_names(target, labels)
+    return dict(zip(names, zip(probabilities.T[-len(names) :], positive.T[-len(names) :], strict=True), strict=True))
+
+
+def curve_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[tuple[float, float]]:
+    """All corners (1 - specificity, sensitivity) of a ROC curve; none if all cases are positive or all negative."""
+    from sklearn.metrics import roc_curve
+
+    if truth.all() or not truth.any():
+        return []
+    false_alarms, hits, _ = roc_curve(truth, scores)
+    return list(zip(false_alarms.tolist(), hits.tolist(), strict=True))
+
+
+def reliability_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[tuple[float, float]]:
+    """Mean probability and frequency of the class in each bin of `class_metrics.ece` with images.
+
+    Examples:
+        >>> reliability_points(np.array([0.25, 0.75, 0.75]), np.array([False, True, False]))
+        [(0.25, 0.0), (0.75, 0.5)]
+    """
+    bins = calibration_bins(scores)
+    return [(float(scores[bins == place].mean()), float(truth[bins == place].mean())) for place in np.unique(bins)]
 
 
 def sensitivities(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[float]:
@@ -133,6 +163,38 @@ def sensitivities(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list
 
     false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
     return [round(float(value), _DIGITS) for value in np.interp(FALSE_ALARMS, false_alarms, hits)]
+
+
+def most_wrong(cases: Cases, task: TaskConfig, most: int = 6) -> dict[int, str]:
+    """The wrongly classified images with the lowest probability of the truth: row -> truth and prediction in words.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> cases = Cases(("a", "b"), {}, torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([1, 0]))
+        >>> most_wrong(cases, SimpleNamespace(target="multiclass", labels=("mild", "severe"), classes=("mild", "severe")))
+        {0: 'severe, predicted mild (0.90; the truth 0.10)'}
+    """
+    if cases.probabilities is None or cases.targets is None or not len(cases.patients):
+        return {}
+    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
+    if task.target == "multiclass":
+        of_truth, chosen = probabilities[np.arange(len(truth)), truth], probabilities.argmax(axis=1)
+        texts = {
+            row: f"{task.labels[truth[row]]}, predicted {task.labels[chosen[row]]} ({probabilities[row].max():.2f}; "
+            f"the truth {of_truth[row]:.2f})"
+            for row in np.flatnonzero(chosen != truth)
+        }
+    else:
+        truth = truth.reshape(probabilities.shape)
+        each = np.where(truth == 1, probabilities, 1 - probabilities)  # probability of the truth of every label
+        of_truth, label = each.min(axis=1), each.argmin(axis=1)
+        names = [task.labels[place] for place in label]
+        texts = {
+            row: f"{names[row]} {'present' if truth[row, label[row]] else 'absent'}, predicted {probabilities[row, label[row]]:.2f}"
+            for row in np.flatnonzero(of_truth < 0.5)
+        }
+    return {int(row): texts[row] for row in sorted(texts, key=lambda row: (of_truth[row], row))[:most]}
 
 
 @dataclass(frozen=True)

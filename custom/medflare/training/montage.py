@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from medflare.core.palette import rgb
 from medflare.data.loading import SiteData
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
@@ -16,21 +17,36 @@ from medflare.training.scoring import evaluating, predict_each, predicts_by_pati
 from medflare.training.site import Site
 
 _SIDE: Final = 320  # pixels of the longest side of a picture
+_VOLUME_SIDE: Final = 240  # of each of the three slices of a volume
 _SMALL: Final = 96  # pixels of a side in the contact sheet
 _COLUMNS: Final = 12
-_COLOURS: Final = ((0, 255, 80), (255, 60, 200))  # truth, prediction
+_OPAQUE: Final = 0.45  # of a prediction over the image
+_OPPOSITE: Final = dict(zip("RLAPSI", "LRPAIS", strict=True))
+_PLANES: Final = {"S": "axial", "I": "axial", "A": "coronal", "P": "coronal", "R": "sagittal", "L": "sagittal"}  # by the axis across it
+_SCALES: Final = (100, 50, 20, 10, 5, 2, 1)  # mm
 
 
 def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
-    """A PNG of one test image: truth in green, prediction over it in magenta. It shows a patient and must stay at the site.
+    """A PNG of one test image, the prediction filled and the truth outlined in the color of each structure, see `core.palette`.
 
-    Of a volume it shows the slices with most true foreground.
+    It shows a patient and must stay at the site. Of a volume it shows the three slices with most true foreground, each with its plane,
+    the patient's directions at its edges, and a scale bar where the spacing is known.
     """
     image = site.data.test.image(row)
     limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
     volume = image.ndim == 4
     spacing = site.data.test.spacings[row] if volume else None
-    return _png(_picture(image, _masks(site, predictor, row), spacing, limits, _SIDE // 2 if volume else _SIDE))
+    names = site.task.orientation if volume else ""
+    return _png(_picture(image, _masks(site, predictor, row), spacing, limits, _VOLUME_SIDE if volume else _SIDE, names))
+
+
+def photograph(site: Site, row: int) -> bytes:
+    """A PNG of one test image. It shows a patient and must stay at the site."""
+    image = site.data.test.image(row)
+    volume = image.ndim == 4
+    spacing = site.data.test.spacings[row] if volume and site.data.test.spacings else None
+    names = site.task.orientation if volume else ""
+    return _png(_picture(image, [], spacing, tuple(np.percentile(image.numpy(), [0.5, 99.5])), _VOLUME_SIDE if volume else _SIDE, names))
 
 
 def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
@@ -81,23 +97,59 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     return [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]
 
 
-def _picture(image: Tensor, masks: Sequence[Tensor], spacing: Spacing | None, limits: tuple[float, ...], side: int) -> np.ndarray:
-    """An image (C, H, W) as uint8 (h, w, 3); of a volume (C, X, Y, Z) three orthogonal slices in squares, with the volume's proportions."""
+def _picture(
+    image: Tensor, masks: Sequence[Tensor], spacing: Spacing | None, limits: tuple[float, ...], side: int, orientation: str = ""
+) -> np.ndarray:
+    """An image (C, H, W) as uint8 (h, w, 3); of a volume (C, X, Y, Z) three orthogonal slices in squares, with the volume's proportions.
+
+    Args:
+        masks: truth and prediction, bool (S, ...) each; empty: the image alone.
+        orientation: the directions of a volume's axes, to label them; "": no labels.
+    """
     if image.ndim == 3:
         return _tile(image, masks, (1.0, 1.0), limits, side)
     gaps, tiles = spacing or (1.0,) * 3, []
     for axis in (2, 1, 0):
-        others = [other for other in range(3) if other != axis]
-        counts = masks[0].any(dim=0).sum(dim=others) if masks else torch.zeros(1)
+        right, up = (other for other in range(3) if other != axis)
+        counts = masks[0].any(dim=0).sum(dim=(right, up)) if masks else torch.zeros(1)
         place = int(counts.argmax()) if counts.any() else image.shape[axis + 1] // 2
         plane, *outlines = (part.select(axis + 1, place).transpose(1, 2).flip(1) for part in (image, *masks))
-        tile = _tile(plane, outlines, (gaps[others[1]], gaps[others[0]]), limits, side)
+        tile = _tile(plane, outlines, (gaps[up], gaps[right]), limits, side)
+        if orientation:
+            millimetres = plane.shape[2] * gaps[right] / tile.shape[1] if spacing else 0.0
+            tile = _labelled(tile, _PLANES[orientation[axis]], orientation[right], orientation[up], millimetres)
         tiles.append(np.pad(tile, ((0, side - len(tile)), (0, side - tile.shape[1]), (0, 0))))
     return np.concatenate(tiles, axis=1)
 
 
+def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: float) -> np.ndarray:
+    """A slice with its plane, the patient's directions at its edges, and a bar of at most a third of its width.
+
+    Args:
+        right, up: directions in which columns and rows run, of "RLAPSI".
+        millimetres: size of a pixel; 0: unknown.
+    """
+    from PIL import Image, ImageDraw
+
+    picture = Image.fromarray(tile)
+    draw, (width, height) = ImageDraw.Draw(picture), picture.size
+    style: dict[str, Any] = {"fill": "white", "stroke_width": 1, "stroke_fill": "black"}
+    draw.text((3, 2), plane, **style)
+    for place, anchor, letter in (
+        ((width - 4, height // 2), "rm", right),
+        ((4, height // 2), "lm", _OPPOSITE[right]),
+        ((width // 2, 2), "ma", up),
+        ((width // 2, height - 3), "md", _OPPOSITE[up]),
+    ):
+        draw.text(place, letter, anchor=anchor, **style)
+    if length := next((length for length in _SCALES if millimetres and length / millimetres < width / 3), 0):
+        draw.line([(4, height - 5), (4 + length / millimetres, height - 5)], fill="white", width=2)
+        draw.text((4, height - 8), f"{length} mm", anchor="ld", **style)
+    return np.array(picture)
+
+
 def _tile(plane: Tensor, masks: Sequence[Tensor], gaps: tuple[float, float], limits: tuple[float, ...], side: int) -> np.ndarray:
-    """A plane (C, H, W) with the outlines of masks (S, H, W); `side` is the longer side in pixels."""
+    """A plane (C, H, W) with truth and prediction, masks (S, H, W) each; `side` is the longer side in pixels."""
     from PIL import Image
     from scipy import ndimage
 
@@ -106,8 +158,16 @@ def _tile(plane: Tensor, masks: Sequence[Tensor], gaps: tuple[float, float], lim
     sides = [pixels * gap for pixels, gap in zip(plane.shape[1:], gaps, strict=True)]
     height, width = (max(1, round(side * length / max(sides))) for length in sides)
     canvas = np.array(Image.fromarray(scaled).resize((width, height), Image.Resampling.BILINEAR))
-    for mask, colour in zip(masks, _COLOURS, strict=False):
-        for structure in mask.numpy():
-            resized = np.asarray(Image.fromarray(np.ascontiguousarray(structure)).resize((width, height), Image.Resampling.NEAREST))
-            canvas[resized & ~ndimage.binary_erosion(resized)] = colour
+
+    def resized(mask: Tensor) -> np.ndarray:
+        return np.asarray(Image.fromarray(np.ascontiguousarray(mask.numpy())).resize((width, height), Image.Resampling.NEAREST))
+
+    truth, *predictions = masks or [torch.zeros(0, 1, 1, dtype=torch.bool)]
+    for prediction in predictions:
+        for number, structure in enumerate(prediction):
+            filled = resized(structure)
+            canvas[filled] = (1 - _OPAQUE) * canvas[filled] + _OPAQUE * np.array(rgb(number))
+    for number, structure in enumerate(truth):
+        mask = resized(structure)
+        canvas[mask & ~ndimage.binary_erosion(mask, iterations=max(1, side // 160))] = rgb(number)
     return canvas

@@ -239,6 +239,7 @@ DELIVERS: Final = (
         models(Annotated[dict[str, _Intervals], Field(max_length=MOST_LABELS + 1)], 1000),
         "test",
     ),
+    MetaSpec("constant", "the task's metric of the constant prediction on test images", number(0.0, 1.0, optional=True), "test"),
     MetaSpec("n", "images by split", _Counts),
     MetaSpec("reports", "what models report of their predictions", models(table(), 1000), "test"),
     MetaSpec("classes", "model -> confusion counts and ROC curves of test images", models(_Classes, 1000), "test"),

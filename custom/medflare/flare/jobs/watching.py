@@ -21,7 +21,7 @@ _GONE = 300.0  # seconds in the state RUNNING without statistics after which a j
 _SILENT = 10.0  # seconds without a sign of life until a site is reported, and again each time they have doubled
 _RESUME = "the server was started again meanwhile; a new job resumes it after its last finished step (`medflare resume`)"
 _FINISHED = "FINISHED:"  # prefix of FLARE's final states
-_STEP = r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+"  # from `evaluation.console.round_line`
+_STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"  # from `evaluation.console.round_line`
 _SLOW = r"slow: \S+: at work on .+"  # from `tasks`
 _PROGRESS = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
 
