@@ -32,7 +32,7 @@ def test_aggregation_weights_are_recorded(method: str, phase: str, numbers: set[
         assert set(by_site) == {"site-1", "site-2", "site-3"}
         assert all(set(numbers_of_site) == numbers for numbers_of_site in by_site.values())
         assert sum(numbers_of_site["weight"] for numbers_of_site in by_site.values()) == pytest.approx(1.0)
-    shown = next(line for line in lines if f"(2/2) {phase}:" in line)
+    shown = next(line for line in lines if f"round 2/2 {phase}:" in line)
     assert f"weight {noted[phase, 1]['site-3']['weight']:.3f}" in shown
     assert "Aggregation weight" in (tmp_path / "report.html").read_text()
 
