@@ -47,7 +47,7 @@ def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
     progress.log_events()
     progress.log_events()
     log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
-    event = "rejected: B (round 1): validation metric of the global model is 7.0; its vote does not count"
+    event = "rejected: B (round 2): validation metric of the global model is 7.0; its vote does not count"
     assert followed(Served(COMPLETED, log=log))[1] == [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
     stats = (told(STEPS[0], event),)
     assert followed(Served(RUNNING, COMPLETED, stats=stats, log=log))[1] == [
