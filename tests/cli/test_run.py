@@ -372,7 +372,8 @@ def test_tables_are_made_again_without_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("medflare.studies.grid.read_study", lambda folder: folder)
-    monkeypatch.setattr("medflare.studies.tables.study_report", lambda groups: f"the table of {groups}")
+    monkeypatch.setattr("medflare.studies.tables.StudyTables", lambda groups: groups)
+    monkeypatch.setattr("medflare.studies.tables.study_report", lambda study: f"the table of {study}")
     assert main(["study", "table", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"the table of {tmp_path}\n"
 

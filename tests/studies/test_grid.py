@@ -19,7 +19,7 @@ from medflare.studies.candidates import Candidate
 from medflare.studies.grid import STUDY_FILE, _finished, read_runs, read_study, run_name, run_study, write_rows, write_run
 from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Setting
 from medflare.studies.statistics import Run
-from medflare.studies.tables import study_report
+from medflare.studies.tables import StudyTables, study_report
 from medflare.tasks.config import load_task
 
 TASK = load_task(
@@ -150,7 +150,7 @@ def test_kept_runs_with_other_settings_raise_an_error(
 ) -> None:
     run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path)
     files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert files.keys() == {"table.md", STUDY_FILE}
+    assert files.keys() == {"table.md", "study.html", STUDY_FILE}
     candidates = [Candidate.parse(text, selection) for text in ("fedprox", "fedavg")]
     with pytest.raises(StateError, match=rf"fedavg/seed0.*{token}"):
         run_study(candidates, dataclasses.replace(SETTING, **setting), [0], tmp_path)
@@ -256,7 +256,7 @@ def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> N
     write_rows(tmp_path, groups)
     study = read_study(tmp_path)
     assert study == groups and list(study) == list(groups), "in the order of the rows"
-    assert study_report(study) == study_report(groups)
+    assert study_report(StudyTables(study)) == study_report(StudyTables(groups))
     content = (tmp_path / STUDY_FILE).read_bytes()
     write_run(tmp_path, "fedavg/seed0", groups["fedavg"][0])
     assert (tmp_path / STUDY_FILE).read_bytes() == content, "the same runs, the same bytes"

@@ -197,7 +197,8 @@ def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: lis
 
 def caution(groups: dict[str, list[Run]], token: str) -> str:
     """The line above the tables with this token; "" if there is none."""
-    return next((line for line in study_report(groups).split("\n## ")[0].splitlines() if line.startswith("- ") and token in line), "")
+    head = study_report(StudyTables(groups)).split("\n## ")[0]
+    return next((line for line in head.splitlines() if line.startswith("- ") and token in line), "")
 
 
 def test_unequal_rows_are_named(record: RunRecord) -> None:

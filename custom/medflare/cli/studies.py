@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 _SEEDS: Final = "0,1,2"
+Html = Annotated[Path | None, typer.Option(help="Write the study's page into this file")]
 Figures = Annotated[Path | None, typer.Option(help="Write the learning curves into this folder as an SVG file")]
 
 
@@ -50,7 +51,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def run_study(
-    out: Annotated[Path, typer.Option(help="Folder for table.md and study.zip (results of every run, and scores of single patients)")],
+    out: Annotated[Path, typer.Option(help="Folder for table.md, study.html and study.zip (all results, and scores of single patients)")],
     candidates: Annotated[
         list[str] | None,
         typer.Argument(
@@ -145,6 +146,7 @@ def run_study(
         groups = grid.run_study(rows, setting, draws, out, left_out=left_out, processes=processes, say=print)
     if paper is None:
         print((out / TABLE_FILE).read_text(encoding="utf-8"))
+        print(f"page: {out / 'study.html'}")
     else:
         text = beside_the_paper(paper, groups)
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
@@ -153,15 +155,22 @@ def run_study(
     return 0 if all(run["status"] == COMPLETED for runs in groups.values() for run in runs) else 1
 
 
-def show_tables(folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None, csv: CsvFile = None) -> int:
+def show_tables(
+    folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None, csv: CsvFile = None, html: Html = None
+) -> int:
     """Print the tables of a study's folder again; trains nothing."""
     import pandas as pd
 
+    from medflare.core.store import write_atomically
     from medflare.evaluation.results import results_frame
-    from medflare.studies import grid, tables
+    from medflare.studies import grid, page, tables
 
     groups = grid.read_study(folder)
-    print(tables.study_report(groups))
+    study = tables.StudyTables(groups)
+    print(tables.study_report(study))
+    if html is not None:
+        write_atomically(html, page.study_page(study).encode(), public=True)
+        print(f"page: {html}")
     _write_curves(figures, groups)
     if csv is not None:
         rows = [results_frame(run).assign(method=row, seed=run["seed"]) for row, runs in groups.items() for run in runs]

@@ -141,7 +141,7 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
 
     Args:
         values: model -> patient -> value.
-        intervals: model -> interval of the mean.
+        intervals: model -> interval of the mean; None or missing: not drawn.
     """
     if not values:
         return None
@@ -154,7 +154,7 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
             heights = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]
             style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": COLOURS[row % len(COLOURS)]}
             axis.plot(points, heights, linestyle="none", rasterized=len(points) > _RASTERIZED, **style)
-            interval = intervals[model]
+            interval = intervals.get(model)
             if interval is not None:
                 axis.plot(interval, [row, row], color=INK, linewidth=2)
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)

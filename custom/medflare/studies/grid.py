@@ -30,9 +30,10 @@ from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, validate_results
 from medflare.studies.candidates import Candidate
+from medflare.studies.page import PAGE_FILE, study_page
 from medflare.studies.references import SCORES, Setting
-from medflare.studies.statistics import Run
-from medflare.studies.tables import TABLE_FILE, study_report
+from medflare.studies.statistics import Groups, Run
+from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
 STUDY_FILE: Final = "study.zip"
@@ -201,8 +202,15 @@ def run_study(
     groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         groups.setdefault(job.candidate.label, []).append(runs[job.name])
-    write_atomically(out / TABLE_FILE, study_report(groups).encode(), public=True)
+    write_pages(out, groups)
     return groups
+
+
+def write_pages(out: Path, groups: Groups) -> None:
+    """Write table.md and study.html."""
+    study = StudyTables(groups)
+    write_atomically(out / TABLE_FILE, study_report(study).encode(), public=True)
+    write_atomically(out / PAGE_FILE, study_page(study).encode(), public=True)
 
 
 def _refuse_duplicates(what: str, values: Sequence[Hashable]) -> None:

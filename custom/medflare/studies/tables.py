@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -104,6 +104,11 @@ class StudyTables:
         makers[f"{self.metric}, routing"] = self.routing
         tables = {title: make() for title, make in makers.items() if wanted is None or title in wanted}
         return {title: table for title, table in tables.items() if table}
+
+    @cached_property
+    def everything(self) -> dict[str, str]:
+        """All tables."""
+        return self.tables()
 
     def series(self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES) -> "pd.Series[float]":
         """One value per seed; NaN where undefined."""
@@ -410,8 +415,11 @@ def is_rising(curve: Mapping[int, float]) -> bool:
     return bool(line.slope * (late[-1] - late[0]) > RISING and line.slope > 2 * line.stderr)
 
 
-def learning_curves(groups: Groups) -> str | None:
+def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     """The task's metric on validation images over the rounds as SVG, a line for every row and model; None without curves.
+
+    Args:
+        ink: colour of the text; the default is legible on light and dark pages.
 
     Raises:
         StateError: no run has a task.
@@ -425,22 +433,23 @@ def learning_curves(groups: Groups) -> str | None:
                 lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
     panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
     svg = line_panels(panels, "curves")
-    return svg and svg.replace("currentColor", "#808080")  # legible on light and dark pages
+    return svg and svg.replace("currentColor", ink)
 
 
 # -- table.md ----------------------------------------------------------------------------------------------------------------
 
 
-def study_report(groups: Groups) -> str:
+def study_report(study: StudyTables) -> str:
     """Markdown: what the runs have in common, what makes them hard to compare, and all tables."""
+    groups = study.groups
     rounds = sorted({run["rounds"] for runs in groups.values() for run in runs})
     title = f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
-    lines = "".join(f"- {line}\n" for line in _cautions(groups))
-    tables = [f"## {title}\n\n{table}" for title, table in StudyTables(groups).tables().items()]
+    lines = "".join(f"- {line}\n" for line in cautions(groups))
+    tables = [f"## {title}\n\n{table}" for title, table in study.everything.items()]
     return "\n".join([title, *([lines] if lines else []), *tables])
 
 
-def _cautions(groups: Groups) -> list[str]:
+def cautions(groups: Groups) -> list[str]:
     """What makes rows hard to compare, one line each."""
     lines = []
     runs = [(label, run) for label, of_label in groups.items() for run in of_label]
