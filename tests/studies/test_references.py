@@ -11,7 +11,8 @@ from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
-from medflare.studies.references import CONSTANT, Setting, batch_statistics, constant_answer, pooled, single_site
+from medflare.studies.references import CONSTANT, CROSS_SITE, Setting, batch_statistics, constant_answer, pooled, recorded_run, single_site
+from medflare.studies.tables import StudyTables
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.constant import constant_predictions
 from medflare.training.site import Site
@@ -142,3 +143,19 @@ def test_constant_predictions_of_segmentation() -> None:
     assert [answer.flatten().tolist() for answer in constant_predictions(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
     binary.image_mode = "patch"
     assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of different sizes have no mean"  # type: ignore[arg-type]
+
+
+def test_every_sites_model_is_tested_at_every_site() -> None:
+    setting = Setting(load_task(tiny_phantom()), ("site-1", "site-2"), rounds=1, cross_site=True)
+    personal = recorded_run("ditto", setting, 0, setting.sites)
+    matrix = personal[CROSS_SITE]
+    assert {owner: matrix[owner][owner] for owner in matrix} == {
+        site: content["metrics"]["personal"]["dice"] for site, content in personal["sites"].items()
+    }
+    assert matrix["site-1"] != matrix["site-2"]
+    shared = recorded_run("fedavg", setting, 0, setting.sites)[CROSS_SITE]
+    assert shared["site-1"] == shared["site-2"], "one model"
+    alone = single_site(setting, 0)[CROSS_SITE]
+    assert {owner: sorted(row) for owner, row in alone.items()} == {site: list(setting.sites) for site in setting.sites}
+    table = StudyTables({"ditto": [personal]}).cross_site()
+    assert f"| ditto | site-1 | **{matrix['site-1']['site-1']:.3f}** | {matrix['site-1']['site-2']:.3f} | 1 |" in table

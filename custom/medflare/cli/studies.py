@@ -97,6 +97,9 @@ def run_study(
             "(best), the last, or the best by another metric, which becomes the task's",
         ),
     ] = None,
+    cross_site: Annotated[
+        bool, typer.Option("--cross-site", help="Also test every site's model (personal, else deployed) on every site's test images")
+    ] = False,
     data_root: DataRoot = None,
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
     figures: Figures = None,
@@ -133,7 +136,7 @@ def run_study(
     config, selection = _selected(config, selection)
     names = site_names(sites) if sites is not None else paper.sites if paper else ()
     default_rounds = paper.settings.rounds if paper else DEFAULT_ROUNDS
-    setting = Setting(config, tuple(names), default_rounds if rounds is None else rounds)
+    setting = Setting(config, tuple(names), default_rounds if rounds is None else rounds, cross_site=cross_site)
     if unknown := [site for site in left_out if site not in setting.sites]:
         raise ConfigError(f"--leave-out {unknown[0]!r} is no site of this study; there are {', '.join(setting.sites)}")
     rows = rows_of(methods, references, config, selection)

@@ -124,7 +124,11 @@ def _summary(results: Mapping[str, Any]) -> list[str]:
     def counted(number: int, noun: str) -> str:
         return f"{number} {noun}{'' if number == 1 else 's'}"
 
-    title = f"{results['method']} on {results['task']}, {counted(results['rounds'], 'round')}, seed {results['seed']}: {results['status']}"
+    weights = (results["configuration"]["task"].get("network") or {}).get("weights") or {}
+    what = f"{results['method']} on {results['task']}, {counted(results['rounds'], 'round')}, seed {results['seed']}"
+    if not results["rounds"] and weights:
+        what = f"evaluation of {weights['file']} (sha256 {weights['sha256'][:12]}) on {results['task']}, no training"
+    title = f"{what}: {results['status']}"
     lines = [title + (f": {results['reason']}" if results["reason"] else ""), synthetic_source(results)]
     traffic, total, events = results["traffic"], results["seconds"].get("total"), results["events"]
     cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]

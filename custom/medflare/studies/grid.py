@@ -31,7 +31,7 @@ from medflare.data.loading import site_folder
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, validate_results
 from medflare.studies.candidates import Candidate
 from medflare.studies.page import PAGE_FILE, study_page
-from medflare.studies.references import SCORES, Setting
+from medflare.studies.references import CONSTANT, CROSS_SITE, SCORES, Setting
 from medflare.studies.statistics import Groups, Run
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
@@ -190,6 +190,8 @@ def run_study(
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs = [_Job(candidate, setting, seed, outside) for seed in seeds for candidate in candidates for outside in splits]
     completed = {name: run for name, run in read_runs(out).items() if run["status"] == COMPLETED}
+    if setting.cross_site:  # runs without the matrix are repeated
+        completed = {name: run for name, run in completed.items() if CROSS_SITE in run or run["method"] == CONSTANT}
     for job in jobs:
         if job.name in completed:
             _check_same(out, job, completed[job.name])

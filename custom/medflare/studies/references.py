@@ -6,6 +6,7 @@ A study runs where all data are, so it keeps scores of single patients, which a 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site"
 TRAINED_AS: Final = "fedavg"  # the method that references train with by default; they take its hyper-parameters
 POOLED: Final = "all-sites"  # the one site of centralised training
 CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, validation metric] each
+CROSS_SITE = "cross_site"  # in a results dict, see `cross_site`
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
 
 
@@ -39,12 +41,14 @@ class Setting:
     Attributes:
         rounds: federation rounds.
         data_root: folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
+        cross_site: also test every site's model on every site's test images.
     """
 
     task: TaskConfig
     sites: tuple[str, ...]
     rounds: int
     data_root: Path | None = None
+    cross_site: bool = False
 
     def open(self, site: str, role: str, seed: int) -> Site:
         return open_site(site, replace(self.task, resplit=seed), seed=seed, role=role, data_root=self.data_root)
@@ -76,8 +80,15 @@ def recorded_run(
 
     def delivered(site: str, role: str, model: Message, cases: Cases) -> None:
         scores.setdefault(site, {})[role] = cases.to_dict()
-        if models is not None:
-            models.setdefault(site, {})[role] = model
+        final.setdefault(site, {})[role] = model
+
+    opened: dict[str, Site] = {}
+    open_other = options.pop("opener", None) or partial(setting.open, seed=seed)
+    final: dict[str, dict[str, Message]] = {} if models is None else models
+
+    def opener(name: str, role: str) -> Site:
+        opened[name] = open_other(name, role)
+        return opened[name]
 
     results = run_local(
         method,
@@ -89,12 +100,36 @@ def recorded_run(
         data_root=setting.data_root,
         observe=observe,
         delivered=delivered,
+        opener=opener,
         **options,
     )
     points = {
         model: {site: [list(point) for point in sorted(curve.items())] for site, curve in sites.items()} for model, sites in curves.items()
     }
-    return results | {CURVES: points, SCORES: scores}
+    results |= {CURVES: points, SCORES: scores}
+    if setting.cross_site:
+        results[CROSS_SITE] = cross_site(final, {name: opened.get(name) or opener(name, "outside") for name in setting.sites})
+    return results
+
+
+def cross_site(models: Mapping[str, Mapping[str, Message]], sites: Mapping[str, Site]) -> dict[str, dict[str, float | None]]:
+    """The task's metric of every site's model on every site's test images: site of the model -> site of the images -> value.
+
+    A site's model is its personal one, or without one the deployed one; models that are the same object have the same row.
+    """
+    rows: dict[int, dict[str, float | None]] = {}
+    matrix = {}
+    for owner in sorted(models.keys() & sites.keys()):
+        model = models[owner].get("personal") or models[owner].get("deployed")
+        if model is None:
+            continue
+        if id(model) not in rows:
+            rows[id(model)] = {}
+            for name, site in sorted(sites.items()):
+                module = build_deployed(site.task, model).to(site.device)
+                rows[id(model)][name] = finite_or_none(site.score(module, "test", [site.task.metric]).values[site.task.metric])
+        matrix[owner] = rows[id(model)]
+    return matrix
 
 
 def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
@@ -132,6 +167,8 @@ def single_site(
     merged = next(iter(runs.values()))
     merged["sites"] = {site: run["sites"][site] for site, run in runs.items()}
     merged[SCORES] = {site: run[SCORES].get(site, {}) for site, run in runs.items()}
+    if setting.cross_site:
+        merged[CROSS_SITE] = {site: row for run in runs.values() for site, row in run[CROSS_SITE].items()}
     curves: dict[str, dict[str, Any]] = {}
     for run in runs.values():
         for model, of_site in run[CURVES].items():

@@ -15,7 +15,7 @@ from medflare.evaluation.figures import Panel, line_panels
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, label_metric, lower_is_better, metric_label
 from medflare.evaluation.results import MODELS, confusion, named_metrics, results_frame
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
-from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
+from medflare.studies.references import CENTRALISED, CONSTANT, CROSS_SITE, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
 from medflare.studies.statistics import (
     ALL_SITES,
     Groups,
@@ -100,6 +100,7 @@ class StudyTables:
             if runs[0]["method"] == SINGLE_SITE:
                 makers[f"{self.metric}, differences to {label}"] = partial(self.differences, label)
         makers[f"{self.metric}, differences within a row"] = self.differences_within
+        makers[f"{self.metric}, cross-site"] = self.cross_site
         makers["selector"] = self.selector
         makers[f"{self.metric}, routing"] = self.routing
         tables = {title: make() for title, make in makers.items() if wanted is None or title in wanted}
@@ -277,6 +278,18 @@ class StudyTables:
             *(interval(over_patients.interval), p_value(over_patients.p) + (" (Wilcoxon)" if over_patients.p is not None else "")),
             str(over_patients.n or UNDEFINED),
         ]
+
+    def cross_site(self) -> str:
+        """Every site's model (rows) on every site's test images (columns); its own site is bold. "" without `references.cross_site`."""
+        sites = sorted({name for runs in self.groups.values() for run in runs for name in run["sites"]})
+        lines = [["method", "model of", *sites, "runs"]]
+        for label, runs in self.groups.items():
+            matrices = [run[CROSS_SITE] for run in runs if CROSS_SITE in run]
+            for owner in sorted({owner for matrix in matrices for owner in matrix}):
+                rows = pd.DataFrame([matrix[owner] for matrix in matrices if owner in matrix], columns=sites, dtype=float)
+                cells = [f"**{spread(self.metric, rows[site])}**" if site == owner else spread(self.metric, rows[site]) for site in sites]
+                lines.append([label, owner, *cells, str(len(rows))])
+        return markdown(lines, left=2) if len(lines) > 1 else ""
 
     # -- what methods choose by themselves at a site -------------------------------------------------------------------------
 
