@@ -19,8 +19,10 @@ from helpers.small_tasks import predicted, score
 from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 from medflare.core import packages
 from medflare.core.errors import ConfigError
+from medflare.data.reading import series_grid
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
+from medflare.inference.dicom_seg import dicom_seg
 from medflare.inference.export import export
 from medflare.inference.inputs import find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
@@ -194,6 +196,42 @@ def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) ->
     for frame, height in zip(frames, places, strict=True):
         np.testing.assert_array_equal(frame, mask[:, :, round((height - 30) / 2)].T)
     assert mask.any() and frames.sum() == mask.sum()
+
+
+def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> None:
+    """Labels and patients keep their script; a structure without a code gets a private one and a colour of its own."""
+    highdicom = pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    for file in dicom_series(tmp_path / "ct").iterdir():
+        header = pydicom.dcmread(file)
+        header.SpecificCharacterSet, header.PatientName = "ISO_IR 100", "Müller^Jörg"
+        header.save_as(file)
+    category = {"value": "49755003", "scheme": "SCT", "meaning": "Morphologically Abnormal Structure"}
+    codes: dict[str, Any] = {
+        "liver": {"value": "10200004", "scheme": "SCT", "meaning": "Liver", "color": "#dd8265"},
+        "tumour": {"value": "108369006", "meaning": "Neoplasm", "category": category},
+    }
+    labels = ["liver", "tumour", "脾臓"]
+    task = cube_task(image_mode="patch", channels=1, target="multilabel", labels=labels, codes=codes)
+    bright = [np.zeros((5, 6, 4), bool) for _ in labels]
+    bright[0][1:3, 2:4] = bright[2][4] = True
+    (tmp_path / "seg.dcm").write_bytes(
+        dicom_seg(tmp_path / "ct", dict(zip(labels, bright, strict=True)), series_grid(tmp_path / "ct").affine, task)
+    )
+    seg = highdicom.seg.segread(tmp_path / "seg.dcm")
+    liver, tumour, spleen = seg.SegmentSequence
+    assert [str(segment.SegmentLabel) for segment in (liver, tumour, spleen)] == labels and seg.PatientName == "Müller^Jörg"
+    kinds = [segment.SegmentedPropertyTypeCodeSequence[0] for segment in (liver, tumour, spleen)]
+    expected = [("10200004", "SCT"), ("108369006", "SCT"), ("脾臓", "99MEDFLARE")]
+    assert [(kind.CodeValue, kind.CodingSchemeDesignator) for kind in kinds] == expected
+    categories = [segment.SegmentedPropertyCategoryCodeSequence[0].CodeValue for segment in (liver, tumour, spleen)]
+    assert categories == ["91723000", "49755003", "91723000"]
+    colours = [tuple(segment.RecommendedDisplayCIELabValue) for segment in (liver, tumour, spleen)]
+    assert highdicom.color.CIELabColor.from_dicom_value(colours[0]).to_rgb() == (0xDD, 0x82, 0x65) and len(set(colours)) == 3
+    algorithm = liver.SegmentationAlgorithmIdentificationSequence[0]
+    assert task.name in algorithm.AlgorithmName and algorithm.AlgorithmVersion
+    assert task.name in seg.SeriesDescription and seg.ContentLabel and "liver" in seg.ContentDescription
+    (referenced,) = seg.ReferencedSeriesSequence
+    assert referenced.SeriesInstanceUID == "1.2.3" and len(referenced.ReferencedInstanceSequence) == 4
 
 
 def test_an_image_that_can_have_no_segmentation_object_is_named(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from medflare.training.check import check_task
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {
-    "brain_lgg": "6e72afb7d26313ab",
-    "brain_lgg_3d": "5865a065b79c6237",
-    "fundus_vessels": "044942df24f8f019",
-    "ham10000": "5b602fc5a6c1a51e",
-    "ham10000_3class": "50e4b14ffb5446db",
-    "phantom": "929ff564ece471c4",
-    "phantom_grades": "6dcccc62e28da651",
+    "brain_lgg": "890fe2c89c4a2b20",
+    "brain_lgg_3d": "e9331d203d5aefc6",
+    "fundus_vessels": "92875d0765330305",
+    "ham10000": "6cc4cc7f801c8b21",
+    "ham10000_3class": "79f4800311e38a11",
+    "phantom": "026c8d3468f1f75b",
+    "phantom_grades": "b32efb12630e95ce",
 }
 
 
@@ -73,6 +73,10 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"channels": True}, "channels"),
         ({"channels": ["t1", "t1"]}, "channels"),
         ({"orientation": "RAX"}, "orientation"),
+        ({"codes": {"circle": {"value": "1", "meaning": "x"}}}, "circle"),
+        ({"codes": {"square": {"value": "1"}}}, "meaning"),
+        ({"codes": {"square": {"value": "1", "meaning": "x", "color": "red"}}}, "color"),
+        ({"codes": {"square": {"value": "1", "meaning": "x", "category": {"value": ""}}}}, "category"),
         ({**VOLUME, "spacing": [1, 0, 1]}, "spacing"),
         ({"spatial_dims": 3}, "spatial_dims"),
         ({**VOLUME, "slices": {"axis": 0, "keep": "foreground"}}, "slices"),

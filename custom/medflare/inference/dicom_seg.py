@@ -1,5 +1,6 @@
 """Predicted masks of a DICOM series as a DICOM segmentation object (PS3.3, A.51), by highdicom."""
 
+import colorsys
 import io
 import warnings
 from collections.abc import Mapping
@@ -11,9 +12,10 @@ import numpy as np
 import medflare
 from medflare.core.errors import DataError
 from medflare.data.reading import dicom_files
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import Structure, TaskConfig
 
-_SCHEME = "99MEDFLARE"  # labels are free text, so their codes have a private scheme (PS3.3, 8.2)
+_SCHEME = "99MEDFLARE"  # a label without a code is free text, so its code has a private scheme (PS3.3, 8.2)
+_TURN = 0.618034  # of the circle of hues, from one color of the palette to the next: they do not repeat
 # The standard allows these to be empty; anonymized files often lack them.
 _MAY_BE_EMPTY = (
     *("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime"),
@@ -36,7 +38,7 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     """
     import highdicom
     from pydicom.sr.codedict import codes
-    from pydicom.sr.coding import Code
+    from pydicom.sr.coding import Code as Coded
     from pydicom.uid import generate_uid
 
     volume = np.stack(list(structures.values()), axis=-1)
@@ -44,17 +46,20 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     algorithm = highdicom.AlgorithmIdentificationSequence(
         name=f"medflare {task.name}"[:64], version=medflare.__version__, family=codes.DCM.ArtificialIntelligence
     )
-    described = [
-        highdicom.seg.SegmentDescription(
-            segment_number=number,
-            segment_label=label[:64],
-            segmented_property_category=codes.SCT.AnatomicalStructure,
-            segmented_property_type=Code(label[:16], _SCHEME, label[:64]),
-            algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
-            algorithm_identification=algorithm,
+    described = []
+    for number, label in enumerate(structures, start=1):
+        code = task.codes.get(label) or Structure(label[:16], label[:64], _SCHEME)
+        described.append(
+            highdicom.seg.SegmentDescription(
+                segment_number=number,
+                segment_label=label[:64],
+                segmented_property_category=Coded(code.category.value, code.category.scheme, code.category.meaning),
+                segmented_property_type=Coded(code.value, code.scheme, code.meaning),
+                algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
+                algorithm_identification=algorithm,
+                display_color=highdicom.color.CIELabColor.from_string(code.color or _palette(number)),
+            )
         )
-        for number, label in enumerate(structures, start=1)
-    ]
     origin = [slices[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
     try:
         with warnings.catch_warnings():
@@ -68,16 +73,26 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
                 series_number=1,
                 sop_instance_uid=generate_uid(entropy_srcs=["instance", *origin]),
                 instance_number=1,
+                series_description=f"medflare {task.name[:42]} segmentation",
+                content_label="SEGMENTATION",
+                content_description=f"Predicted: {', '.join(structures)}"[:64],
                 manufacturer="medflare",
                 manufacturer_model_name=task.name[:64],
                 software_versions=medflare.__version__,
                 device_serial_number="0",
+                specific_character_set="ISO_IR 192",  # UTF-8, for labels of any script
             )
     except (ValueError, TypeError, AttributeError) as error:  # highdicom does not accept a header
         raise unwritable(series, str(error)) from error
     content = io.BytesIO()
     segmentation.save_as(content)
     return content.getvalue()
+
+
+def _palette(number: int) -> str:
+    """The color of a structure without one of its own, as #rrggbb."""
+    red, green, blue = colorsys.hsv_to_rgb(number * _TURN % 1, 0.7, 0.9)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def unwritable(image: Path, why: str) -> DataError:

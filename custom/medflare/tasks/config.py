@@ -142,6 +142,23 @@ class Slices:
     keep: Literal["all", "foreground"] = "all"
 
 
+@dataclass(frozen=True, config=STRICT)
+class Code:
+    """A coded concept (PS3.3, Sec. 8); the scheme "SCT" is SNOMED CT."""
+
+    value: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
+    meaning: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
+    scheme: Annotated[str, Field(min_length=1, max_length=16), AfterValidator(printable)] = "SCT"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Structure(Code):
+    """The code of a label, its category (PS3.16, CID 7150) and its color as #rrggbb; "" for one of a palette."""
+
+    category: Annotated[Code, nested(Code)] = Code("91723000", "Anatomical Structure")
+    color: Annotated[str, Field(pattern="^(#[0-9a-fA-F]{6})?$")] = ""
+
+
 def _sampling(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
@@ -188,6 +205,9 @@ class TaskConfig:
         label_values: label -> values that files use for it; empty: binary 1, multiclass the index, multilabel a mask (or 0/1) per label.
         unlisted_labels: values that no label lists: "error", or "drop" (the image is left out; in a mask: background).
         resplit: seed that draws the splits again by patient; null: the splits of the datalist.
+        codes: structure -> its code in a DICOM segmentation: {"liver": {"value": "10200004", "scheme": "SCT", "meaning": "Liver",
+            "color": "#dd8265"}}; "category" of a tumour: {"value": "49755003", "meaning": "Morphologically Abnormal Structure"},
+            default Anatomical Structure.
         spatial_dims: 2 for pictures and slices, 3 for volumes.
         image_mode: "resize" resizes every image to `size`; "patch" trains on random patches of `size` at the resolution of the files and
             predicts with a sliding window.
@@ -228,6 +248,7 @@ class TaskConfig:
     slices: Annotated[Slices, nested(Slices)] = Slices()
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
+    codes: dict[str, Annotated[Structure, nested(Structure)]] = field(default_factory=dict)
     resplit: int | None = None
     spatial_dims: Annotated[int, one_of(2, 3)] = 2
     image_mode: Literal["resize", "patch"] = "resize"
@@ -253,6 +274,9 @@ class TaskConfig:
             raise ValueError(no_such("metric", strange[0], metrics_of(self.kind, self.spatial_dims), "metrics"))
         if strange := [label for label in self.label_values if label not in self.labels]:
             raise ValueError(no_such("label", strange[0], self.labels, "label_values"))
+        structures = self.labels[self.target == "multiclass" :] if masks else ()
+        if strange := [label for label in self.codes if label not in structures]:
+            raise ValueError(no_such("structure", strange[0], structures, "codes"))
         missing = [label for label in self.labels if label not in self.label_values] if self.label_values else []
         used = {
             "orientation": (volumes, "RAS"),
