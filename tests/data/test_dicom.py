@@ -12,8 +12,9 @@ from pydicom import Dataset
 from pydicom.filewriter import correct_ambiguous_vr
 
 from helpers.small_tasks import SEGMENTATION, small_task
-from helpers.volume_sites import TASK, beside_a_series, cube_task, dicom_series
+from helpers.volume_sites import TASK, beside_a_series, cube_task, dicom_series, enhanced_series
 from medflare.core.errors import DataError
+from medflare.data.dataset_import.folders import scan_folder
 from medflare.data.decoding import Source
 from medflare.data.dicom import segments
 from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
@@ -203,6 +204,36 @@ def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], m
     assert stored.grid is not None and grid.has_affine and grid.shape == stored.grid.shape == array.shape
     for affine in (grid.affine, stored.grid.affine):
         np.testing.assert_array_equal(affine, meta["affine"])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
+def test_a_series_in_one_file_is_the_volume_of_its_slices(tmp_path: Path, order: tuple[int, ...]) -> None:
+    series, file = dicom_series(tmp_path / "ct"), enhanced_series(tmp_path / "in/mr.dcm", order)
+    for task in (small_task(), cube_task(channels=1)):
+        expected, actual = read_image([series], task), read_image([file], task)
+        np.testing.assert_array_equal(actual.array, expected.array)
+        assert actual.grid is not None and expected.grid is not None
+        np.testing.assert_array_equal(actual.grid.affine, expected.grid.affine)
+    np.testing.assert_array_equal(series_grid(file).affine, series_grid(series).affine)
+    assert series_grid(file).shape == (5, 6, 4)
+    folder = scan_folder(tmp_path / "in")
+    assert folder.images == (file,) and folder.patients == {file: "p"}
+
+
+def test_frames_that_are_no_volume(tmp_path: Path) -> None:
+    """Two echoes and a lost slice are refused; frames in time are pictures, but no volume."""
+    for name, heights in (("echoes.dcm", (30, 30, 32, 32)), ("lost.dcm", (30, 32, 34, 38))):
+        with pytest.raises(DataError, match=name):
+            pictured(enhanced_series(tmp_path / name, heights=heights))
+    cine = enhanced_series(tmp_path / "cine.dcm", heights=(30, 30, 30, 30))
+    assert pictured(cine).shape == (1, 6, 5, 4)
+    with pytest.raises(DataError, match="cine"):
+        read_image([cine], cube_task(channels=1))
+    file = pydicom.dcmread(cine)
+    del file.PerFrameFunctionalGroupsSequence[0]
+    file.save_as(tmp_path / "short.dcm")
+    with pytest.raises(DataError, match="short"):
+        pictured(tmp_path / "short.dcm")
 
 
 # -- segmentations ---------------------------------------------------------------------------------------------------------

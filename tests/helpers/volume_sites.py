@@ -8,11 +8,13 @@ from typing import Any
 import nibabel
 import numpy as np
 import pydicom
+from pydicom import Dataset, Sequence
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import (
     UID,
     BasicTextSRStorage,
     CTImageStorage,
+    EnhancedMRImageStorage,
     ExplicitVRLittleEndian,
     GrayscaleSoftcopyPresentationStateStorage,
     MediaStorageDirectoryStorage,
@@ -112,6 +114,44 @@ def dicom_series(folder: Path, slices: int = 4) -> Path:
         file.PixelData = (columns + 10 * rows + 100 * number).astype(np.uint16).tobytes()
         pydicom.dcmwrite(folder / f"{number}.dcm", file)
     return folder
+
+
+def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: tuple[float, ...] = (30, 32, 34, 36)) -> Path:
+    """The volume of `dicom_series` as one Enhanced MR file (PS3.3, A.36), its frames in another order.
+
+    Args:
+        order: the slice of each frame.
+        heights: of the slices in millimetres.
+    """
+
+    def group(**tags: Any) -> Sequence:
+        made = Dataset()
+        for tag, value in tags.items():
+            setattr(made, tag, value)
+        return Sequence([made])
+
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, EnhancedMRImageStorage
+    meta.MediaStorageSOPInstanceUID = generate_uid()
+    file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    file.SOPClassUID, file.SOPInstanceUID = EnhancedMRImageStorage, meta.MediaStorageSOPInstanceUID
+    file.SeriesInstanceUID, file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "1.2", "MR", 1
+    file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
+    file.Rows, file.Columns, file.NumberOfFrames = 6, 5, len(order)
+    file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+    file.BitsAllocated = file.BitsStored = 16
+    file.HighBit, file.PixelRepresentation = 15, 0
+    rows, columns = np.mgrid[:6, :5]
+    file.PixelData = np.stack([columns + 10 * rows + 100 * number for number in order]).astype(np.uint16).tobytes()
+    file.SharedFunctionalGroupsSequence = group(
+        PixelMeasuresSequence=group(PixelSpacing=[0.5, 0.25], SliceThickness=2),
+        PlaneOrientationSequence=group(ImageOrientationPatient=[1, 0, 0, 0, 1, 0]),
+    )
+    places = [group(PlanePositionSequence=group(ImagePositionPatient=[10, 20, heights[number]])) for number in order]
+    file.PerFrameFunctionalGroupsSequence = Sequence([place[0] for place in places])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pydicom.dcmwrite(path, file)
+    return path
 
 
 def beside_a_series(folder: Path) -> Path:

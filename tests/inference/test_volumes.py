@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from helpers.small_tasks import SEGMENTATION as SLICES
 from helpers.small_tasks import predicted, score
-from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
+from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, enhanced_series, make_sites, write
 from medflare.core import packages
 from medflare.core.errors import ConfigError
+from medflare.data.decoding import Source
 from medflare.data.reading import series_grid
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
@@ -232,6 +233,28 @@ def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> No
     assert task.name in seg.SeriesDescription and seg.ContentLabel and "liver" in seg.ContentDescription
     (referenced,) = seg.ReferencedSeriesSequence
     assert referenced.SeriesInstanceUID == "1.2.3" and len(referenced.ReferencedInstanceSequence) == 4
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: Path) -> None:
+    """The same as NIfTI; the segmentation object is read back as the label of its image."""
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    enhanced_series(tmp_path / "in/mr.dcm")
+    dicom_series(tmp_path / "in/ct")
+    task = cube_task(image_mode="patch", channels=1, orientation="LPS") if dims == 3 else load_task({**SLICES, "size": [8, 8]})
+    for seg in (False, True):
+        summary = predict(_bright(task), [tmp_path / "in"], tmp_path / f"out{seg}", builder=lambda task, message: Bright(), seg=seg)
+        assert summary.failed == [] and summary.images == 2
+    masks = [nibabel.load(tmp_path / f"outFalse/{name}_seg.nii.gz") for name in ("mr", "ct")]
+    np.testing.assert_array_equal(masks[0].affine, masks[1].affine)
+    voxels, expected = (np.asarray(mask.dataobj) > 0 for mask in masks)
+    np.testing.assert_array_equal(voxels, expected)
+    (tmp_path / "datalist.json").write_text(json.dumps({"test": [{"image": "in/mr.dcm", "label": "outTrue/mr_seg.dcm"}]}))
+    source = Source(tmp_path, task)
+    (entry,) = source.entries()
+    labelled = source.mask(entry, source.image(entry))[0] > 0
+    assert 0 < labelled.sum() < labelled.size
+    np.testing.assert_array_equal(labelled if dims == 3 else np.swapaxes(labelled, 0, 1), voxels)
 
 
 def test_an_image_that_can_have_no_segmentation_object_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ _UNEVEN: Final = 0.1  # tolerance of slice distances and of offsets from the lin
 _CLOSE: Final = 1e-3  # tolerance of equal numbers in two slices: devices round them
 _ONE: Final = {"PatientID": "patients", "SeriesInstanceUID": "series"}
 _SAME: Final = {"ImageOrientationPatient": "orientations", "PixelSpacing": "pixel spacings", "Rows": "rows", "Columns": "columns"}
-HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber")  # tags that order and positions of slices depend on
+_PLANE: Final = {
+    "ImagePositionPatient": "PlanePositionSequence",
+    "ImageOrientationPatient": "PlaneOrientationSequence",
+    "PixelSpacing": "PixelMeasuresSequence",
+}  # in the functional groups of a frame (PS3.3, Sec. C.7.6.16.2)
+_GROUPS: Final = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
+# Tags that order and positions of slices and frames depend on.
+HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", *_GROUPS)
 _RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
 _OFFSET: Final = 0.1  # voxels between a frame of a segmentation and the grid
 
@@ -59,12 +66,48 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
 # -- series ----------------------------------------------------------------------------------------------------------------
 
 
+def frames_of(dataset: Any) -> list[Any]:
+    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1.
+
+    Returns:
+        Nothing for other objects, and for frames of one position, as in time: they are no volume.
+
+    Raises:
+        ValueError: a frame without functional groups.
+    """
+    from pydicom import Dataset
+
+    if int(dataset.get("NumberOfFrames") or 1) < 2 or any(not dataset.get(name) for name in _GROUPS):
+        return []
+    if len(dataset.PerFrameFunctionalGroupsSequence) != int(dataset.NumberOfFrames):
+        raise ValueError("some of its frames have no functional groups")
+    frames = []
+    for number, groups in enumerate(dataset.PerFrameFunctionalGroupsSequence, start=1):
+        header = Dataset()
+        header.Rows, header.Columns, header.InstanceNumber = dataset.Rows, dataset.Columns, number
+        for keyword, name in _PLANE.items():
+            if (group := _group(dataset, groups, name)) is not None and keyword in group:
+                header[keyword] = group[keyword]
+        frames.append(header)
+    positions = {tuple(map(float, header.get("ImagePositionPatient", ()))) for header in frames}
+    return frames if len(positions) > 1 else []
+
+
+def _group(dataset: Any, groups: Any, name: str) -> Any:
+    """A functional group of a frame: its own, or the one of all frames; None if there is none."""
+    return next((part[name][0] for part in (groups, dataset.SharedFunctionalGroupsSequence[0]) if part.get(name)), None)
+
+
 def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
     """The slices (pydicom datasets) of a series in their order: by number if the positions agree, else by position.
+
+    Of a series in one file: the headers of its frames, see `frames_of`.
 
     Raises:
         DataError: several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
     """
+    if len(slices) == 1:
+        slices = frames_of(slices[0]) or slices
     if len(slices) == 1:
         return list(slices)
     _check_one_series(slices, path)
@@ -101,7 +144,8 @@ def _check_one_series(slices: Sequence[Any], path: Path) -> None:
 def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
     """Refuse lost slices, and slices beside the line through the others; `corners` (N, 3) in order, mm."""
     if np.ptp(gaps) > _UNEVEN * np.median(gaps):
-        raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; restore what is missing, or resample the volume")
+        remedy = "restore what is missing, export echoes and times as series of their own, or resample the volume"
+        raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; {remedy}")
     line = corners[0] + np.linspace(0, 1, len(corners))[:, None] * (corners[-1] - corners[0])
     offset = np.linalg.norm(corners - line, axis=1).max()
     if offset > _UNEVEN * np.median(gaps):
@@ -151,21 +195,16 @@ def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndar
     frames = dataset.pixel_array.reshape(-1, int(dataset.Rows), int(dataset.Columns))
     threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
     for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
-        number = int(groups.SegmentIdentificationSequence[0].ReferencedSegmentNumber)
+        number = int(_group(dataset, groups, "SegmentIdentificationSequence").ReferencedSegmentNumber)
         masks[rows[number]][_voxels(dataset, groups, grid, path)] |= (frame > threshold).astype(np.int64)
     return masks, labels
 
 
 def _voxels(dataset: Any, groups: Any, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:
     """Voxel indices along the grid's three axes of every pixel of a frame, each (rows, columns)."""
-    shared = dataset.SharedFunctionalGroupsSequence[0]
-
-    def group(name: str) -> Any:
-        return (groups if name in groups else shared)[name][0]
-
-    right, down = np.split(np.array(group("PlaneOrientationSequence").ImageOrientationPatient, np.float64), 2)
-    between_rows, between_columns = map(float, group("PixelMeasuresSequence").PixelSpacing)
-    start = np.array(group("PlanePositionSequence").ImagePositionPatient, np.float64)
+    start, orientation, spacing = (np.array(_group(dataset, groups, name)[tag].value, np.float64) for tag, name in _PLANE.items())
+    right, down = np.split(orientation, 2)
+    between_rows, between_columns = spacing
     rows, columns = np.mgrid[: int(dataset.Rows), : int(dataset.Columns)][..., None].astype(np.float64)
     positions = (start + columns * between_columns * right + rows * between_rows * down) @ _RAS[:3, :3]
     inverse = np.linalg.inv(grid.affine)

@@ -279,10 +279,12 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
         raise DataError(f"{path}: {len(slices)} files lie in the folder, of several frames each; name the one that is meant")
     shape = (len(slices) * frames, int(slices[0].Rows), int(slices[0].Columns))
     bounds.check(path, shape if shape[0] > 1 else shape[1:], volume=shape[0] > 1)
-    slices = dicom.in_order(slices, path)
-    arrays, colours = zip(*(dicom.pixels(dataset, mask=mask) for dataset in slices), strict=True)
+    ordered = dicom.in_order(slices, path)
+    arrays, colours = zip(*(dicom.pixels(dataset, mask=mask) for dataset in (ordered if len(slices) > 1 else slices)), strict=True)
     array = arrays[0] if len(slices) == 1 else np.stack(arrays, axis=2)
-    grid = dicom.grid_of(slices) if len(slices) > 1 else None
+    if len(ordered) > len(slices):  # the frames of an enhanced object
+        array = array[:, :, [int(frame.InstanceNumber) - 1 for frame in ordered]]
+    grid = dicom.grid_of(ordered) if len(ordered) > 1 else None
     return Stored(np.moveaxis(array, -1, 0) if colours[0] else array[None], grid, colours=colours[0])
 
 
@@ -374,7 +376,7 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
 
 def _check_volume(stored: Stored, path: Path) -> None:
     if stored.grid is None:
-        raise DataError(f"{path}: no volume, the task has spatial_dims 3; give NIfTI files, or folders with a DICOM series")
+        raise DataError(f"{path}: no volume, the task has spatial_dims 3; give NIfTI files, or DICOM series with positions")
     stored.grid.check(path)
 
 
@@ -472,8 +474,8 @@ def is_segmentation(path: Path) -> bool:
 def _read_segmentation(path: Path, image_path: Path, image: Image | None) -> tuple[Stored, list[tuple[str, int]]]:
     from pydicom import dcmread
 
-    if image is None or image.stored_grid is None or not image_path.is_dir():
-        raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series")
+    if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
+        raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
     with explained(path):
         series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
         masks, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)

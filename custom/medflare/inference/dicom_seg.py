@@ -11,6 +11,7 @@ import numpy as np
 
 import medflare
 from medflare.core.errors import DataError
+from medflare.data.dicom import frames_of
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import Structure, TaskConfig
 
@@ -29,7 +30,7 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     """The content of a file with a segment for every structure; equal masks of a series have equal identifiers.
 
     Args:
-        series: folder of the series.
+        series: folder of the series, or the file with all its frames.
         structures: label -> bool (columns, rows, slices).
         affine: (4, 4), voxel indices of these arrays to millimetres in RAS.
 
@@ -42,7 +43,7 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     from pydicom.uid import generate_uid
 
     volume = np.stack(list(structures.values()), axis=-1)
-    slices = _slices(series, affine, volume.shape[2])
+    sources, order = _sources(series, affine, volume.shape[2])
     algorithm = highdicom.AlgorithmIdentificationSequence(
         name=f"medflare {task.name}"[:64], version=medflare.__version__, family=codes.DCM.ArtificialIntelligence
     )
@@ -60,13 +61,13 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
                 display_color=highdicom.color.CIELabColor.from_string(code.color or _palette(number)),
             )
         )
-    origin = [slices[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
+    origin = [sources[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # empty masks, missing attributes
             segmentation = highdicom.seg.Segmentation(
-                source_images=slices,
-                pixel_array=volume.transpose(2, 1, 0, 3).astype(np.uint8),  # frames, rows, columns, segments
+                source_images=sources,
+                pixel_array=volume.transpose(2, 1, 0, 3)[order].astype(np.uint8),  # frames, rows, columns, segments
                 segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
                 segment_descriptions=described,
                 series_instance_uid=generate_uid(entropy_srcs=["series", *origin]),
@@ -100,25 +101,28 @@ def unwritable(image: Path, why: str) -> DataError:
     return DataError(f"{image}: cannot have a DICOM segmentation ({why.rstrip('.')}); predict it without --dicom-seg")
 
 
-def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
-    """The headers of the files in the order of the volume's slices."""
+def _sources(series: Path, affine: np.ndarray, count: int) -> tuple[list[Any], list[int]]:
+    """The headers of the files, and for every slice (or frame of the one file) its index in the volume."""
     from pydicom import dcmread
 
-    headers: dict[int, Any] = {}
+    headers: list[Any] = []
+    order: list[int] = []
     to_index = np.linalg.inv(affine)
     for file in dicom_files(series):
         header = dcmread(file, stop_before_pixels=True)
-        for keyword in _NEEDED:
-            if not header.get(keyword):
-                raise unwritable(series, f"{file.name} has no {keyword}")
-        left, posterior, superior = map(float, header.ImagePositionPatient)
-        index = float((to_index @ [-left, -posterior, superior, 1])[2])
-        if abs(index - round(index)) > _ALIGNED or not 0 <= round(index) < count:
-            raise DataError(f"{file}: is not one of the volume's {count} slices; use a folder with one series of evenly spaced slices")
+        headers.append(header)
+        for part in frames_of(header) or [header]:
+            for keyword in _NEEDED:
+                if not (part.get(keyword) or header.get(keyword)):
+                    raise unwritable(series, f"{file.name} has no {keyword}")
+            left, posterior, superior = map(float, part.ImagePositionPatient)
+            index = float((to_index @ [-left, -posterior, superior, 1])[2])
+            if abs(index - round(index)) > _ALIGNED or not 0 <= round(index) < count:
+                raise DataError(f"{file}: is not one of the volume's {count} slices; use a folder with one series of evenly spaced slices")
+            order.append(round(index))
         for keyword in _MAY_BE_EMPTY:
             if keyword not in header:
                 setattr(header, keyword, "")
-        headers[round(index)] = header
-    if len(headers) != count:
-        raise DataError(f"{series}: {len(headers)} files for {count} slices; use a folder with one series of evenly spaced slices")
-    return [headers[index] for index in range(count)]
+    if sorted(order) != list(range(count)):
+        raise DataError(f"{series}: {len(order)} files for {count} slices; use a folder with one series of evenly spaced slices")
+    return headers, order

@@ -113,9 +113,9 @@ def write_masks(
     Raises:
         DataError: `seg`, and the DICOM image cannot have a segmentation object; or values that a PNG cannot hold.
     """
-    if seg and source.path.is_file() and is_dicom(source.path):
-        raise unwritable(source.path, "it is not a series of slices with positions")
-    if seg and source.path.is_dir():
+    if seg and (source.path.is_dir() or is_dicom(source.path)):
+        if masks.ndim < 4:
+            raise unwritable(source.path, "it is not a series of slices with positions")
         structures = label_masks(masks if grid else np.swapaxes(masks, 1, 2), task)
         file = out / f"{source.name}_seg.dcm"
         write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else series_grid(source.path).affine, task))
