@@ -43,7 +43,7 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedF
     """By any clock."""
     identity = federation.submit(job)
     watched = federation.watch(identity).stdout
-    assert all(f"({round}/{ROUNDS}) train: site-1 loss" in watched for round in range(1, ROUNDS + 1)), "every step, the last ones too"
+    assert all(f"round {round}/{ROUNDS} train: site-1 loss" in watched for round in range(1, ROUNDS + 1)), "every step, the last ones too"
     shown = federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
     assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 
