@@ -280,7 +280,7 @@ def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path, monkey
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "datalist.json").touch()
     assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"]) == 0
-    assert engine.calls == [((tmp_path,), {"workers": 3, "say": print}, str(tmp_path / "data"))]
+    assert engine.calls == [((tmp_path,), {"workers": 3, "track": None, "say": print}, str(tmp_path / "data"))]
     assert ROOT not in os.environ
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from medflare.cli.options import AUTO_HELP, DefaultGroup, add_command, takes
+from medflare.cli.options import AUTO_HELP, DefaultGroup, Track, add_command, takes
 from medflare.cli.run import Federation, chosen
 from medflare.core.errors import ConfigError
 from medflare.federation.settings import RunSettings
@@ -49,9 +49,7 @@ def create_job(
     federation: Federation,
     settings: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Job folder to write")],
-    track: Annotated[
-        str | None, typer.Option(help="The server's metrics go to MLflow too (medflare[mlflow])", metavar="mlflow[=URI]")
-    ] = None,
+    track: Track = None,
     no_byoc: Annotated[bool, typer.Option("--no-byoc", help="Without app/custom/: for hospitals that reject jobs with code")] = False,
     embed_code: Annotated[
         bool, typer.Option("--embed-code", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")

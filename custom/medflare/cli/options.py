@@ -29,6 +29,13 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
 ]
+Track = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the run's curves, test metrics and settings go (default: TensorBoard files beside results.json)",
+        metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none",
+    ),
+]
 CsvFile = Annotated[
     Path | None,
     typer.Option(help="Write the test metrics into this file: a row per site, model, structure or class, and metric, with intervals"),

@@ -19,6 +19,7 @@ from medflare.cli.options import (
     TASK,
     CsvFile,
     DataRoot,
+    Track,
     add_command,
     check_sites,
     default_sites,
@@ -199,6 +200,7 @@ def run(
     threads: Annotated[int | None, typer.Option(help="Sites that train at the same time under FLARE (default: all)")] = None,
     workers: Workers = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, and write nothing")] = False,
+    track: Track = None,
     out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
 ) -> int:
     """Run a federation on this machine and print its results.
@@ -207,6 +209,7 @@ def run(
     that name is kept beside it. After Ctrl-C in the plain loop, medflare resume continues the run.
     """
     from medflare.evaluation.console import show_results
+    from medflare.federation.tracking import check_track
 
     method, task, hyper, arguments = chosen(federation, settings)
     outside = arguments.get("outside", [])
@@ -221,6 +224,9 @@ def run(
     other = {"workers": workers} if engine == "flare" else {"threads": threads, **{name: settings.get(name) for name in WAITS}}
     for option in (name for name, value in other.items() if value is not None):
         raise ConfigError(f"--{option.replace('_', '-')} has no effect with --engine {engine}; leave it out")
+    if track is not None:
+        check_track(track)
+        arguments["track"] = track
     label = method.name if arguments["rounds"] or not method.trains else EVALUATE
     folder = out / f"{label}-{task.name}-seed{arguments['seed']}"
     with environment(data_root=data_root):
@@ -355,6 +361,7 @@ def resume(
     job: Annotated[str | None, typer.Option(help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID")] = None,
     out: Annotated[Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")] = None,
     workers: Workers = None,
+    track: Track = None,
     data_root: DataRoot = None,
 ) -> int:
     """Continue an interrupted run after its last complete step.
@@ -363,7 +370,7 @@ def resume(
     and --job).
     """
     if job is not None:
-        for name, value in (("--workers", workers), ("--data-root", data_root)):
+        for name, value in (("--workers", workers), ("--track", track), ("--data-root", data_root)):
             if value is not None:
                 raise ConfigError(f"{name} is for a run on this machine; leave it out with --job")
         from medflare.flare.jobs.building import resumed_job
@@ -379,7 +386,7 @@ def resume(
     with _locked(path), environment(data_root=data_root):
         _check_resumable(path)
         with _resume_hint(path, data_root):
-            resume_local(path, workers=workers, say=print)
+            resume_local(path, workers=workers, track=track, say=print)
     return 0 if show_results(path) else 1
 
 

@@ -26,6 +26,7 @@ from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
+from medflare.federation.tracking import Tracker
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext
@@ -52,7 +53,8 @@ class Run:
         models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
         about: further settings for the results, for example the engine.
         say: called with progress lines.
-        observe: called after every step, for tracking.
+        observe: called after every step.
+        track: see `tracking.check_track`.
     """
 
     method: Method
@@ -69,6 +71,7 @@ class Run:
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
+    track: str | None = None
     events: EventLog = field(default_factory=EventLog)
 
     @property
@@ -91,12 +94,14 @@ class Run:
             make_folder(self.folder, public=True)  # others may read its report, not the folders in it
             for name in () if resume else (RESULTS_FILE, ROUNDS_FILE):
                 (self.folder / name).unlink(missing_ok=True)
+        name = f"{self.method.name}-seed{self.settings.seed}"
+        tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
             check_run(self.method, self.task, self.hyper, rounds=self.settings.rounds, outside=self.outside)
             plan = self.method.plan(self.task, self.sites, self.hyper)
             mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
             with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
-                federation = self._federation(plan, exchange, outcome)
+                federation = self._federation(plan, exchange, outcome, tracker)
                 federation.run(self._restored(federation) if resume else 0)
                 self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
@@ -114,9 +119,14 @@ class Run:
             outcome.seconds["total"] = time.monotonic() - started
             record = self._record(outcome, reason)
             results = build_results(record) if self.folder is None else write_results(self.folder, record)
+            tracker.end(results)
         return results
 
-    def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome) -> Federation:
+    def _warn(self, problem: str) -> None:
+        self.events.add("warning", problem)
+        self.say(f"warning: {problem}")
+
+    def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome, tracker: Tracker) -> Federation:
         seed = self.settings.seed
         context = ServerContext(
             plan,
@@ -137,6 +147,7 @@ class Run:
                 append_round(self.folder, report.line())
                 if problem := live.refresh(self.folder, lambda: self._record(outcome, running=True)):
                     self.events.add("warning", f"the report is no longer updated during the run: {problem}")
+            tracker.step(report, self.task.optimizer["lr"] * self.task.schedule.rate_factor(report.step.round, context.rounds))
             self.observe(report)
 
         def save_checkpoint(finished: int) -> None:

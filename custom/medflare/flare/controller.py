@@ -32,7 +32,7 @@ from medflare.flare.liveness import ALIVE, LONG_POLL, WORK, Liveness
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import interrupted_id
 from medflare.flare.simulator import SimulatorHost, limit_spinning
-from medflare.flare.tracking import GROUP, Progress, Tracking
+from medflare.flare.tracking import GROUP, MLFLOW, MLflowTracker, Progress
 
 if TYPE_CHECKING:
     from medflare.federation.run import Run
@@ -48,6 +48,7 @@ class MedflareController(Controller):
 
     Args:
         site_algorithm: method whose site algorithm the sites run, if it is not the aggregator's.
+        track: "tensorboard", "wandb[=PROJECT]" or "none"; None: TensorBoard where it is installed. MLflow is a component, `MLflowTracker`.
         aggregator_id: id of the component that holds the server algorithm's aggregation, a `MethodAggregator`.
     """
 
@@ -66,6 +67,7 @@ class MedflareController(Controller):
         enrol_timeout: float = 3600.0,
         heartbeat_timeout: float = 120.0,
         resume: str = "",
+        track: str | None = None,
         aggregator_id: str = "aggregator",
     ):
         super().__init__(task_check_period=0.1)
@@ -73,7 +75,7 @@ class MedflareController(Controller):
         self.min_sites, self.sites_per_round, self.max_client_weight = min_sites, sites_per_round, max_client_weight
         self.outlier_policy, self.patience = outlier_policy, patience
         self.step_timeout, self.enrol_timeout, self.heartbeat_timeout = step_timeout, enrol_timeout, heartbeat_timeout
-        self.site_algorithm, self.aggregator_id = site_algorithm, aggregator_id
+        self.site_algorithm, self.track, self.aggregator_id = site_algorithm, track, aggregator_id
         self._events = EventLog()
         self._progress = Progress(self._events)
         self._exchange: TaskExchange | None = None
@@ -191,7 +193,6 @@ class MedflareController(Controller):
             take_up(interrupted[0], checkpoints)
         method = get_method(site_algorithm, server=aggregator.method_name)
         aggregator.hyper = method.effective(aggregator.hyper or {})  # with all defaults
-        observe = Tracking(self, fl_ctx)
         return Run(
             method=method,
             task=task,
@@ -205,7 +206,7 @@ class MedflareController(Controller):
             checkpoints=checkpoints,
             about={"engine": "flare"},
             say=self._progress.say,
-            observe=lambda report: observe(report.line()),
+            track=self._track(fl_ctx),
             events=self._events,
         )
 
@@ -240,6 +241,15 @@ class MedflareController(Controller):
 
     def _aggregator(self, fl_ctx: FLContext) -> Any:
         return fl_ctx.get_engine().get_component(self.aggregator_id)
+
+    def _track(self, fl_ctx: FLContext) -> str | None:
+        """The run's `track`. MLflow is a component, which this server's class_allow_list may lack; ConfigError without it."""
+        mlflow = fl_ctx.get_engine().get_component(MLFLOW)
+        if isinstance(mlflow, MLflowTracker):
+            return mlflow.track
+        if str(self.track).startswith(MLFLOW):
+            raise ConfigError(f"track = {self.track!r} needs a component {MLFLOW!r} in config_fed_server.json; see medflare job --track")
+        return self.track
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]

@@ -25,6 +25,5 @@ COMPONENTS: Final[dict[str, tuple[str, ...]]] = {
         "medflare.flare.aggregators.ConsistencyAggregator",
         "medflare.flare.aggregators.SharpnessAggregator",
         "medflare.flare.tracking.MLflowTracker",
-        "nvflare.app_opt.tracking.tb.tb_receiver.TBAnalyticsReceiver",
     ),
 }

@@ -71,17 +71,18 @@ def test_a_job_that_asks_what_sites_have(tmp_path: Path) -> None:
         build_job("fingerprint", "phantom", out=tmp_path / "other")
 
 
-def test_curves_may_go_to_mlflow_too(tmp_path: Path) -> None:
+def test_curves_go_where_the_job_says(tmp_path: Path) -> None:
     folder = build_job("fedavg", "phantom", out=tmp_path / "job", track="mlflow=http://mlflow.example:5000")
     tracker = component(folder, "mlflow")
-    assert tracker["path"] == "medflare.flare.tracking.MLflowTracker"
-    assert tracker["args"] == {"tracking_uri": "http://mlflow.example:5000", "experiment": "medflare phantom", "run_name": "fedavg"}
-    assert component(folder, "tensorboard")
-    assert main(["job", "fedavg", "--track", "mlflow", "--out", str(tmp_path / "local")]) == 0
-    assert "tracking_uri" not in component(tmp_path / "local", "mlflow")["args"]
-    for wrong in ("wandb", "mlflow=", "mlflow http://x"):
-        with pytest.raises(ConfigError, match="track"):
-            build_job("fedavg", "phantom", out=tmp_path / "other", track=wrong)
+    assert tracker["path"] == "medflare.flare.tracking.MLflowTracker" and tracker["args"] == {"track": "mlflow=http://mlflow.example:5000"}
+    assert "track" not in config(folder, "server")["workflows"][0]["args"]
+    assert main(["job", "fedavg", "--track", "wandb=study", "--out", str(tmp_path / "wandb")]) == 0, (
+        "the package is needed at the server only"
+    )
+    assert config(tmp_path / "wandb", "server")["workflows"][0]["args"]["track"] == "wandb=study"
+    assert [part["id"] for part in config(tmp_path / "wandb", "server")["components"]] == ["aggregator"]
+    with pytest.raises(ConfigError, match="track"):
+        build_job("fedavg", "phantom", out=tmp_path / "other", track="mlflow=")
 
 
 def test_halves_of_two_methods(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from medflare.federation.participant import Participant
 from medflare.federation.preflight import check_run
 from medflare.federation.run import Run
 from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
+from medflare.federation.tracking import check_track
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.classes import Cases
@@ -51,6 +52,7 @@ def run_local(
     resume: bool = False,
     workers: int | None = None,
     models_gb: float = MODELS_GB,
+    track: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
     delivered: Delivered = lambda site, role, model, cases: None,
@@ -77,6 +79,7 @@ def run_local(
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS threads (default 1); any number
             gives the same models. None: one after the other in this process, on all of torch's threads.
         models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
+        track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files in `out`, where it is installed.
         say: called with a progress line after every step.
         observe: called after every step.
         delivered: called with every final model, in the site's process if there are several workers.
@@ -100,9 +103,10 @@ def run_local(
     hyper = {name: value for name, value in options.items() if name not in RULES}
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart)
+    check_track(track)
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
-    run.weights = None if weights is None else Path(weights)
+    run.weights, run.track = None if weights is None else Path(weights), track
 
     def opened(name: str, role: str) -> Site:
         return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
@@ -151,6 +155,7 @@ def resume_local(
     workers: int | None = None,
     models_gb: float = MODELS_GB,
     weights: Path | str | None = None,
+    track: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Finish an interrupted run of the plain loop in `folder`, its `out`; the other arguments are those of `run_local`.
@@ -173,6 +178,7 @@ def resume_local(
         resume=True,
         workers=workers,
         models_gb=models_gb,
+        track=track,
         say=say,
         **settings,
         **plan["hyper"],

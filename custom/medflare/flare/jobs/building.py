@@ -5,7 +5,6 @@ A job is configuration only; the code is installed at the sites, or a copy of it
 
 import json
 import math
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from nvflare.apis.job_def import JobMetaKey
-from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 from nvflare.job_config.api import FedJob
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -26,12 +24,13 @@ from medflare.core.settings import STRICT, checked
 from medflare.core.store import write_json
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS, RunSettings
+from medflare.federation.tracking import check_track
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import EXECUTORS, MedflareExecutor
 from medflare.flare.jobs.sessions import ABOUT, beside, put_in_place
 from medflare.flare.names import TASK_FILE
-from medflare.flare.tracking import MLflowTracker
+from medflare.flare.tracking import MLFLOW, MLflowTracker
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
@@ -59,8 +58,8 @@ This job carries its own code: the package as it was where the job was written. 
 and FLARE. Where medflare is installed as well, FLARE takes the installed one.
 
 Beyond the embedded synthetic images a site needs what decodes its files: pillow for PNG, JPEG and TIFF, nibabel for NIfTI,
-pydicom for DICOM. Without scipy HD95 is undefined, without matplotlib the report has no figures. TensorBoard files are not written;
-metrics.jsonl has the numbers.
+pydicom for DICOM. Without scipy HD95 is undefined, without matplotlib the report has no figures, without tensorboard there are no
+TensorBoard files; metrics.jsonl has the numbers.
 """
 
 
@@ -73,7 +72,7 @@ class JobSettings(RunSettings):
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         byoc: whether the job has an app/custom/ folder for the user's own classes.
         embed_code: whether that folder holds medflare itself, for a server and sites where it is not installed.
-        track: "mlflow" or "mlflow=URI": the server's curves also go to MLflow, see `MLflowTracker`; "": TensorBoard only.
+        track: where the server's curves go, see `federation.tracking.check_track`.
     """
 
     method: str
@@ -84,11 +83,10 @@ class JobSettings(RunSettings):
     server_algorithm: str | None = None
     byoc: bool = True
     embed_code: bool = False
-    track: str = ""
+    track: str | None = None
 
     def __post_init__(self) -> None:
-        if self.track and not re.fullmatch(r"mlflow(=\S+)?", self.track):
-            raise ConfigError(f"track must be mlflow, or mlflow=URI with the address of an MLflow server, got {self.track!r}")
+        check_track(self.track, here=False)
         if self.embed_code and not self.byoc:
             raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
 
@@ -114,10 +112,8 @@ class FederationJob(FedJob):
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported
         self.to_server(_controller(settings), id="medflare")
         self.to_server(_aggregator(method, hyper), id="aggregator")
-        if not settings.embed_code:  # tensorboard may be missing there; metrics.jsonl has the values
-            self.to_server(TBAnalyticsReceiver(), id="tensorboard")
-        if settings.track:
-            self.to_server(MLflowTracker(settings.track.partition("=")[2], f"medflare {task.name}", method.name), id="mlflow")
+        if tracker := _mlflow(settings):
+            self.to_server(tracker, id=MLFLOW)
         self.to_clients(_executor(settings, method, hyper), tasks=["*"])
         transport = _transport(method, task, hyper)
         self.to_server({"server": {"task_request_interval": _POLL}, **transport})
@@ -207,7 +203,12 @@ def size_of(folder: Path) -> int:
 
 
 def _controller(settings: JobSettings) -> MedflareController:
-    return MedflareController(site_algorithm=settings.site_algorithm, **{name: getattr(settings, name) for name in RUN_SETTINGS})
+    values = {name: getattr(settings, name) for name in ("site_algorithm", *RUN_SETTINGS)}
+    return MedflareController(track=None if _mlflow(settings) else settings.track, **values)
+
+
+def _mlflow(settings: JobSettings) -> MLflowTracker | None:
+    return MLflowTracker(settings.track) if settings.track and settings.track.startswith(MLFLOW) else None
 
 
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:

@@ -1,0 +1,185 @@
+"""Curves, test metrics and settings of a run for TensorBoard, MLflow or Weights & Biases, in every engine.
+
+The run feeds one writer, where the server is. Its package is imported when the run begins, and may be missing.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from medflare.core.errors import ConfigError, one_line
+from medflare.core.packages import installed, require
+from medflare.evaluation.results import COMPLETED
+from medflare.federation.outcome import StepReport
+
+TENSORBOARD: Final = "tb_events"  # folder beside results.json
+_TRACK: Final = re.compile(r"none|tensorboard|mlflow(=https?://\S+)?|wandb(=[\w.-]+)?", re.ASCII)
+_BATCH: Final = 100  # settings that MLflow takes at a time
+
+
+def check_track(track: str | None, *, here: bool = True) -> None:
+    """Check the setting `track`: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]", "none"; None: TensorBoard where it is installed.
+
+    Raises:
+        ConfigError: it is something else or, with `here`, its package is not installed here.
+    """
+    if track is not None and not _TRACK.fullmatch(track):
+        raise ConfigError(f"track must be tensorboard, mlflow, mlflow=URI (http or https), wandb, wandb=PROJECT or none, got {track!r}")
+    if here and track not in (None, "none"):
+        package = track.partition("=")[0]
+        require(package, f"track {package}")
+
+
+class Tracker:
+    """Feeds the writer of a run. What fails in it ends the tracking, not the run.
+
+    Args:
+        track: see `check_track`.
+        folder: of the run; None: it has none.
+        experiment: name for the runs of a task.
+        name: of the run.
+        warn: called with what failed.
+    """
+
+    def __init__(self, track: str | None, folder: Path | None, experiment: str, name: str, warn: Callable[[str], None]):
+        self._warn = warn
+        self._writer: Any = None  # a `_TensorBoard`, `_MLflow` or `_Wandb`
+        default = "tensorboard" if folder is not None and installed("tensorboard") else "none"
+        with self._guarded():
+            check_track(track)
+            kind, _, target = (track or default).partition("=")
+            if kind != "none":
+                writer: Any = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}[kind]
+                self._writer = writer(folder, experiment, name, target)
+
+    def step(self, report: StepReport, rate: float) -> None:
+        """Take a finished step and the learning rate of its round."""
+        for site in sorted({*report.meta, *report.aggregation}):
+            self._log(site, site_curves(report.meta.get(site, {}), report.aggregation.get(site, {}), rate), report.step.round)
+
+    def end(self, results: Mapping[str, Any]) -> None:
+        """Take the results."""
+        for site, content in results["sites"].items():
+            tests = {f"test_{model}_{tag}": value for model, values in content["metrics"].items() for tag, value in values.items()}
+            self._log(site, tests, results["rounds"])
+        with self._guarded():
+            if self._writer:
+                self._writer.end(flat_settings(results["configuration"]), results["status"] == COMPLETED)
+
+    def _log(self, site: str, values: Mapping[str, Any], round: int) -> None:
+        """Write those that are finite numbers."""
+        with self._guarded():
+            numbers = {tag: float(value) for tag, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
+            if self._writer and numbers:
+                self._writer.log(site, numbers, round)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._writer = None
+            self._warn(f"the run is not tracked any more: {one_line(error)}")
+
+
+def site_curves(meta: Mapping[str, Any], aggregation: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """A site's curves after a step: loss and learning rate, validation metric by role, and what the aggregation noted.
+
+    Examples:
+        >>> site_curves({"loss": 0.5, "validation": {"global": 0.75}}, {"weight": 1}, 0.01)
+        {'loss': 0.5, 'learning_rate': 0.01, 'validation_global': 0.75, 'aggregation_weight': 1}
+    """
+    trained = {} if meta.get("loss") is None else {"loss": meta["loss"], "learning_rate": rate}
+    validation = {f"validation_{role}": value for role, value in (meta.get("validation") or {}).items()}
+    return trained | validation | {f"aggregation_{name}": value for name, value in aggregation.items()}
+
+
+def flat_settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Settings by dotted names, in characters that all writers take.
+
+    Examples:
+        >>> flat_settings({"hyper": {"site": {"lam": 0.3}}, "outside": ["A"], "patience": None})
+        {'hyper.site.lam': 0.3, 'outside': '["A"]', 'patience': 'null'}
+    """
+    settings: dict[str, bool | int | float | str] = {}
+    for key, value in content.items():
+        name = prefix + re.sub(r"[^\w.-]", "_", key)
+        nested = flat_settings(value, f"{name}.") if isinstance(value, Mapping) else {}
+        settings |= nested or {name: value if isinstance(value, bool | int | float | str) else json.dumps(value)}
+    return settings
+
+
+class _TensorBoard:
+    """A TensorBoard run for each site, so that the curves of the sites share a chart."""
+
+    def __init__(self, folder: Path | None, experiment: str, name: str, target: str):
+        from torch.utils import tensorboard
+
+        if folder is None:
+            raise ConfigError("TensorBoard needs files; give the run a folder")
+        self._package, self._folder = tensorboard, folder / TENSORBOARD
+        self._sites: dict[str, Any] = {}
+
+    def log(self, site: str, values: Mapping[str, float], round: int) -> None:
+        if site not in self._sites:
+            self._sites[site] = self._package.SummaryWriter(str(self._folder / site))
+        for tag, value in values.items():
+            self._sites[site].add_scalar(tag, value, round)
+        self._sites[site].flush()
+
+    def end(self, settings: Mapping[str, Any], completed: bool) -> None:
+        for writer in self._sites.values():
+            for summary in self._package.summary.hparams(dict(settings), {})[1:]:  # `add_hparams` would open a second file
+                writer.file_writer.add_summary(summary)
+            writer.close()
+
+
+class _MLflow:
+    """One MLflow run with the curves "SITE/loss"; without a URI at MLFLOW_TRACKING_URI, else in the run's folder."""
+
+    def __init__(self, folder: Path | None, experiment: str, name: str, target: str):
+        import mlflow.entities
+
+        if not target and folder is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
+            target = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        self._package, self._client = mlflow, mlflow.MlflowClient(tracking_uri=target or None)
+        known = self._client.get_experiment_by_name(experiment)
+        identity = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        self._run = self._client.create_run(identity, run_name=name).info.run_id
+
+    def log(self, site: str, values: Mapping[str, float], round: int) -> None:
+        metric, now = self._package.entities.Metric, int(time.time() * 1000)
+        self._client.log_batch(self._run, metrics=[metric(f"{site}/{tag}", value, now, round) for tag, value in values.items()])
+
+    def end(self, settings: Mapping[str, Any], completed: bool) -> None:
+        params = [self._package.entities.Param(name, str(value)) for name, value in settings.items()]
+        for start in range(0, len(params), _BATCH):
+            self._client.log_batch(self._run, params=params[start : start + _BATCH])
+        self._client.set_terminated(self._run, "FINISHED" if completed else "FAILED")
+
+
+class _Wandb:
+    """One W&B run with the curves "SITE/loss", in the run's folder; sends nothing unless the environment's WANDB_MODE says so."""
+
+    def __init__(self, folder: Path | None, experiment: str, name: str, target: str):
+        mode, place = os.environ.get("WANDB_MODE", "offline"), None if folder is None else str(folder)
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would send even then
+        import wandb
+
+        own = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+        self._run = wandb.init(project=target or "medflare", group=experiment, name=name, dir=place, mode=mode, settings=own)
+        self._run.define_metric("*", step_metric="round")
+
+    def log(self, site: str, values: Mapping[str, float], round: int) -> None:
+        self._run.log({"round": round, **{f"{site}/{tag}": value for tag, value in values.items()}})
+
+    def end(self, settings: Mapping[str, Any], completed: bool) -> None:
+        self._run.config.update(settings)
+        self._run.finish(exit_code=0 if completed else 1)
