@@ -1,6 +1,5 @@
 """Predicted masks of a DICOM series as a DICOM segmentation object (PS3.3, A.51), by highdicom."""
 
-import colorsys
 import io
 import warnings
 from collections.abc import Mapping
@@ -11,12 +10,12 @@ import numpy as np
 
 import medflare
 from medflare.core.errors import DataError
+from medflare.core.palette import COLOURS
 from medflare.data.dicom import frames_of
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import Structure, TaskConfig
 
 _SCHEME = "99MEDFLARE"  # a label without a code is free text, so its code has a private scheme (PS3.3, 8.2)
-_TURN = 0.618034  # of the circle of hues, from one color of the palette to the next: they do not repeat
 # The standard allows these to be empty; anonymized files often lack them.
 _MAY_BE_EMPTY = (
     *("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime"),
@@ -58,7 +57,7 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
                 segmented_property_type=Coded(code.value, code.scheme, code.meaning),
                 algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
                 algorithm_identification=algorithm,
-                display_color=highdicom.color.CIELabColor.from_string(code.color or _palette(number)),
+                display_color=highdicom.color.CIELabColor.from_string(code.color or COLOURS[(number - 1) % len(COLOURS)]),
             )
         )
     origin = [sources[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
@@ -88,12 +87,6 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
     content = io.BytesIO()
     segmentation.save_as(content)
     return content.getvalue()
-
-
-def _palette(number: int) -> str:
-    """The color of a structure without one of its own, as #rrggbb."""
-    red, green, blue = colorsys.hsv_to_rgb(number * _TURN % 1, 0.7, 0.9)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def unwritable(image: Path, why: str) -> DataError:
