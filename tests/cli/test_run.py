@@ -406,12 +406,12 @@ def test_a_study_needs_sites_and_a_folder(tmp_path: Path, capsys: pytest.Capture
     assert "--out" in capsys.readouterr().err
 
 
-def test_evaluate_is_a_federation_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
+def test_evaluate_is_a_method_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
     """With the model's own task; its results do not go where the model lies."""
     task = load_task(small_tasks.tiny_phantom())
     save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
     assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0
     ((), named, _) = engine.calls[0]
     actual = named["task"]
-    assert (named["method"], named["rounds"], named["out"].name) == ("fedavg", 0, f"evaluate-{task.name}-seed0")
-    assert actual.network["weights"]["format"] == "medflare" and actual.size == task.size
+    assert (named["method"], named["rounds"], named["out"].name) == ("evaluate", 0, f"evaluate-{task.name}-seed0")
+    assert "weights" not in actual.network and actual.size == task.size and len(named["server"]["sha256"]) == 64

@@ -63,7 +63,7 @@ def create_job(
     tracking = {} if track is None else {"track": track}
     folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, **tracking, **arguments)
     if federation.model is not None:
-        weights = task.network["weights"]
+        weights = task.network.get("weights") or hyper["server"]
         file = f"{weights['file']} of {federation.model} (sha256 {weights['sha256'][:16]}...)"
         print(f"the server reads {file}: name it in the server's local/medflare.json")
     place = shlex.quote(str(folder))

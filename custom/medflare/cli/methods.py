@@ -71,7 +71,7 @@ def method_listing(method: "Method", width: int | None = None) -> str:
 
 def _models(method: "Method") -> str:
     if not method.trains:
-        return "none, it trains nothing"
+        return "none that is new, it trains nothing"
     return ", ".join(method.roles) + ("" if method.outside else "; none for outside sites")
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
-EVALUATE: Final = "evaluate"  # instead of a method: no rounds; the given model is evaluated
+EVALUATE: Final = "evaluate"  # the method that tests the model of --model
 _OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
 Workers = Annotated[
     int | None,
@@ -60,7 +60,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare run moon --server-algorithm grace --rounds 20                 # GRACE's aggregation of MOON's sites",
         "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
         "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # continue from a final model",
-        "medflare run evaluate --model runs/fedsm-phantom-seed0/models/global  # every site evaluates it, no site trains",
+        "medflare run evaluate --model runs/fedsm-phantom-seed0/models/deployed  # every site evaluates it, no site trains",
         "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for medflare task plan",
     )
     add_command(
@@ -135,10 +135,8 @@ def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
     name, rounds = federation.method, settings.get("rounds", DEFAULT_ROUNDS)
     if name in SURVEYS:
         rounds = 0
-    if name == EVALUATE:
-        if federation.model is None:
-            raise ConfigError("evaluate: name the model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
-        name, rounds = "fedavg", 0
+    if name == EVALUATE and federation.model is None:
+        raise ConfigError("evaluate: name the model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
     algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
     method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
     hyper, task = hyper_and_task(federation, method)
@@ -153,6 +151,7 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     """
     from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
+    from medflare.methods.catalogue import build_deployed
     from medflare.networks.weights import pretrained_settings, starting_state
 
     values = set_values(federation.set)
@@ -169,17 +168,26 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     if federation.resplit is not None:
         changes[f"{TASK}resplit"] = federation.resplit
     source: str | Mapping[str, Any] = federation.task or PHANTOM
+    model, evaluates = None, method.name == EVALUATE
     if federation.model is not None:
         if federation.pretrained:
             raise ConfigError("--pretrained and --from name two initial models; leave one of them out")
         model = load_model(federation.model)
-        changes[f"{TASK}network.weights"] = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"], "format": "medflare"}
+        file = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"]}
         source = federation.task or model.task.to_dict()
+        if evaluates:
+            hyper |= file
+            whole = task_with(source, {}).to_dict()
+            source = {**whole, "network": {name: value for name, value in whole["network"].items() if name != "weights"}}
+        else:
+            changes[f"{TASK}network.weights"] = {**file, "format": "medflare"}
     task = task_with(source, changes)
     if federation.pretrained:
         task = task_with(task.to_dict() | pretrained_settings(task), {})
-    if federation.model is not None:
-        starting_state(task, 0, federation.model)  # raises if the model does not fit
+    if model is not None and evaluates:
+        build_deployed(task, model.message)  # raises if the model does not fit
+    elif model is not None:
+        starting_state(task, 0, federation.model)  # as well
     return split_hyper(hyper, method.hyper_classes, method.name), task
 
 
@@ -227,8 +235,7 @@ def run(
     if track is not None:
         check_track(track)
         arguments["track"] = track
-    label = method.name if arguments["rounds"] or not method.trains else EVALUATE
-    folder = out / f"{label}-{task.name}-seed{arguments['seed']}"
+    folder = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
     with environment(data_root=data_root):
         check_sites(names, task)
         if dry_run:
@@ -256,7 +263,7 @@ def _planned(
     from medflare.evaluation.presentation import format_bytes
     from medflare.federation.preflight import check_run
 
-    check_run(method, task, hyper, rounds=arguments["rounds"], outside=outside)
+    check_run(method, task, hyper, rounds=arguments["rounds"], outside=outside, cross_site=arguments.get("cross_site", False))
     sent = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
     lines = [
         f"{method.name} on {task.name}, {arguments['rounds']} rounds, seed {arguments['seed']}",

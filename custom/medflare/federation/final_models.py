@@ -136,7 +136,7 @@ def evaluated(
     classes: dict[str, Any] = {}
     by_label: dict[str, Any] = {}
     intervals: dict[str, Any] = {}
-    for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.trains else ():
+    for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.roles else ():
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.test_metrics)
             log.add("undefined", f"{role}: {_why_missing(role, method, inside)}")
@@ -170,6 +170,12 @@ def evaluated(
     parts = {"classes": classes, "by_label": by_label, "intervals": intervals}
     defined = {name: {role: content for role, content in part.items() if content} for name, part in parts.items()}
     return {**meta, **{name: part for name, part in defined.items() if part}}
+
+
+def metric_of(model: Message, site: Site) -> float | None:
+    """The task's metric of a final model on the site's test images; None if undefined."""
+    metric, module = site.task.metric, build_deployed(site.task, model).to(site.device)
+    return finite_or_none(site.score(module, "test", [metric]).values[metric])
 
 
 def _why_missing(role: str, method: Method, inside: bool) -> str:

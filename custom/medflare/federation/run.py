@@ -97,7 +97,8 @@ class Run:
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
-            check_run(self.method, self.task, self.hyper, rounds=self.settings.rounds, outside=self.outside)
+            settings = self.settings
+            check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=self.outside, cross_site=settings.cross_site)
             plan = self.method.plan(self.task, self.sites, self.hyper)
             mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
             with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
@@ -137,6 +138,7 @@ class Run:
             aggregation=self.aggregation,
             events=self.events,
             start=starting_state(self.task, seed, self.weights),
+            weights=self.weights,
         )
         live = LiveReport()
 
@@ -219,6 +221,7 @@ class Run:
             history=outcome.history,
             model_selection=outcome.model_selection,
             tables=outcome.tables,
+            cross_site=outcome.cross_site,
             selector=outcome.selector,
             pictures=self.pictures,
             costs={site: asdict(cost) for site, cost in outcome.costs.items()},

@@ -3,6 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field
@@ -111,6 +112,7 @@ class ServerContext:
         events: takes warnings for the results.
         notes: site -> numbers of this step's aggregation, see `note`.
         start: the task's initial weights if they are not random, see `networks.weights.starting_state`.
+        weights: file or folder of weights at the server; None: see `networks.weights.find_weights`.
         counted: site -> fraction of its training images that counts, if the maximum client weight limits it.
     """
 
@@ -124,6 +126,7 @@ class ServerContext:
     events: EventLog = dataclasses.field(default_factory=EventLog)
     notes: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     start: StateDict | None = None
+    weights: Path | None = None
     counted: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ A method is imported when it is first used: its name is that of the module or pa
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and this package
-RESERVED = ("create", "evaluate", "fetch", "list", "submit", "watch")  # words in the place of a method
+RESERVED = ("create", "fetch", "list", "submit", "watch")  # words in the place of a method
 _NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # other modules of this folder
-SURVEYS = ("fingerprint",)  # methods that do not train; not in `method_names`
+SURVEYS = ("evaluate", "fingerprint")  # methods that do not train; not in `method_names`
 _OBJECTS: dict[str, Method] = {}  # methods given to this process as objects
 
 
@@ -84,7 +84,16 @@ def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":
 @cache
 def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     """The builder of models of a kind; methods that cannot be loaded are skipped."""
-    for name in (*_builtin(), *_foreign(), *_OBJECTS):
+    return builtin_builder(kind) or _first_builder(kind, (*_foreign(), *_OBJECTS))
+
+
+def builtin_builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
+    """The builder of models of a kind that a method of this folder has; imports no other package."""
+    return _first_builder(kind, _builtin())
+
+
+def _first_builder(kind: str, names: Iterable[str]) -> "Callable[[TaskConfig, Message], nn.Module] | None":
+    for name in names:
         try:
             models = _by_name(name).models
         except ConfigError:

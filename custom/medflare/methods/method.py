@@ -31,8 +31,8 @@ class Method:
         paper: short citation.
         site, server: the two algorithms, each a class or "module:Class".
         models: kind of a final model -> builder of its module, or "module:function"; the kind "plain" needs none.
-        trains: False for a method that only queries the sites: no rounds of training, no models.
-        roles: final models of an inside site, of `MODEL_ROLES`.
+        trains: False for a method that only queries the sites: no rounds of training, no new models.
+        roles: final models of an inside site, of `MODEL_ROLES`; () for none.
         outside: whether outside sites get a model; if not, a run with outside sites is refused.
         origin: names of the methods of the site algorithm and the server algorithm, for a pair of two methods.
     """

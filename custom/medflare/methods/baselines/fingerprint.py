@@ -22,6 +22,7 @@ METHOD = Method(
     site="medflare.methods.baselines.fingerprint:FingerprintSite",
     server="medflare.methods.baselines.fingerprint:FingerprintServer",
     trains=False,
+    roles=(),
 )
 FILE: Final = "fingerprints.json"
 

@@ -1,0 +1,100 @@
+"""A method that trains nothing: the server sends a final model of any kind, and every site tests it on its own images."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from medflare.core.errors import ConfigError, StateError
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.settings import STRICT
+from medflare.data.acquisition import TRAINED_ON
+from medflare.inference.deployed import WEIGHTS_FILE, StoredModel, build, load_model
+from medflare.methods.base import ServerAlgorithm, ServerContext, SiteAlgorithm, SiteHyper, Step
+from medflare.methods.method import Method
+from medflare.networks.weights import find_weights
+
+METHOD = Method(
+    name="evaluate",
+    title="A final model on the test images of every site, without training",
+    paper="none; the tests are those of every method's final models",
+    site="medflare.methods.baselines.evaluate:EvaluateSite",
+    server="medflare.methods.baselines.evaluate:EvaluateServer",
+    trains=False,
+    roles=("global", "deployed"),
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluateHyper:
+    """Which model is evaluated."""
+
+    file: str = param(WEIGHTS_FILE, "weights of the model, beside its card in the server's folder of weights")
+    sha256: str = param("", "SHA-256 of the weights")
+
+
+class EvaluateSite(SiteAlgorithm[SiteHyper]):
+    """Tests the server's model; a site sends metrics only."""
+
+    server_hyper: ClassVar[type] = EvaluateHyper
+    dp_unsupported_reason: ClassVar[str] = "it trains nothing"
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The model.
+
+        Raises:
+            ConfigError: a kind of model that no method of medflare builds; no other package is asked, since the server names the kind.
+            StateError: weights that do not fit the task.
+        """
+        from medflare.methods.catalogue import builtin_builder
+
+        build(self.site.task, incoming, builtin_builder)
+        return {"global": incoming, "deployed": incoming}
+
+
+class EvaluateServer(ServerAlgorithm[Any]):
+    """Sends the model to every site.
+
+    Raises:
+        ConfigError: there is no such model, or it has another SHA-256.
+    """
+
+    Hyper: ClassVar[type] = EvaluateHyper
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        self._model = _stored_model(self.hyper, context)
+
+    def steps(self) -> list[Step]:
+        """None before the final evaluation."""
+        return []
+
+    def configure(self, step: Step, site: str) -> Message:
+        """Not called."""
+        return Message()
+
+    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Not called."""
+
+    def configure_final(self, site: str) -> Message:
+        """The model; its tensors are shared by all sites' messages."""
+        range_of_images = {name: self._model.card[name] for name in (TRAINED_ON,) if name in self._model.card}
+        return Message(self._model.message.states, {**self._model.message.meta, **range_of_images})
+
+    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """One row: what was evaluated."""
+        card = self._model.card
+        origin = {"method": card.get("method"), "kind": self._model.kind, "site": card.get("site") or "all", "seed": card.get("seed")}
+        return {"Evaluated model": {str(card.get("role")): {**origin, "sha256": card["sha256"][:16]}}}
+
+
+def _stored_model(hyper: EvaluateHyper, context: ServerContext) -> StoredModel:
+    path = find_weights(hyper.file, context.weights)
+    try:
+        model = load_model(path.parent)
+    except StateError as error:
+        raise ConfigError(str(error)) from error
+    if model.card["sha256"] != hyper.sha256:
+        raise ConfigError(f"{path}: is another model than the run's (sha256 {model.card['sha256'][:16]}..., not {hyper.sha256[:16]}...)")
+    return model
