@@ -28,26 +28,39 @@ ROLES = ("global", "personal", "deployed")
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> Path:
     """jobs/fedsm with fewer rounds and smaller images, in the form that hospitals accept."""
-    return build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
+    settings = {"rounds": ROUNDS, "seed": SEED, "cross_site": True, "byoc": False}
+    return build_job("fedsm", tiny_task, out=tmp_path_factory.mktemp("jobs") / "fedsm", **settings)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], federation: ProvisionedFederation) -> Path:
     """The same federation in the plain loop."""
     folder = tmp_path_factory.mktemp("plain")
-    assert run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder)["status"] == "COMPLETED"
+    results = run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, cross_site=True, out=folder)
+    assert results["status"] == "COMPLETED"
     return folder
 
 
 def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedFederation, job: Path, plain: Path, tmp_path: Path) -> None:
-    """By any clock."""
-    identity = federation.submit(job)
-    watched = federation.watch(identity).stdout
+    """By any clock. One site agrees that its personal model is tested at the others."""
+    sharing = federation.sites[0]
+    with changed(federation.kit(sharing) / "local" / "medflare.json", lambda local: local.update(share_model=True)):
+        identity = federation.submit(job)
+        watched = federation.watch(identity).stdout
     assert all(f"round {round}/{ROUNDS} train: site-1 loss" in watched for round in range(1, ROUNDS + 1)), "every step, the last ones too"
     shown = federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
     assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 
-    _same_results(load_results(tmp_path / "fetched"), load_results(plain))
+    actual, expected = load_results(tmp_path / "fetched"), load_results(plain)
+    assert actual["cross_site"] == {sharing: expected["cross_site"][sharing]}
+    unshared = [event for event in actual["events"] if "share_model" in event["message"]]
+    assert [event["site"] for event in unshared] == [site for site in federation.sites if site != sharing]
+    size = sum(tensor.nbytes for tensor in load_file(plain / "models" / "personal" / sharing / "model.safetensors").values())
+    for direction, copies in (("down_bytes", len(unshared) * len(federation.sites)), ("up_bytes", len(unshared))):
+        difference = expected["traffic"][direction] - actual["traffic"][direction]
+        assert difference == copies * size, "a personal model for each site that tests it"
+    actual["events"] = [event for event in actual["events"] if event not in unshared]
+    _same_results({**actual, "traffic": {}}, {**expected, "traffic": {}})
     _same_models(next((tmp_path / "fetched").rglob("medflare/models")), plain / "models")
     for site in federation.sites:
         own = federation.kit(site) / "medflare" / identity

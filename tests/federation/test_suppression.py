@@ -28,7 +28,7 @@ from medflare.federation.update_validation.messages import DELIVERS, declaration
 from medflare.federation.update_validation.suppression import Suppression, has_small_class, small_classes
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
-from medflare.methods.catalogue import SURVEYS, get_method, method_names
+from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.method import Method
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
@@ -58,7 +58,8 @@ TASK: Final = load_task(
     }
 )
 RUNS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    **{name: (name, {}) for name in (*method_names(), *SURVEYS)},
+    **{name: (name, {}) for name in (*method_names(), "fingerprint")},
+    "ditto, cross-site": ("ditto", {"cross_site": True}),
     "fedsm_extra": ("fedsm_extra", {"selector_rounds": 1}),
     "prr, personal model outside": ("prr", {"outside_model": "personal"}),
     "grace, probed": ("grace", {"probe": True}),

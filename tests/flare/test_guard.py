@@ -23,8 +23,9 @@ from nvflare.private.privacy_manager import Scope
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.data.local import local_settings, read_local
 from medflare.federation.settings import META_LIMIT
-from medflare.flare.guard import OutboundGuard, outbound_limits
+from medflare.flare.guard import OutboundGuard
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.privacy import UpdatePrivacy
@@ -113,6 +114,18 @@ def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update
     assert words in line and SITE in line
     (row,) = report(spec)
     assert row["sent"] == "no" and words in row["purpose"]
+
+
+def test_a_personal_model_leaves_only_with_the_sites_consent(spec: ParticipantSpec, update: Message) -> None:
+    context = FLContext()
+    context.set_prop(ReservedKey.IDENTITY_NAME, SITE)
+    context.set_prop(SITE_TASK, SiteTask("finalize", 5, to_shareable(Message()), spec), private=True, sticky=False)
+    final = Message({"personal": update.states["model"]}, {"metrics": {"global": {"dice": 0.5}}, "n": {"train": 1}})
+    assert "personal" in blocked(OutboundGuard().process(to_shareable(final), context))
+    Path(spec.local_file).write_text('{"share_model": true}')
+    assert to_message(OutboundGuard().process(to_shareable(final), context)).states.keys() == {"personal"}
+    final.states["personal"]["scan"] = torch.ones(3)
+    assert "scan" in blocked(OutboundGuard().process(to_shareable(final), context))
 
 
 # ---- what a filter or an executor adds behind the declaration ------------------------------------------------------------
@@ -301,7 +314,7 @@ class TestTheSitesOwnList:
     ) -> None:
         Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
         with pytest.raises(ConfigError, match="outbound"):
-            outbound_limits(Path(spec.local_file))
+            local_settings(read_local(Path(spec.local_file)))
         assert "outbound" in blocked(OutboundGuard().process(to_shareable(update), context))
 
 

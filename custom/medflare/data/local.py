@@ -150,6 +150,7 @@ class LocalSettings:
         outbound: limits of what leaves the site.
         packages: installed packages whose networks ("package.module:name") and methods a job may name.
         privacy: the site's budget; None for no limit.
+        share_model: whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run).
         weights: at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS.
     """
 
@@ -167,6 +168,7 @@ class LocalSettings:
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
+    share_model: bool = False
     weights: str = ""
 
 

@@ -16,6 +16,7 @@ from medflare.evaluation.presentation import (
     is_best,
     label_tables,
     lower_is_better,
+    method_tables,
     metric_label,
     metric_names,
     model_columns,
@@ -112,7 +113,7 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     console.print(summary, *(_metrics_table(results, metrics) for metrics in groups or [[]]), sep="\n")
     if line := selector_line(results):
         console.print(Text(line))
-    for title, rows in [*list(label_tables(results).items())[:1], *results.get("tables", {}).items()]:
+    for title, rows in [*list(label_tables(results).items())[:1], *method_tables(results).items()]:
         console.print(_method_table(title, rows))
     for doubt in doubts(results["events"]):
         console.print(Text(f"WARNING {doubt.line}", "bold yellow"))

@@ -126,6 +126,17 @@ def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> dict
     return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 
+def method_tables(results: Mapping[str, Any]) -> dict[str, Mapping[str, Mapping[str, Any]]]:
+    """The cross-site matrix, if there is one, and the tables that the method reports: title -> row -> column -> number or text."""
+    metric = results["configuration"]["task"].get("metric", "")
+    matrix = {
+        owner: {f"images of {site}": format_metric(metric, value) for site, value in row.items()}
+        for owner, row in results.get("cross_site", {}).items()
+    }
+    title = f"{metric_label(metric)} of personal models"
+    return {**({title: matrix} if matrix else {}), **results.get("tables", {})}
+
+
 def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
     """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
 

@@ -27,6 +27,7 @@ from medflare.evaluation.presentation import (
     is_best,
     label_tables,
     lower_is_better,
+    method_tables,
     metric_label,
     metric_names,
     model_columns,
@@ -176,7 +177,7 @@ def render_report(
         confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
         reports={model: _by_site(rows) for model, rows in reports.items()},
         labels={title: _by_site(rows) for title, rows in label_tables(results, intervals=True).items()},
-        tables={title: _by_site(rows) for title, rows in results.get("tables", {}).items()},
+        tables={title: _by_site(rows) for title, rows in method_tables(results).items()},
         pictures=pictures or {},
         classes=[(each, roc_curves(each["points"], each["auc"], f"roc-{place}")) for place, each in enumerate(class_tables(results))],
     )

@@ -78,6 +78,7 @@ class RunRecord:
         pictures: title -> PNG file, shown in the report.
         model_selection: model -> {"round": of the final model, "rule", "candidates": [{"round", "value", "votes": site -> metric}]}.
         tables: title -> site -> column -> number or text that the method reports.
+        cross_site: site of a personal model -> site of the test images -> the task's metric.
         selector: of a model that selects one of several networks per image: {"gamma", "temperature", "candidates": values of γ,
             "votes": site -> mean paired gain over the global model for each candidate, "mean_gain": of γ}; else empty.
         citation: the method's paper.
@@ -100,6 +101,7 @@ class RunRecord:
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     model_selection: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    cross_site: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     selector: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     citation: str = ""
@@ -138,6 +140,8 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         results["citation"] = record.citation
     if record.tables:
         results["tables"] = record.tables
+    if record.cross_site:
+        results["cross_site"] = record.cross_site
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
     return json_ready(results)

@@ -9,11 +9,13 @@ from torch import Tensor
 from medflare.core.message import Message
 from medflare.core.states import allocate, is_memory_mapped
 from medflare.federation.outcome import Cost, Outcome
-from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
 from medflare.federation.update_validation.messages import (
+    CROSS,
     DELIVERS,
     ENROLS,
     RUN_ROUNDS,
+    SHARED,
     STEP,
     declaration_problem,
     message_problem,
@@ -23,7 +25,11 @@ from medflare.federation.update_validation.messages import (
 from medflare.methods.base import Step
 
 START: Final = "start"  # entry of an invitation: the initial weights, if the task names a weights file
-REPORTS_OF_ALL: Final = {ENROL: (ENROLS, ("n", "class_counts")), FINALIZE: (DELIVERS, ("metrics",))}  # phase -> (metadata, required items)
+REPORTS_OF_ALL: Final = {  # phase -> (metadata, required items)
+    ENROL: (ENROLS, ("n", "class_counts")),
+    FINALIZE: (DELIVERS, ("metrics",)),
+    CROSS_SITE: (CROSS.reply_meta, (CROSS_SITE,)),
+}
 
 
 @dataclass
@@ -103,5 +109,6 @@ def _validated(reply: Reply, site: str, phase: str) -> Reply:
         return replace(reply, problem=reason_line(reply.problem))
     problem = message_problem(reply.message, site)
     if problem is None and phase in REPORTS_OF_ALL:
-        problem = "unexpected tensors" if reply.message.states else declaration_problem(reply.message, *REPORTS_OF_ALL[phase])
+        others = reply.message.states.keys() - ({SHARED} if phase == FINALIZE else set())
+        problem = "unexpected tensors" if others else declaration_problem(reply.message, *REPORTS_OF_ALL[phase])
     return reply if problem is None else Reply(problem=reason_line(problem), kind="rejected", seconds=reply.seconds)

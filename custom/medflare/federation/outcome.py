@@ -52,6 +52,7 @@ class Outcome:
         model_selection: model -> {"round": of the final model, "rule": used, "candidates": see `ModelSelector.record`}.
         tables, selector: see `ServerAlgorithm.tables` and `ServerAlgorithm.selector_summary`.
         rounds: of training that were done; None if the run failed.
+        cross_site: site of a personal model -> site of the test images -> the task's metric.
     """
 
     enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -65,3 +66,4 @@ class Outcome:
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     selector: dict[str, Any] = field(default_factory=dict)
     rounds: int | None = None
+    cross_site: dict[str, dict[str, float | None]] = field(default_factory=dict)

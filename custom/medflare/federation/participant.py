@@ -11,18 +11,22 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
+from medflare.data.local import PLACE
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
-from medflare.federation.final_models import ArtifactStore, check_choice, evaluated, with_choice
+from medflare.federation.final_models import ArtifactStore, check_choice, evaluated, metric_of, with_choice
 from medflare.federation.memory import StoredAlgorithm, WorkingTime
-from medflare.federation.settings import ENROL, FINALIZE, PHASES_OF_ALL
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
 from medflare.federation.update_validation.messages import (
+    CROSS,
     DELIVERS,
     FINISHED,
     RANGE,
     ROLE,
     RUN_ROUNDS,
+    SHARE,
+    SHARED,
     SITES,
     STEP,
     VERSIONS,
@@ -35,6 +39,7 @@ from medflare.federation.update_validation.suppression import (
     suppress_splits,
     suppress_test_events,
 )
+from medflare.inference.deployed import MODEL, plain_message
 from medflare.methods.base import SiteAlgorithm
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
@@ -90,6 +95,7 @@ class Participant:
         budget: the site's privacy budget over all runs; None: no limit.
         minimum_patients: see `update_validation.suppression`.
         chosen: which model the site deploys, see `LocalSettings.keep`; None: that of the method.
+        shares: whether its personal model may be tested at other sites, see `LocalSettings.share_model`.
         minutes: limit of a step; None: no limit.
         hours: limit of the site's work on the run; None: no limit.
     """
@@ -106,13 +112,14 @@ class Participant:
         budget: Budget | None = None,
         minimum_patients: int = 0,
         chosen: str | None = None,
+        shares: bool = False,
         minutes: float | None = None,
         hours: float | None = None,
     ):
         self.name, self.open_site, self.method, self.hyper = name, open_site, method, hyper
         self.store = store or MemoryStore()
         self.artifacts = artifacts or ArtifactStore()
-        self.minimum_patients, self.chosen = minimum_patients, chosen
+        self.minimum_patients, self.chosen, self.shares = minimum_patients, chosen, shares
         self.working = WorkingTime(name, self.store, minutes, hours)
         self.account = Account(Ledger(self.store), budget)
         self._algorithm = StoredAlgorithm(name, self.store, self._make)
@@ -125,7 +132,7 @@ class Participant:
         A step that is requested again (the item "step" counts the steps of the run) is answered from the same state as before.
 
         Args:
-            phase: "enrol", "finalize" or a phase of the method's site algorithm.
+            phase: "enrol", "finalize", "cross_site" or a phase of the method's site algorithm.
             round: 0-based.
             incoming: the server's message.
 
@@ -142,10 +149,12 @@ class Participant:
         self._validator.check_request(phase, round, incoming, self._algorithm.recall(step))
         self.artifacts.note_step(phase, round, rounds, True)
         try:
-            with self._algorithm.ready(step, keep=phase != FINALIZE) as algorithm:
+            with self._algorithm.ready(step, keep=phase not in PHASES_OF_ALL) as algorithm:
                 algorithm.site.rate_factor = algorithm.site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
-                    return self._finalize(algorithm, incoming, numbers.get(RANGE))
+                    return self._finalize(algorithm, incoming, numbers.get(RANGE), bool(numbers.get(SHARE)))
+                if phase == CROSS_SITE:
+                    return self._cross_site(algorithm.site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
                 return self._suppression.suppressed(reply, algorithm.phase(phase))
         finally:
@@ -170,7 +179,7 @@ class Participant:
             self.working.clear()
         small = bool(small_classes(site, "train", self.minimum_patients))
         meta = {"n": site.n, "class_counts": [] if small else site.class_counts().tolist(), VERSIONS: versions_here()}
-        trained_on = site.trained_on(self.minimum_patients) if role == "inside" and not self._private(site) else None
+        trained_on = site.trained_on(self.minimum_patients) if self.method.trains and role == "inside" and not self._private(site) else None
         if trained_on is not None:
             meta[RANGE] = trained_on.to_dict()
         return Message({}, {**meta, "events": _data_events(site, self.minimum_patients, small)})
@@ -217,8 +226,12 @@ class Participant:
 
     # -- final models ----------------------------------------------------------------------------------------------------------
 
-    def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None) -> Message:
-        """Make, evaluate and store the final models and pictures; `trained_on` goes into the models' cards."""
+    def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None, share: bool) -> Message:
+        """Make, evaluate and store the final models and pictures; `trained_on` goes into the models' cards.
+
+        Args:
+            share: whether the server asks for the personal model.
+        """
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
         for model in models.values():
             model.meta.update({} if trained_on is None else {RANGE: trained_on})
@@ -236,8 +249,29 @@ class Participant:
             text = f"the site's report could not be written ({type(error).__name__})"
             meta["events"].append({"kind": "warning", "message": text})
         suppress_test_events(meta["events"], small)
+        states: dict[str, StateDict] = {}
+        if share and (personal := models.get("personal")) is not None:
+            if reason := self._unshared(algorithm.site, personal):
+                meta["events"].append({"kind": "warning", "message": f"its personal model is not tested at other sites: {reason}"})
+            else:
+                states = {SHARED: personal.states[MODEL]}
         cost = algorithm.privacy()
-        return Message({}, meta if cost is None else {**meta, "privacy": cost})
+        return Message(states, meta if cost is None else {**meta, "privacy": cost})
+
+    def _unshared(self, site: Site, personal: Message) -> str:
+        """Why the personal model does not leave the site; "" if it does."""
+        if not self.shares:
+            return f"share_model in its {PLACE} is not true"
+        if self._private(site):
+            return "it is trained with differential privacy, which does not cover this"
+        return "" if personal.meta["kind"] == "plain" else f"it is of kind {personal.meta['kind']}"
+
+    def _cross_site(self, site: Site, incoming: Message) -> Message:
+        """The task's metric of the other sites' personal models on this site's test images."""
+        models = CROSS.request[0].family(incoming.states)
+        meta = {CROSS_SITE: {owner: metric_of(plain_message(state), site) for owner, state in models.items()}}
+        suppress_splits(meta, CROSS.reply_meta, small_splits(site, self.minimum_patients))
+        return Message({}, meta)
 
 
 def _data_events(site: Site, minimum_patients: int, small: bool) -> list[dict[str, Any]]:

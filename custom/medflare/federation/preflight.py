@@ -16,7 +16,13 @@ _SITES = ("one", "two")  # the messages do not depend on the names
 
 
 def check_run(
-    method: Method, task: TaskConfig, hyper: Mapping[str, Any], *, rounds: int | None = None, outside: Sequence[str] = ()
+    method: Method,
+    task: TaskConfig,
+    hyper: Mapping[str, Any],
+    *,
+    rounds: int | None = None,
+    outside: Sequence[str] = (),
+    cross_site: bool = False,
 ) -> None:
     """Check a run before it starts.
 
@@ -24,14 +30,17 @@ def check_run(
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         rounds: of the run; None: any number.
         outside: sites that do not train.
+        cross_site: see `settings.Rules`.
 
     Raises:
-        ConfigError: a hyper-parameter is wrong; the method cannot learn the task, has no model for outside sites, or cannot have this
-            number of rounds; or the messages of its two algorithms do not match.
+        ConfigError: a hyper-parameter is wrong; the method cannot learn the task, has no model for outside sites, no personal models to
+            test at other sites, or cannot have this number of rounds; or the messages of its two algorithms do not match.
     """
     method.check(hyper, task)
     if outside and not method.outside:
         raise ConfigError(f"method {method.name!r} has no model for sites that do not train; remove outside: {', '.join(outside)}")
+    if cross_site and "personal" not in method.roles:
+        raise ConfigError(f"cross_site: method {method.name!r} has no personal models; every site tests its one model in any case")
     if rounds is not None:
         _check_rounds(rounds, task, method)
     if method.origin is not None and (problem := _mismatch(method, method.plan(task, _SITES, hyper), outside)):

@@ -10,14 +10,15 @@ from typing import Any, Final
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import Manifest, Phase, StateSpec
+from medflare.core.manifest import Manifest, Phase, StateSpec, non_finite, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
+from medflare.core.states import StateDict
 from medflare.federation.enrolment import Enrolment, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.settings import FINALIZE, Rules
-from medflare.federation.update_validation.messages import RANGE
+from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules
+from medflare.federation.update_validation.messages import CROSS, RANGE, SHARE, SHARED
 from medflare.federation.update_validation.updates import Validated, capped, drop_invalid_metrics, validate_replies
 from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
@@ -199,6 +200,9 @@ class Federation:
         outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
         if total := trained_on(self.outcome.enrolled):
             outgoing = {site: Message(message.states, {**message.meta, RANGE: total}) for site, message in outgoing.items()}
+        if self.rules.cross_site:
+            outgoing = {site: Message(message.states, {**message.meta, SHARE: True}) for site, message in outgoing.items()}
+        shared: dict[str, StateDict] = {}
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:
                 self.events.add(reply.kind, f"final models not evaluated: {reply.problem}", site=site, round=step.round)
@@ -206,8 +210,29 @@ class Federation:
             meta = dict(reply.message.meta)
             self.events.extend(meta.pop("events", []), site=site)
             self.outcome.delivered[site] = meta
+            if reply.message.states:
+                manifest = {str(SHARED): SHARED.spec(self.server.context.plan)} if self.rules.cross_site else {}
+                if problem := violation(reply.message, manifest) or non_finite(reply.message):
+                    self.events.add("rejected", f"its personal model is not tested at other sites: {problem}", site=site, round=step.round)
+                else:
+                    shared[site] = reply.message.states[SHARED]
         if not self.outcome.delivered:
             raise FederationFailed("no site evaluated the final models; see the events")
+        if shared:
+            self._cross_site(index, shared)
+
+    def _cross_site(self, index: int, shared: Mapping[str, StateDict]) -> None:
+        """Every site that evaluated its final models tests the shared personal models."""
+        step = Step(CROSS_SITE, self.server.context.rounds, everyone=True)
+        request = Message({CROSS.request[0].of(site): state for site, state in shared.items()})
+        outgoing = {site: numbered(request, index, step.round) for site in sorted(self.outcome.delivered)}
+        self.outcome.cross_site = {owner: {} for owner in shared}
+        for site, reply in self._transport.ask(step, outgoing).items():
+            if reply.message is None:
+                self.events.add(reply.kind, f"personal models of other sites not tested: {reply.problem}", site=site, round=step.round)
+                continue
+            for owner in shared:
+                self.outcome.cross_site[owner][site] = reply.message.meta[CROSS_SITE].get(owner)
 
     def _note_few_validation_images(self) -> None:
         """An event for every model whose round was chosen on few validation images, of all sites or of one that chooses alone."""

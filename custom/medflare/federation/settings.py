@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.settings import STRICT, checked
 
-ENROL, FINALIZE = "enrol", "finalize"
-PHASES_OF_ALL: Final = (ENROL, FINALIZE)  # of every run, whatever the method
+ENROL, FINALIZE, CROSS_SITE = "enrol", "finalize", "cross_site"
+PHASES_OF_ALL: Final = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
 META_LIMIT: Final = 65_536  # bytes of JSON in a message: enough for counts and metrics, not for a model
 Sites = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -28,6 +28,7 @@ class Rules:
         outlier_policy: an update against all others is "used", with an event, or "rejected".
         patience: training stops after so many rounds in which no validated model became better by the median over the sites (see
             `parts.selection.plateau`); the best round is used in any case. None: all rounds.
+        cross_site: in the end every site tests the personal models of the sites that share theirs (`share_model` in local/medflare.json).
     """
 
     min_sites: Sites | None = None
@@ -35,6 +36,7 @@ class Rules:
     max_client_weight: Share | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
     patience: Annotated[int, Field(ge=1)] | None = None
+    cross_site: bool = False
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -63,6 +63,7 @@ class MedflareController(Controller):
         max_client_weight: float | None = None,
         outlier_policy: str = "used",
         patience: int | None = None,
+        cross_site: bool = False,
         step_timeout: float = 0.0,
         enrol_timeout: float = 3600.0,
         heartbeat_timeout: float = 120.0,
@@ -73,7 +74,7 @@ class MedflareController(Controller):
         super().__init__(task_check_period=0.1)
         self.rounds, self.seed, self.outside, self.resume = rounds, seed, outside, resume
         self.min_sites, self.sites_per_round, self.max_client_weight = min_sites, sites_per_round, max_client_weight
-        self.outlier_policy, self.patience = outlier_policy, patience
+        self.outlier_policy, self.patience, self.cross_site = outlier_policy, patience, cross_site
         self.step_timeout, self.enrol_timeout, self.heartbeat_timeout = step_timeout, enrol_timeout, heartbeat_timeout
         self.site_algorithm, self.track, self.aggregator_id = site_algorithm, track, aggregator_id
         self._events = EventLog()

@@ -69,8 +69,9 @@ class OutboundGuard(Filter):
         try:
             _check_headers(shareable)
             message = to_message(shareable)
-            manifest, declared = self._declared(task)
-            validate_tensors(message, manifest, outbound_limits(Path(task.spec.local_file)))
+            local = local_settings(read_local(Path(task.spec.local_file)))
+            manifest, declared = self._declared(task, shares=local.share_model and bool(message.states))
+            validate_tensors(message, manifest, local.outbound)
             message.meta = plain_meta(message.meta, declared, site)
         except MedflareError as error:
             problem = str(error)
@@ -84,20 +85,28 @@ class OutboundGuard(Filter):
         _record(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
         return error_reply(reason)
 
-    def _declared(self, task: SiteTask) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
+    def _declared(self, task: SiteTask, *, shares: bool) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
         """The tensors and metadata that the method declares for a reply to the task.
+
+        Args:
+            shares: whether a reply with the final metrics may hold the personal model.
 
         Raises:
             MedflareError: the job's method or task is unknown, or the site has not enrolled.
         """
         from medflare.federation.exchange import REPORTS_OF_ALL
+        from medflare.federation.settings import ENROL, FINALIZE
+        from medflare.federation.update_validation.messages import SHARED
 
-        if task.phase in REPORTS_OF_ALL:
+        if task.phase == ENROL:
             self._planned = None  # a site that enrolls again may do so among other sites
+        if task.phase in REPORTS_OF_ALL and not (shares and task.phase == FINALIZE):
             return {}, REPORTS_OF_ALL[task.phase][0]
         if self._planned is None or self._planned[0] != task.spec:
             self._planned = task.spec, *planned(task.spec)
         _, algorithm, plan = self._planned
+        if task.phase == FINALIZE:
+            return {str(SHARED): SHARED.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
         phase = algorithm.phase(task.phase)
         return algorithm.manifest(task.phase, plan), phase.reply_meta
 
@@ -114,15 +123,6 @@ def planned(spec: ParticipantSpec) -> "tuple[type[SiteAlgorithm[Any]], Plan[Any,
 
     method = get_method(spec.method, server=spec.server_algorithm or None)
     return method.site_class, method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
-
-
-def outbound_limits(local_file: Path) -> OutboundLimits:
-    """The "outbound" part of the site's local/medflare.json.
-
-    Raises:
-        ConfigError: it is invalid; a misspelt limit must not be taken for no limit.
-    """
-    return local_settings(read_local(local_file)).outbound
 
 
 def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundLimits) -> None:

@@ -63,8 +63,11 @@ class ParticipantSpec:
         """Where the participant's state is stored between tasks."""
         return Path(self.folder) / _STATE
 
-    def participant(self, aborted: Callable[[], bool]) -> "Participant":
+    def participant(self, aborted: Callable[[], bool], *, shares: bool = False) -> "Participant":
         """The site's participant; it reads its data when the first task needs them.
+
+        Args:
+            shares: see `Participant`, if the site's own setting does not say so.
 
         Raises:
             ConfigError: the task, the method or the site's local settings are wrong.
@@ -103,6 +106,7 @@ class ParticipantSpec:
             budget=budget_of(local.privacy, self.name, Path(self.local_file).with_name(_LEDGER)),
             minimum_patients=local.minimum_patients,
             chosen=local.keep,
+            shares=shares or local.share_model,
             minutes=local.bounds.minutes,
             hours=local.bounds.hours,
         )

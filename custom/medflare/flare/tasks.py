@@ -21,7 +21,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from medflare.core.errors import Aborted, ConfigError, StateError, UpdateError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, mapped_reply
-from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
 from medflare.flare.liveness import Liveness
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
@@ -147,7 +147,7 @@ class TaskExchange:
     def _timeout(self, step: Step) -> float:
         """Seconds until the step is closed; 0: never."""
         if step.phase != ENROL:
-            return 0.0 if step.phase == FINALIZE else self.step_timeout
+            return 0.0 if step.phase in (FINALIZE, CROSS_SITE) else self.step_timeout
         return self.enrol_timeout if self._step is None else min(self.enrol_timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
     # -- FLARE's tasks -----------------------------------------------------------------------------------------------------
@@ -256,6 +256,6 @@ def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
         seconds = time.monotonic() - site_task.fetched
         if seconds >= max(_SLOW, _TIMES_SLOWEST * slowest, 2 * site_task.reported):
             site_task.reported = seconds
-            remedy = "" if step.phase in (ENROL, FINALIZE) else "; a job with a step_timeout would go on without it"
+            remedy = "" if step.phase in PHASES_OF_ALL else "; a job with a step_timeout would go on without it"
             lines.append(f"slow: {site}: at work on {_name(step)} for {seconds:.0f} s, the others took {slowest:.0f} s at most{remedy}")
     return lines

@@ -29,9 +29,10 @@ from medflare.core.store import file_digest, replacing, write_atomically
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, validate_results
+from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import Candidate
 from medflare.studies.page import PAGE_FILE, study_page
-from medflare.studies.references import CONSTANT, CROSS_SITE, SCORES, Setting
+from medflare.studies.references import CONSTANT, SCORES, Setting
 from medflare.studies.statistics import Groups, Run
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task

@@ -16,8 +16,10 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, joined
 from medflare.evaluation.results import FAILED, RunRecord, SiteRecord, build_results, mean_over_sites
+from medflare.federation.final_models import metric_of
 from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
+from medflare.federation.settings import CROSS_SITE
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
@@ -30,7 +32,6 @@ CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site"
 TRAINED_AS: Final = "fedavg"  # the method that references train with by default; they take its hyper-parameters
 POOLED: Final = "all-sites"  # the one site of centralised training
 CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, validation metric] each
-CROSS_SITE = "cross_site"  # in a results dict, see `cross_site`
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
 
 
@@ -124,10 +125,7 @@ def cross_site(models: Mapping[str, Mapping[str, Message]], sites: Mapping[str, 
         if model is None:
             continue
         if id(model) not in rows:
-            rows[id(model)] = {}
-            for name, site in sorted(sites.items()):
-                module = build_deployed(site.task, model).to(site.device)
-                rows[id(model)][name] = finite_or_none(site.score(module, "test", [site.task.metric]).values[site.task.metric])
+            rows[id(model)] = {name: metric_of(model, site) for name, site in sorted(sites.items())}
         matrix[owner] = rows[id(model)]
     return matrix
 

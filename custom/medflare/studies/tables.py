@@ -14,8 +14,9 @@ from medflare.core.errors import StateError
 from medflare.evaluation.figures import Panel, line_panels
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, label_metric, lower_is_better, metric_label
 from medflare.evaluation.results import MODELS, confusion, named_metrics, results_frame
+from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
-from medflare.studies.references import CENTRALISED, CONSTANT, CROSS_SITE, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
+from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
 from medflare.studies.statistics import (
     ALL_SITES,
     Groups,

@@ -102,7 +102,7 @@ def run_local(
     rules = {name: options[name] for name in RULES if name in options}
     hyper = {name: value for name, value in options.items() if name not in RULES}
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
-    check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart)
+    check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site)
     check_track(track)
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
@@ -116,7 +116,9 @@ def run_local(
         store = None if home is None else StateStore(home.folder / STATE)
         artifacts = _Shown(run, name, delivered, home or ArtifactStore())
         minutes = Bounds().minutes
-        return Participant(name, lambda role: opened(name, role), chosen, hyper, store=store, artifacts=artifacts, minutes=minutes)
+        return Participant(
+            name, lambda role: opened(name, role), chosen, hyper, store=store, artifacts=artifacts, minutes=minutes, shares=True
+        )
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():

@@ -32,7 +32,7 @@ from medflare.core.manifest import (
 from medflare.core.message import Message
 from medflare.core.text import printable
 from medflare.data.acquisition import TRAINED_ON, check_range
-from medflare.federation.settings import ENROL, FINALIZE, META_LIMIT
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.settings import Cost
 from medflare.tasks.class_metrics import ONE_CLASS
@@ -246,6 +246,12 @@ DELIVERS: Final = (
     MetaSpec("privacy", "privacy cost of the run for the site's patients", Cost),
 )
 
+SHARED: Final = TensorSpec("personal", "personal model, to be tested at the other sites")
+_TESTED: Final = MetaSpec(
+    CROSS_SITE, "site of the model -> the task's metric on test images", table(number(0.0, 1.0, optional=True)), "test"
+)
+CROSS: Final = Phase(CROSS_SITE, request=(TensorSpec(f"{SHARED}/"),), reply_meta=(_TESTED,))
+
 # -- the server's requests at a site -----------------------------------------------------------------------------------------
 
 ROLE, SITES, FINISHED, STEP, RUN_ROUNDS = "role", "sites", "finished", "step", "run_rounds"
@@ -258,10 +264,12 @@ INVITES: Final = (
     MetaSpec("task", "hash of the task", text(), optional=True),
     MetaSpec("seed", "of the run", number(), optional=True),
 )
+SHARE: Final = MetaSpec("share", "whether the other sites test the personal model", Annotated[bool, Field(strict=True)], optional=True)
 NUMBERED: Final = (
     MetaSpec(STEP, "its number in the run", count(10**9)),
     MetaSpec(RUN_ROUNDS, "rounds of the run", count(10**9)),
     RANGE,
+    SHARE,
 )
 
 
@@ -291,6 +299,9 @@ class RequestValidator:
 
     def check_request(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]) -> None:
         """Check a message, without the items of `NUMBERED`, against the declaration of its phase."""
+        if phase == CROSS_SITE:
+            self._check(phase, round, request_problem(CROSS, algorithm.plan, message))
+            return
         declared = algorithm.delivery if phase == FINALIZE else algorithm.phase(phase)
         if declared is not None:
             problem = request_problem(declared, algorithm.plan, message)

@@ -103,7 +103,7 @@ class FederationJob(FedJob):
 
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_algorithm, server=settings.server_algorithm)
-        check_run(method, task, settings.hyper, rounds=settings.rounds, outside=settings.outside)
+        check_run(method, task, settings.hyper, rounds=settings.rounds, outside=settings.outside, cross_site=settings.cross_site)
         hyper = method.effective(settings.hyper)  # with all defaults, as documentation
         about = {JobMetaKey.CUSTOM_PROPS.value: {ABOUT: {"method": method.name, "rounds": settings.rounds}}}
         name = f"{method.name.replace('+', '_')}-{task.name}"

@@ -1,0 +1,140 @@
+"""The cross-site matrix: personal models that sites share, and what every site measures of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.small_tasks import tiny_phantom
+from medflare import run_local
+from medflare.core.errors import ConfigError, MessageError
+from medflare.core.message import Message
+from medflare.evaluation.presentation import method_tables
+from medflare.evaluation.results import validate_results
+from medflare.federation.exchange import Reply
+from medflare.federation.local import loop
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.participant import Participant
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
+from medflare.federation.update_validation.messages import SHARED
+from medflare.methods.base import Step
+from medflare.methods.catalogue import build_deployed, get_method
+from medflare.tasks.config import load_task
+from medflare.training.opening import open_site
+from medflare.training.site import Site
+from methods import squares
+
+TASK = load_task(tiny_phantom())
+SITES, OUTSIDE = ("site-1", "site-2"), ("site-3",)
+
+
+def run(**more: Any) -> dict[str, Any]:
+    return run_local("ditto", TASK, SITES, outside=OUTSIDE, rounds=1, seed=0, cross_site=True, **more)
+
+
+def test_every_personal_model_is_tested_at_every_site() -> None:
+    models: dict[tuple[str, str], Message] = {}
+    results = run(delivered=lambda site, role, model, cases: models.update({(site, role): model}))
+    validate_results(results)
+    matrix = results["cross_site"]
+    assert {owner: set(row) for owner, row in matrix.items()} == {site: {*SITES, *OUTSIDE} for site in SITES}
+    for owner in SITES:
+        module = build_deployed(TASK, models[owner, "personal"])
+        for name in (*SITES, *OUTSIDE):
+            site = open_site(name, TASK, seed=0, role="inside" if name in SITES else "outside")
+            assert matrix[owner][name] == site.score(module, "test", ["dice"]).values["dice"]
+        assert matrix[owner][owner] == results["sites"][owner]["metrics"]["personal"]["dice"]
+    ((title, table),) = method_tables(results).items()
+    assert "Dice" in title and table["site-1"]["images of site-3"] == f"{matrix['site-1']['site-3']:.3f}"
+    network = sum(tensor.nbytes for tensor in models["site-1", "personal"].states["model"].values())
+    plain = run_local("ditto", TASK, SITES, outside=OUTSIDE, rounds=1, seed=0)
+    assert "cross_site" not in plain and results["sites"] == plain["sites"]
+    assert results["traffic"]["up_bytes"] == plain["traffic"]["up_bytes"] + 2 * network
+    assert results["traffic"]["down_bytes"] == plain["traffic"]["down_bytes"] + 3 * 2 * network
+
+
+def test_a_method_without_personal_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cross_site"):
+        run_local("evaluate", TASK, SITES, rounds=0, seed=0, cross_site=True)
+
+
+def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misfit and NaN are rejected with an event; the site's own results stay."""
+    honest = LocalExchange.__call__
+
+    def spoilt(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+        replies = dict(honest(exchange, step, outgoing))
+        if step.phase == FINALIZE:
+            state = replies["site-1"].message.states[SHARED]  # type: ignore[union-attr]
+            name = next(iter(state))
+            state[name] = state[name] * torch.nan
+            replies["site-2"].message.states[SHARED] = {"other": torch.ones(3)}  # type: ignore[union-attr]
+        assert step.phase != CROSS_SITE
+        return replies
+
+    monkeypatch.setattr(LocalExchange, "__call__", spoilt)
+    results = run()
+    assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} == set(SITES)
+    assert "cross_site" not in results and results["sites"]["site-1"]["metrics"]["personal"]["dice"] is not None
+
+
+def test_a_site_that_does_not_test_has_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Participant):
+        def answer(self, phase: str, round: int, incoming: Message) -> Message:
+            if phase == CROSS_SITE and self.name == "site-2":
+                raise MessageError("the disk is full")
+            return super().answer(phase, round, incoming)
+
+    monkeypatch.setattr(loop, "Participant", Silent)
+    results = run()
+    assert all(set(row) == {"site-1", "site-3"} for row in results["cross_site"].values())
+    (event,) = (event for event in results["events"] if "disk" in event["message"])
+    assert event["site"] == "site-2" and results["status"] == "COMPLETED"
+
+
+# -- at one site ---------------------------------------------------------------------------------------------------------------
+
+
+def finished(site: Site, *, share: bool | None = True, hyper: dict[str, Any] | None = None, **settings: Any) -> tuple[Participant, Message]:
+    """A participant after one round, and its reply with the final metrics."""
+    participant = Participant("A", lambda role: site, get_method("fedavg"), hyper or {}, **settings)
+    participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
+    state = site.network().state_dict()
+    participant.answer("train", 0, Message({"model": state}, {"step": 0, "run_rounds": 1}))
+    asked = {} if share is None else {"share": share}
+    return participant, participant.answer(FINALIZE, 1, Message({"model": state}, {"step": 1, "run_rounds": 1, **asked}))
+
+
+@pytest.mark.parametrize(
+    ("share", "settings", "leaves", "named"),
+    [
+        (True, {"shares": True}, True, ""),
+        (True, {}, False, "share_model"),
+        (None, {"shares": True}, False, ""),
+        (False, {"shares": True}, False, ""),
+        (True, {"shares": True, "hyper": {"site": {"dp_noise": 1.0}}}, False, "privacy"),
+    ],
+)
+def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings: dict[str, Any], leaves: bool, named: str) -> None:
+    _, reply = finished(open_site("A", TASK, seed=0, role="inside"), share=share, **settings)
+    assert set(reply.states) == ({SHARED} if leaves else set())
+    messages = [event["message"] for event in reply.meta["events"] if "personal model" in event["message"]]
+    assert [named in message for message in messages] == [True] * bool(named)
+
+
+@pytest.mark.parametrize(("minimum", "sent"), [(5, True), (6, False)])
+def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> None:
+    participant, reply = finished(squares.site("A"), shares=True, minimum_patients=minimum)
+    request = Message({f"{SHARED}/B": reply.states[SHARED]}, {"step": 1, "run_rounds": 1})
+    value = participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
+    assert (value is not None) == sent
+    if sent:
+        assert value == reply.meta["metrics"]["personal"]["dice"]
+
+
+def test_a_site_takes_models_of_members_that_fit() -> None:
+    participant, reply = finished(squares.site("A"), shares=True)
+    state = reply.states[SHARED]
+    for states in ({f"{SHARED}/stranger": state}, {str(SHARED): state}, {f"{SHARED}/B": {"other": torch.ones(3)}}):
+        with pytest.raises(MessageError):
+            participant.answer(CROSS_SITE, 1, Message(states, {"step": 1, "run_rounds": 1}))
