@@ -1,6 +1,11 @@
-import numpy as np
+from pathlib import Path
 
-from medflare.data.phantom import SIDE, photographs
+import numpy as np
+import pandas as pd
+import pydicom
+from PIL import Image
+
+from medflare.data.phantom import SIDE, photographs, write_photographs
 
 
 def test_a_site_is_a_function_of_its_name() -> None:
@@ -32,3 +37,16 @@ def test_patients_have_two_eyes_and_one_split() -> None:
     assert len(images) == 2 * len(splits)
     sizes = {split: sum(item.split == split for item in images) for split in ("training", "validation", "test")}
     assert sizes["training"] > 35 and sizes["validation"] >= 12 and sizes["test"] >= 18
+
+
+def test_written_files_hold_the_same_pixels(tmp_path: Path) -> None:
+    first = photographs("site-1")[0]
+    assert write_photographs(tmp_path / "dicom", "segmentation", "dicom") == len(photographs("site-1"))
+    file = pydicom.dcmread(tmp_path / "dicom" / "images" / f"{first.name}.dcm")
+    assert (file.pixel_array == first.image).all() and file.PatientID == first.patient
+    assert (np.asarray(Image.open(tmp_path / "dicom" / "masks" / f"{first.name}.png")) == first.mask).all()
+    count = write_photographs(tmp_path / "csv", "classification", "csv")
+    table = pd.read_csv(tmp_path / "csv" / "images.csv")
+    assert len(table) == count and {*table["hospital"]} == {"north", "south", "west"}
+    assert all((tmp_path / "csv" / image).is_file() for image in table["image"])
+    assert table.groupby("patient")["hospital"].nunique().max() == 1

@@ -98,17 +98,24 @@ def phantom(
     kind: Annotated[
         Literal["segmentation", "classification"], typer.Option(help="segmentation: images/ and masks/; classification: a folder per grade")
     ] = "segmentation",
+    layout: Annotated[
+        Literal["png", "csv", "dicom"],
+        typer.Option("--format", help="PNG files; PNG files of three hospitals in a table; DICOM files (masks stay PNG)"),
+    ] = "png",
 ) -> int:
-    """Write synthetic photographs of the optic disc as PNG files, to try the other commands without images of your own."""
+    """Write synthetic photographs of the optic disc, to try the other commands without images of your own."""
     from medflare.core.store import make_folder
     from medflare.data.phantom import write_photographs
 
     if out.exists():
         raise ConfigError(f"{out} exists; name another folder")
     make_folder(out, public=True)
-    count = write_photographs(out, kind)
-    print(f"{count} synthetic images of 64 x 64 pixels in {out}; two eyes per patient, file names begin with the patient")
-    print(f"next: medflare data init {shlex.quote(str(out))} --patient '^(synthetic-\\d+)' --sites 3 --out DATA")
+    count = write_photographs(out, kind, layout)
+    named = {"png": "file names begin with the patient", "csv": "images.csv names patient and hospital", "dicom": "PatientID is set"}
+    print(f"{count} synthetic images of 64 x 64 pixels in {out}; two eyes per patient, {named[layout]}")
+    sites = "--site-column hospital" if layout == "csv" else "--sites 3"
+    patient = "--patient '^(synthetic-\\d+)' " if layout == "png" else ""
+    print(f"next: medflare data init {shlex.quote(str(out))} {patient}{sites} --out DATA")
     return 0
 
 
@@ -235,7 +242,7 @@ _DATA_COMMANDS: Final[tuple[tuple[Any, ...], ...]] = (
         "medflare data init hospitals --site-folders --out DATA        # hospitals/north, hospitals/south, ...",
         "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
     ),
-    ("phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification"),
+    ("phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification --format csv"),
     ("check", check, "medflare data check DATA --task brain_lgg --out check"),
     ("fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json"),
     ("prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA"),

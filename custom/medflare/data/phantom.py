@@ -18,6 +18,7 @@ from medflare.core.rng import numpy_generator
 
 GRADES = ("small_cup", "medium_cup", "large_cup")
 SIDE = 64  # pixels of an image
+_HOSPITALS = ("north", "south", "west")  # of a table, with the images of site-1 to site-3
 _OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges
 _CANVAS = SIDE * _OVERSAMPLING
 _ROWS, _COLUMNS = np.mgrid[0:_CANVAS, 0:_CANVAS].astype(np.float32) / _OVERSAMPLING
@@ -111,24 +112,52 @@ def photographs(site: str) -> list[Photograph]:
     return images
 
 
-def write_photographs(folder: Path, kind: str, site: str = "site-1") -> int:
-    """Write a site's images as PNG files; returns their number.
+def write_photographs(folder: Path, kind: str, layout: str = "png") -> int:
+    """Write images of one site, or with the layout "csv" of three hospitals; returns their number.
 
     Args:
         folder: receives images/ and masks/ ("segmentation"; mask values 1 disc rim, 2 cup) or a folder per grade ("classification").
+        layout: "png" files; "dicom": the images as DICOM files with PatientID; "csv": PNG files in images/ (and masks/), and images.csv
+            with the columns image, grade or mask, patient and hospital.
     """
-    from PIL import Image  # a job that brings its code needs torch, MONAI and FLARE only
+    hospitals = _HOSPITALS if layout == "csv" else _HOSPITALS[:1]
+    rows = [("image", "mask" if kind == "segmentation" else "grade", "patient", "hospital")]
+    for number, hospital in enumerate(hospitals, 1):
+        for picture in photographs(f"site-{number}"):
+            prefix, suffix = f"{hospital}-" if layout == "csv" else "", "dcm" if layout == "dicom" else "png"
+            name, patient, grade = prefix + picture.name, prefix + picture.patient, GRADES[picture.grade]
+            image = f"{'images' if kind == 'segmentation' or layout == 'csv' else grade}/{name}.{suffix}"
+            _write_image(folder / image, picture.image, patient)
+            if kind == "segmentation":
+                _write_image(folder / f"masks/{name}.png", picture.mask, patient)
+            rows.append((image, f"masks/{name}.png" if kind == "segmentation" else grade, patient, hospital))
+    if layout == "csv":
+        (folder / "images.csv").write_text("".join(",".join(row) + "\n" for row in rows), encoding="utf-8")
+    return len(rows) - 1
 
-    pictures = photographs(site)
-    for picture in pictures:
-        if kind == "segmentation":
-            files = {f"images/{picture.name}.png": picture.image, f"masks/{picture.name}.png": picture.mask}
-        else:
-            files = {f"{GRADES[picture.grade]}/{picture.name}.png": picture.image}
-        for name, pixels in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(folder / name)
-    return len(pictures)
+
+def _write_image(path: Path, pixels: np.ndarray, patient: str) -> None:
+    """Write uint8 pixels (H, W) or (H, W, 3) as PNG, or (H, W, 3) as DICOM of a photograph, by the suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".png":
+        from PIL import Image  # a job that brings its code needs torch, MONAI and FLARE only
+
+        Image.fromarray(pixels).save(path)
+        return
+    from pydicom.dataset import Dataset, FileMetaDataset
+    from pydicom.pixels import set_pixel_data
+    from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
+
+    file = Dataset()
+    file.file_meta = FileMetaDataset()
+    file.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    file.SOPClassUID = SecondaryCaptureImageStorage
+    file.SOPInstanceUID, file.SeriesInstanceUID, file.StudyInstanceUID = (
+        generate_uid(entropy_srcs=[part, str(path.stem)]) for part in ("image", "series", "study")
+    )
+    file.PatientID, file.PatientName, file.Modality, file.SeriesNumber, file.InstanceNumber = patient, "synthetic", "XC", 1, 1
+    set_pixel_data(file, pixels, "RGB", 8)
+    file.save_as(path, enforce_file_format=True)
 
 
 def _anatomy(rng: np.random.Generator, device: Camera) -> dict[str, float]:
