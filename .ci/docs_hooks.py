@@ -1,13 +1,20 @@
 """What the site is made of besides the pages in this folder: README, CONTRIBUTING and CHANGELOG of the repository, a page of tables for
-every committed study, the settings of a task and the hyper-parameters of all methods from the code, and a page of API
-reference for every room of the package. Called by mkdocs (mkdocs.yml)."""
+every committed study, the settings of a task and the hyper-parameters of all methods from the code, a page of API reference for
+every room of the package, the notebook with the outputs of a run, and screenshots of pages that medflare writes. Called by mkdocs
+(mkdocs.yml)."""
 
 import inspect
+import io
 import json
 import os
 import re
+import shutil
+import subprocess
+import tempfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +27,9 @@ PACKAGE = ROOT / "custom" / "medflare"
 FROM_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
+REPORT = re.compile(r"!\[([^\]]*)\]\((?:docs/)?report\.png\)")  # the figure that the repository shows
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NOTEBOOK = "tutorial.ipynb"
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -30,6 +40,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for study in sorted((ROOT / "docs" / "results").glob("*/study.zip")):
         files.append(File.generated(config, f"results/{study.parent.name}.md", content=tables(study)))
     files.append(File.generated(config, "methods/hyper_parameters.md", content=hyper_parameters()))
+    files.append(File.generated(config, "site.css", content=(ROOT / ".ci" / "site.css").read_text(encoding="utf-8")))
+    body, outputs = notebook()
+    files.append(File.generated(config, "notebook.md", content=body))
+    for name, content in {**outputs, **screenshots()}.items():
+        files.append(File.generated(config, name, content=content))
     for room in sorted(path.parent for path in PACKAGE.glob("*/__init__.py")):
         files.append(File.generated(config, f"api/{room.name}.md", content=reference(room)))
     return files
@@ -37,9 +52,78 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links that lead to files of the repository, as a forge shows them, lead to the site's pages."""
-    markdown = STUDY.sub(r"](results/\1.md)", markdown)
+    markdown = STUDY.sub(r"](results/\1.md)", markdown).replace(f"]({NOTEBOOK})", "](notebook.md)")
+    if page.file.src_uri == "index.md" and screenshots():
+        markdown = REPORT.sub(gallery(), markdown)
+    elif screenshots():
+        markdown = REPORT.sub(r"![\1](figures/report.png)", markdown)
     source = next((name for name, target in FROM_THE_ROOT.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
     return LINK.sub(lambda link: relinked(link, source, page.file.src_uri), markdown)
+
+
+@cache
+def notebook() -> tuple[str, dict[str, bytes]]:
+    """The tutorial's notebook, run now: its page, and the pictures of its outputs by name."""
+    import nbformat
+    from jupyter_client.manager import KernelManager
+    from nbclient import NotebookClient
+    from nbconvert import MarkdownExporter
+
+    content = nbformat.read(ROOT / "docs" / NOTEBOOK, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = KernelManager(transport="ipc", ip=f"{folder}/kernel")  # no port
+        try:
+            NotebookClient(content, km=kernel, resources={"metadata": {"path": folder}}).execute()
+        finally:
+            kernel.shutdown_kernel(now=True)
+    body, resources = MarkdownExporter().from_notebook_node(content)
+    pictures = {f"figures/{name}": data for name, data in resources["outputs"].items() if name in body}
+    body = re.sub(r"!\[png\]\((\w+\.png)\)", r"![Output of the cell above](figures/\1)", body)
+    return re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL), pictures
+
+
+# Screenshot -> (caption, page below the folder of examples, height of the window)
+FIGURES = {
+    "figures/report.png": ("Report of a run: verdict, result table, learning curves", "run/report.html", 1500),
+    "figures/site.png": ("Report that stays at a site: metrics by structure, and patient by patient", "run/sites/site-1/report.html", 1500),
+    "figures/study.png": ("Page of a study: ranks, gain over training alone at each site, tables", "study.html", 1500),
+}
+
+
+@cache
+def screenshots() -> dict[str, bytes]:
+    """Pictures of the pages of a new run and of a committed study; none without Chromium, and the site then shows docs/report.png."""
+    if CHROMIUM is None:
+        return {}
+    from medflare import run_local
+    from medflare.cli.command import main
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_local("fedsm", "phantom", [f"site-{number}" for number in range(1, 5)], rounds=10, seed=0, out=folder / "run")
+        with redirect_stdout(io.StringIO()):
+            failed = main(["study", "table", str(ROOT / "docs" / "results" / "fundus_fedsm"), "--html", str(folder / "study.html")])
+        if failed:
+            raise RuntimeError("the page of the study was not written")
+        return {picture: screenshot(folder / page, folder, height) for picture, (_, page, height) in FIGURES.items()}
+
+
+def gallery() -> str:
+    """The screenshots side by side, each a link to itself in full size, for the home page."""
+    shown = (
+        f'<figure><a href="{name}"><img src="{name}" alt="{caption}"></a><figcaption>{caption}</figcaption></figure>'
+        for name, (caption, _, _) in FIGURES.items()
+    )
+    return f'<div class="gallery">{"".join(shown)}</div>'
+
+
+def screenshot(page: Path, folder: Path, height: int) -> bytes:
+    """PNG file of a page in a window of 1200 pixels; `folder` holds Chromium's profile."""
+    picture = folder / "screenshot.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1200,{height}"]
+    command = [str(CHROMIUM), *options, f"--user-data-dir={folder / 'profile'}", f"--screenshot={picture}", page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return picture.read_bytes()
 
 
 def tables(study: Path) -> str:

@@ -19,5 +19,5 @@ def test_the_architecture_page_draws_these_layers() -> None:
     layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     block = page[page.index("## Rooms") :].split("\n## ")[0]
-    drawn = [re.findall(r"\w+", head) for head in re.findall(r"^    (\w+/(?: \| \w+/)*)", block, flags=re.MULTILINE)]
+    drawn = [re.findall(r"\w+", head) for head in re.findall(r"^\| (`\w+/`(?:, `\w+/`)*)", block, flags=re.MULTILINE)]
     assert drawn == layers

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,16 +26,20 @@ def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     printed = {}
     for program, *arguments in commands("console"):
         assert program == "medflare" and main(arguments) == 0, capsys.readouterr()
-        printed[" ".join(arguments[:2])] = capsys.readouterr().out
+        printed.setdefault(" ".join(arguments[:2]), capsys.readouterr().out)
     assert "WARNING" not in printed["data init"] and printed["data check"].rstrip().endswith("OK")
     run = tmp_path / "runs" / "fedavg-photographs-seed0"
     results = json.loads((run / "results.json").read_text())
     assert results["status"] == "COMPLETED" and results["mean"]["inside"]["global"]["dice"] > 0.7 and (run / "report.html").is_file()
     assert len([*(tmp_path / "predictions").glob("*_seg.png")]) == 98
+    for name, sites in (("table", {"north", "south", "west"}), ("dicom", {"site-1", "site-2"})):
+        results = json.loads((tmp_path / "runs" / f"fedavg-{name}-seed0" / "results.json").read_text())
+        assert results["status"] == "COMPLETED" and results["sites"].keys() == sites
 
 
 def test_other_commands_of_the_page_exist() -> None:
-    assert [parsed(arguments)[1]["engine"] for _, *arguments in commands("sh")] == ["flare"]
+    names = ["medflare run", "medflare data init", "medflare task init", "medflare run"]
+    assert [parsed(arguments)[0] for _, *arguments in commands("sh")] == names
 
 
 def test_help_names_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,15 +49,14 @@ def test_help_names_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
     assert "medflare data init FOLDER" in output and "docs/tutorial.md" in output
 
 
-def test_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((DOCS / "tutorial.ipynb").read_text(encoding="utf-8"))
-    names: dict[str, object] = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         assert not cell.get("outputs"), "kept without outputs, which change from machine to machine"
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"tutorial.ipynb {cell['id']}", "exec"), names)
-    output = capsys.readouterr().out
-    assert "COMPLETED" in output and "site-3 Dice of the global model" in output
+    assert names["results"]["status"] == "COMPLETED" and {*names["table"]["site"]} == {"site-1", "site-2", "site-3"}
     assert len(list((tmp_path / "predictions").glob("*.png"))) == 4
     assert os.listdir(tmp_path / "runs" / "discs" / "models")
