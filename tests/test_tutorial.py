@@ -23,7 +23,7 @@ def commands(language: str) -> list[list[str]]:
 
 def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    printed = {}
+    printed: dict[str, str] = {}
     for program, *arguments in commands("console"):
         assert program == "medflare" and main(arguments) == 0, capsys.readouterr()
         printed.setdefault(" ".join(arguments[:2]), capsys.readouterr().out)
