@@ -2,8 +2,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pydicom
 import pytest
 from PIL import Image
+from pydicom.uid import SegmentationStorage
 
 from helpers.volume_sites import beside_a_series
 from medflare.core.errors import ConfigError
@@ -58,6 +60,10 @@ def test_empty_folders_are_named(tmp_path: Path) -> None:
 def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     for number in range(3):
         write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)
+    write_dicom(tmp_path / "in/ct/SEG", GREY, 9, series="1.2.99")
+    segmentation = pydicom.dcmread(tmp_path / "in/ct/SEG")
+    segmentation.SOPClassUID = SegmentationStorage
+    segmentation.save_as(tmp_path / "in/ct/SEG")
     for folder in (tmp_path / "in", tmp_path / "in/ct"):
         beside_a_series(folder)
     assert inputs_by_name([tmp_path / "in"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}

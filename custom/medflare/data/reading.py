@@ -154,28 +154,29 @@ def is_dicom(path: Path) -> bool:
         return file.read(132)[128:] == b"DICM"  # PS3.10, Sec. 7.1
 
 
-def dicom_images(files: Iterable[Path]) -> Iterator[Path]:
-    """Those that are DICOM images: directories, reports and presentation states have no rows."""
-    return (file for file in files if file.is_file() and is_dicom(file) and _has_rows(file))
+def dicom_images(files: Iterable[Path], *, segmentations: bool = True) -> Iterator[Path]:
+    """Those that are DICOM images, with or without segmentation objects: directories, reports and presentation states have no rows."""
+    return (file for file in files if file.is_file() and is_dicom(file) and _is_image(file, segmentations))
 
 
 def dicom_files(path: Path) -> list[Path]:
-    """The DICOM images of a folder, by name; or the file itself.
+    """The DICOM images of a folder without segmentation objects, by name; or the file itself.
 
     Raises:
         DataError: a folder without DICOM images.
     """
-    files = sorted(dicom_images(path.iterdir())) if path.is_dir() else [path]
+    files = sorted(dicom_images(path.iterdir(), segmentations=False)) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
     return files
 
 
-def _has_rows(path: Path) -> bool:
+def _is_image(path: Path, segmentations: bool) -> bool:
     from pydicom import dcmread
 
     try:
-        return "Rows" in dcmread(path, stop_before_pixels=True, specific_tags=["Rows"])
+        header = dcmread(path, stop_before_pixels=True, specific_tags=["Rows", "SOPClassUID"])
+        return "Rows" in header and (segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION)
     except Exception:  # `read_stored` will raise the error
         return True
 

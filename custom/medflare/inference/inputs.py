@@ -28,8 +28,9 @@ class Input:
 def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
     """All inputs, in the order of `paths` and sorted within a folder, and a line for every folder without images.
 
-    A folder is searched with its subfolders except `out`. Its DICOM files are one volume if they are the slices of one series. With named
-    channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image, P07.
+    A folder is searched with its subfolders except `out`, without segmentation objects. Its DICOM files are one volume if they are the
+    slices of one series. With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image,
+    P07.
 
     Raises:
         ConfigError: an input folder is the output folder.
@@ -72,7 +73,7 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
     for place, subfolders, names in os.walk(folder):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and (Path(place) / name).resolve() != out)
         files = [Path(place) / name for name in sorted(names) if not name.startswith(".")]
-        dicom = list(dicom_images(files))
+        dicom = list(dicom_images(files, segmentations=False))
         yield from [Path(place)] if is_series(dicom) else dicom
         yield from (file for file in files if suffix(file) in (*PICTURES, *NIFTI))
 

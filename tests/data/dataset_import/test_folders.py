@@ -9,12 +9,15 @@ import pydicom
 import pytest
 
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
-from helpers.volume_sites import beside_a_series, dicom_series, write
+from helpers.volume_sites import TASK, beside_a_series, dicom_series, write
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.dataset_import.datalists import ImportOptions, import_folder
 from medflare.data.dataset_import.folders import scan_folder
 from medflare.data.dataset_import.tables import GUESSED, Columns, read_table
+from medflare.data.decoding import Source
+from medflare.data.reading import series_grid
+from medflare.tasks.config import load_task
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
@@ -158,6 +161,35 @@ def test_dicom_slices_beside_other_files_and_damaged_ones_are_refused(tmp_path: 
     assert "0.dcm" in error_of(tmp_path / "b")
 
 
+def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:
+    """As an archive exports a study: folders named by UIDs, the segmentation among the slices or in a folder of its own."""
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    from medflare.inference.dicom_seg import dicom_seg
+
+    expected, task = {}, load_task({**TASK, "channels": 1})
+    for number in range(6):
+        study = tmp_path / f"study{number}"
+        study.mkdir()
+        series = dicom_series(study / f"1.2.{number}")
+        for file in series.iterdir():
+            slice_ = pydicom.dcmread(file)
+            slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
+            slice_.save_as(file)
+        mask = series / "900.dcm" if number % 2 else study / "9.9" / "1.dcm"
+        mask.parent.mkdir(exist_ok=True)
+        structures = {"liver": np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
+        structures["liver"][1:3, 2:5, 1:3], structures["spleen"][4, 0, 3] = True, True
+        mask.write_bytes(dicom_seg(series, structures, series_grid(series).affine, task))
+        expected[str(series.relative_to(tmp_path))] = (str(mask.relative_to(tmp_path)), f"P{number}")
+    report = import_folder(tmp_path)
+    assert report.dataset.labels == {"1": "liver", "2": "spleen"} and not report.warnings
+    assert {entry["image"]: (entry["label"], entry["patient"]) for entry in listed(tmp_path)} == expected
+    labelled = load_task({**TASK, "channels": 1, "target": "multiclass", "labels": ["background", "liver", "spleen"]})
+    source = Source(tmp_path, labelled)
+    for entry in source.entries():
+        assert set(np.unique(source.mask(entry, source.image(entry)))) == {0, 1, 2}
+
+
 # -- tables ----------------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +202,22 @@ def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
     assert report.dataset.layout == "labels.csv: image image_id, label dx, patient Patient ID" and not report.warnings
     entries = {entry["image"]: (["mel", "nv"][entry["label"]], entry["patient"]) for entry in listed(tmp_path)}
     assert entries == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [("id_code", "diagnosis"), ("image", "level"), ("Image name", "Retinopathy grade"), ("photo", "adjudicated_dr_grade")],
+)
+def test_columns_of_public_tables_are_recognized(image: str, label: str, tmp_path: Path) -> None:
+    """Of APTOS, EyePACS, Messidor-1 and Messidor-2; a table of images without labels, for a submission, is not used."""
+    names = [f"{number:03x}c" for number in range(12)]
+    for name in names:
+        picture(tmp_path / "train_images" / f"{name}.png")
+    table(tmp_path / "train.csv", (image, "eye", label), *((name, "left", number % 3) for number, name in enumerate(names)))
+    table(tmp_path / "test.csv", (image,), ("another",))
+    import_folder(tmp_path)
+    labels = {entry["image"]: entry["label"] for entry in listed(tmp_path)}
+    assert labels == {f"train_images/{name}.png": number % 3 for number, name in enumerate(names)}
 
 
 def test_numbers_of_patients_are_read_alike(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SHARES, SPLITS
-from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, class_folders, pair_masks, parse_name, scan_folder
+from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, class_folders, pair_masks, scan_folder
 from medflare.data.dataset_import.tables import GUESSED, Columns, names_images, read_table
 from medflare.data.progress import counted
 
@@ -117,7 +117,7 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
         raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table")
     if tables:
         return read_table(tables[0], folder, columns, kind=kind)
-    names = {image: parse_name(image.relative_to(folder.root)) for image in folder.images}
+    names = folder.names()
     notes = [f"{folder.relative(path)} is not used: it names no image of the folder" for path in folder.tables]
     masks = sum(name.mask for name in names.values())
     if kind == "segmentation" or (masks and kind != "classification"):

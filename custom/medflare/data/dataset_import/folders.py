@@ -14,12 +14,14 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.datalist import FILE, patient_id
+from medflare.data.dicom import SEGMENTATION
 from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, stem, suffix
 
 LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _TABLES: Final = (".csv", ".tsv")
 _IGNORED: Final = ("__MACOSX", "Thumbs.db")
+_TAGS: Final = ["SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence"]
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 _MASK: Final = frozenset(
@@ -106,16 +108,23 @@ class ImageFolder:
         images: image files, and folders with one DICOM series, sorted.
         tables: CSV and TSV files, sorted.
         patients: DICOM image -> its PatientID, if the header has one.
+        segmented: DICOM segmentation -> the series of the folder that it refers to.
     """
 
     root: Path
     images: tuple[Path, ...]
     tables: tuple[Path, ...]
     patients: Mapping[Path, str]
+    segmented: Mapping[Path, Path] = field(default_factory=dict)
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder."""
         return path.relative_to(self.root).as_posix()
+
+    def names(self) -> "dict[Path, FileName]":
+        """Image -> the parts of its name; a DICOM segmentation of a series has those of the series, as a mask."""
+        names = {image: parse_name(image.relative_to(self.root)) for image in self.images}
+        return names | {mask: names[image]._replace(mask=True) for mask, image in self.segmented.items()}
 
 
 def scan_folder(root: Path) -> ImageFolder:
@@ -128,7 +137,7 @@ def scan_folder(root: Path) -> ImageFolder:
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
     images: list[Path] = []
     tables: list[Path] = []
-    patients: dict[Path, str] = {}
+    headers: dict[Path, _Header] = {}
     for place, folders, names in os.walk(root):
         folder = Path(place)
         folders[:] = [name for name in folders if not _is_ignored(name) and not (folder / name / FILE).is_file()]
@@ -137,37 +146,51 @@ def scan_folder(root: Path) -> ImageFolder:
         own_tables = [file for file in files if suffix(file) in _TABLES]
         slices = list(dicom_images(files))
         if slices:
-            series = _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
-            images += series
-            patients |= {image: patient for image, patient in series.items() if patient}
+            headers |= _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
         images += own_images
         tables += own_tables
+    images += headers
     if not images:
         raise DataError(f"{root}: no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))}); give the folder of the images")
-    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients)
+    patients = {image: header.patient for image, header in headers.items() if header.patient}
+    by_series = {header.series: image for image, header in headers.items()}
+    segmented = {mask: by_series[header.segments] for mask, header in headers.items() if header.segments in by_series}
+    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented)
 
 
 def _is_ignored(name: str) -> bool:
     return name.startswith(".") or name in _IGNORED
 
 
-def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> dict[Path, str]:
-    """DICOM images of a folder -> PatientID. The folder itself is the image if its files are the slices of one series."""
+class _Header(NamedTuple):
+    """Of a DICOM image: UID of its series, PatientID, and for a segmentation the UID of the series that it refers to."""
+
+    series: str
+    patient: str
+    segments: str
+
+
+def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> dict[Path, _Header]:
+    """DICOM images of a folder. The folder itself is the image if its files, without segmentations, are the slices of one series."""
     require("pydicom", f"{folder}: a DICOM image", DataError)
     import pydicom
 
-    series: dict[Path, str] = {}
-    patients: dict[Path, str] = {}
+    headers: dict[Path, _Header] = {}
     for file in files:
         with explained(file):
-            header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["SeriesInstanceUID", "PatientID"])
-        series[file], patients[file] = str(header.get("SeriesInstanceUID", file)), patient_id(str(header.get("PatientID", "") or ""))
+            header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
+        referenced = header.get("ReferencedSeriesSequence") or [{}]
+        segments = str(referenced[0].get("SeriesInstanceUID", "")) if header.get("SOPClassUID") == SEGMENTATION else ""
+        patient = patient_id(str(header.get("PatientID", "") or ""))
+        headers[file] = _Header(str(header.get("SeriesInstanceUID", file)), patient, segments)
+    masks = {file: header for file, header in headers.items() if header.segments}
+    series = {file: header.series for file, header in headers.items() if file not in masks}
+    if len(series) == len({*series.values()}):
+        return headers
     uid, count = Counter(series.values()).most_common(1)[0]
-    if count == 1:
-        return patients
-    if count == len(files) and only_slices:
-        return {folder: patients[files[0]]}
-    first = next(file for file in files if series[file] == uid)
+    first = next(file for file in series if series[file] == uid)
+    if count == len(series) and only_slices:
+        return {folder: headers[first], **masks}
     raise DataError(f"{folder}: {first.name} is one of {count} slices of a series beside other files; give each series its own folder")
 
 
@@ -256,12 +279,13 @@ def _without(name: str, affixes: Iterable[str]) -> str:
 def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
-    An image has the mask of the same folders, name and split; otherwise the only unused mask of its name and split.
+    An image has the mask of the same folders, name and split; otherwise the only unused mask of its name and split. A DICOM series has
+    the segmentation that refers to it.
 
     Raises:
         DataError: no pairs, two masks of one image, or two images of one mask.
     """
-    names = names or {image: parse_name(image.relative_to(folder.root)) for image in folder.images}
+    names = names or folder.names()
     files_of, without = _assign_masks(folder, names)
     items = {mask: files for mask, files in files_of.items() if files}
     if not items:
@@ -274,6 +298,7 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
     missing = [f"{folder.relative(path)}: no mask" for path in without if path not in unlabelled]
     missing += [f"{folder.relative(mask)}: a mask without an image" for mask in files_of if mask not in items]
     labels, channel_names = _read_header(folder)
+    labels = labels or _segment_labels(folder.segmented)
     return Dataset(
         "segmentation",
         tuple(Item(tuple(map(files.get, channels)), mask, split=splits[mask]) for mask, files in items.items()),
@@ -324,6 +349,18 @@ def _names_and_channels(image: Path, name: str) -> list[tuple[str, str]]:
     if match is None or not (match[2].isdecimal() or suffix(image) in NIFTI):
         return [(name, "")]
     return [(name, ""), (match[1], match[2])]
+
+
+def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
+    """Number -> label of the segments of DICOM segmentations, numbered as they are met."""
+    import pydicom
+
+    names: dict[str, None] = {}
+    for mask in sorted(masks):
+        with explained(mask):
+            segments = pydicom.dcmread(mask, stop_before_pixels=True, specific_tags=["SegmentSequence"]).SegmentSequence
+        names |= dict.fromkeys(str(segment.SegmentLabel) for segment in segments)
+    return {str(number): name for number, name in enumerate(names, 1)}
 
 
 def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:

@@ -23,6 +23,7 @@ _USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "patient": ("patient", "patient id", "subject", "subject id", "participant id", "case", "case id", "lesion", "lesion id"),
     "split": ("split", "set", "subset"),
 }
+_LABEL_WORDS: Final = ("label", "class", "diagnosis", "grade", "level", "stage")  # the last word of other label columns
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def read_table(path: Path, folder: ImageFolder, columns: Columns, *, kind: str =
         DataError: a column is missing, a cell names several files, or values that are no labels.
     """
     frame = read_frame(path)
-    used = _used_columns(path, list(frame.columns), columns, kind)
     find = _FileFinder(folder, path.parent)
+    used = _used_columns(path, frame, columns, kind, find)
     labelled_by = used["mask"] or used["label"]
     items: list[Item] = []
     missing: list[str] = []
@@ -115,32 +116,37 @@ def read_table(path: Path, folder: ImageFolder, columns: Columns, *, kind: str =
 
 
 def names_images(path: Path, folder: ImageFolder) -> bool:
-    """Whether a table has the usual columns and names an image of the folder in its first rows."""
+    """Whether a table has the columns and names an image of the folder in its first rows."""
     try:
         frame = read_frame(path)
-        (image,) = _used_columns(path, list(frame.columns), GUESSED, "")["image"]
         find = _FileFinder(folder, path.parent)
-        return any(find(cell, str(path)) for cell in frame[image].head(20))
+        (image,) = _used_columns(path, frame, GUESSED, "", find)["image"]
+        return find.finds(frame[image])
     except DataError:
         return False
 
 
-def _used_columns(path: Path, header: list[str], columns: Columns, kind: str) -> dict[str, list[str]]:
-    """Attribute of `Columns` -> the columns of the table; empty if there is none."""
-    used: dict[str, list[str]] = {}
+def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "_FileFinder") -> dict[str, list[str]]:
+    """Attribute of `Columns` -> the columns of the table; empty if there is none.
+
+    An image column without a usual name is recognized by the files that it names, a label column by the last word of its name.
+    """
+    header, used = list(frame.columns), dict[str, list[str]]()
     by_words = {" ".join(words(name)): name for name in reversed(header)}
     for name in (field.name for field in fields(Columns)):
         requested = [part.strip() for part in getattr(columns, name).split(",") if part.strip()]
         if unknown := next((part for part in requested if part not in header), None):
             raise DataError(no_such("column", unknown, header, f"{path}: --{name}-column"))
         used[name] = requested or [by_words[usual] for usual in _USUAL_NAMES.get(name, ()) if usual in by_words][:1]
+    used["image"] = used["image"] or [name for name in header if find.finds(frame[name])][:1]
+    used["label"] = used["label"] or [name for name in header if words(name)[-1:] and words(name)[-1] in _LABEL_WORDS][:1]
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     for name, listed in (("image", used["image"]), ("mask" if kind == "segmentation" else "label", used["label"] or used["mask"])):
         if not listed:
-            raise DataError(f"{path}: no column has a usual name for the {name}; give --{name}-column, one of {', '.join(header)}")
+            raise DataError(f"{path}: no column is recognized as the {name}; give --{name}-column, one of {', '.join(header)}")
     return used
 
 
@@ -160,6 +166,10 @@ class _FileFinder:
                 for start in range(len(parts) + 1):
                     self._by_end["/".join((*parts[start:], name))].append(image)
                 self._by_path["/".join((*parts, name))] = image
+
+    def finds(self, cells: "pd.Series[str]") -> bool:
+        """Whether a column names an image in its first rows."""
+        return any(self(cell, str(cells.name)) for cell in cells.head(20))
 
     def __call__(self, cell: str, place: str) -> Path | None:
         text = cell.replace("\\", "/")
