@@ -67,10 +67,13 @@ def create_job(
         file = f"{weights['file']} of {federation.model} (sha256 {weights['sha256'][:16]}...)"
         print(f"the server reads {file}: name it in the server's local/medflare.json")
     place = shlex.quote(str(folder))
-    command = f"nvflare simulator {place} -n 4 -t 4 -w workspace"
-    if not task.embedded:
+    if no_byoc:  # FLARE's simulator lets such a job name its own classes only
+        command = f"medflare job submit {place} --kit KIT    (on this machine: medflare run {federation.method} ...)"
+    elif task.embedded:
+        command = f"nvflare simulator {place} -n 4 -t 4 -w workspace"
+    else:
         command = f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {place} -c SITE,SITE -t 2 -w workspace    (DATA has a folder per site)"
-    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: {command}")
+    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\nnext: {command}")
     return 0
 
 
