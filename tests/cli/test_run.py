@@ -314,6 +314,8 @@ def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.
         "server_algorithm": None,
     }
     assert named == {**form, **run}
+    assert f"medflare job submit {tmp_path}" in capsys.readouterr().out, "FLARE's simulator refuses it"
+    assert main(["job", "moon", "--out", str(tmp_path)]) == 0
     assert f"nvflare simulator {tmp_path} -n 4" in capsys.readouterr().out
     assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0
     assert "MEDFLARE_DATA_ROOT=DATA" in capsys.readouterr().out, "without data of its own"
