@@ -186,7 +186,8 @@ class Participant:
 
     def _check_identity(self, site: Site, role: str, server: Mapping[str, Any]) -> None:
         """Raise ConfigError if site and server run different federations, or the site's settings forbid this one."""
-        if self.account.budget is not None and role == "inside" and not self._private(site):
+        limited = self.account.budget is not None and self.method.site_class.uses_training
+        if limited and role == "inside" and not self._private(site):
             raise ConfigError(
                 f"site {self.name} trains with differential privacy only (privacy in its local/medflare.json), this job without: "
                 f"{self.method.dp_unsupported_reason or 'set dp_noise'}"

@@ -188,6 +188,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         capabilities: "accumulate": all optimizer steps go through `training.epochs.Steps`, which supports `TaskConfig.accumulate` and
             fp16; "freeze": supports `TaskConfig.freeze`. A subclass that trains in another way removes them.
         dp_unsupported_reason: why there is no DP-SGD, unless `Hyper` is a `privacy.PrivacyHyper`.
+        uses_training: whether replies depend on training images; else sites with a privacy budget take part without DP-SGD.
         memory: states and meta that are kept until the next task; empty if every round starts from the incoming message alone.
         account: the privacy ledger, stored by the participant.
         minimum_patients: numbers of fewer patients are suppressed.
@@ -199,6 +200,7 @@ class SiteAlgorithm(ABC, Generic[S]):
     delivery: ClassVar[Phase | None] = None
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     dp_unsupported_reason: ClassVar[str] = "its training takes no gradient of each patient's own"
+    uses_training: ClassVar[bool] = True
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
         self.site = site

@@ -11,9 +11,11 @@ from medflare import run_local
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.evaluation.results import validate_results
+from medflare.federation.participant import Participant
 from medflare.inference.deployed import plain_message
 from medflare.methods.baselines.evaluate import EvaluateSite
 from medflare.methods.catalogue import get_method
+from medflare.privacy.ledger import Budget
 from medflare.tasks.config import load_task
 from methods import squares
 
@@ -64,3 +66,16 @@ def test_a_site_builds_kinds_of_medflare_that_fit_its_task() -> None:
         algorithm.finalize(Message({"model": state}, {"kind": "of_another_package"}))
     with pytest.raises(StateError):
         algorithm.finalize(plain_message({name: tensor[None] for name, tensor in state.items()}))
+
+
+@pytest.mark.parametrize("name", ["evaluate", "fingerprint", "fedavg"])
+def test_a_site_with_a_privacy_budget_evaluates(name: str, tmp_path: Path) -> None:
+    """No training image shows in the reply; what trains, or describes training images, needs DP-SGD there."""
+    site = squares.site("A")
+    participant = Participant("A", lambda role: site, get_method(name), {}, budget=Budget(1.0, 1e-5, tmp_path, "A"))
+    invitation = Message({}, {"role": "inside", "sites": ["A"]})
+    if name == "evaluate":
+        assert participant.answer("enrol", 0, invitation).meta["n"] == site.n
+    else:
+        with pytest.raises(ConfigError, match="privacy"):
+            participant.answer("enrol", 0, invitation)

@@ -39,6 +39,7 @@ class EvaluateSite(SiteAlgorithm[SiteHyper]):
 
     server_hyper: ClassVar[type] = EvaluateHyper
     dp_unsupported_reason: ClassVar[str] = "it trains nothing"
+    uses_training: ClassVar[bool] = False
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The model.
