@@ -14,7 +14,7 @@ from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.dataset_import.datalists import ImportOptions, import_folder
 from medflare.data.dataset_import.folders import scan_folder
-from medflare.data.dataset_import.tables import GUESSED, Columns, read_table
+from medflare.data.dataset_import.tables import GUESSED, Columns, read_tables
 from medflare.data.decoding import Source
 from medflare.data.reading import series_grid
 from medflare.tasks.config import load_task
@@ -87,6 +87,19 @@ def test_masks_of_other_images_are_not_used(tmp_path: Path) -> None:
     report = import_folder(tmp_path, ImportOptions(skip=True))
     assert len({entry["label"] for entry in listed(tmp_path)}) == len(listed(tmp_path)) == 10
     assert "left out: test/masks/odd.png" in report.render()
+
+
+@pytest.mark.parametrize("parts", [("imaging",), ("flair", "t1")])
+def test_a_folder_for_each_case_with_its_mask(parts: tuple[str, ...], tmp_path: Path) -> None:
+    """As KiTS, or with a file for each channel."""
+    for case in range(4):
+        (tmp_path / f"case_{case}").mkdir()
+        for name in (*parts, "segmentation"):
+            write(tmp_path / f"case_{case}" / f"{name}.nii.gz", np.ones((4, 5, 6), np.uint8))
+    import_folder(tmp_path)
+    images = {entry["label"].partition("/")[0]: entry["image"] for entry in listed(tmp_path)}
+    files = {f"case_{case}": [f"case_{case}/{name}.nii.gz" for name in parts] for case in range(4)}
+    assert images == {case: names[0] if len(names) == 1 else names for case, names in files.items()}
 
 
 def test_ambiguous_masks_are_refused(tmp_path: Path) -> None:
@@ -204,6 +217,55 @@ def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
     assert entries == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
 
 
+def test_a_table_for_each_split_names_its_own_images(tmp_path: Path) -> None:
+    """As IDRiD: both sets have an IDRiD_001."""
+    for folder, name, count in (("a. Training Set", "Training", 20), ("b. Testing Set", "Testing", 10)):
+        rows = [(f"IDRiD_{number:03}", number % 3, number % 2) for number in range(count)]
+        for image, *_ in rows:
+            picture(tmp_path / "1. Original Images" / folder / f"{image}.jpg")
+        columns = ("Image name", "Retinopathy grade", "Risk of macular edema")
+        table(tmp_path / "2. Groundtruths" / f"IDRiD_Disease Grading_{name} Labels.csv", columns, *rows)
+    report = import_folder(tmp_path)
+    content = json.loads((tmp_path / "datalist.json").read_text())
+    assert len(content["test"]) == 10 and all("b. Testing" in entry["image"] for entry in content["test"])
+    assert len(content["training"]) + len(content["validation"]) == 20 and report.dataset.labels == {"0": "0", "1": "1", "2": "2"}
+    assert all(entry["label"] == int(entry["image"][-7:-4]) % 3 for entry in listed(tmp_path))
+
+
+def test_findings_in_columns_or_in_one_cell(tmp_path: Path) -> None:
+    """As ISIC 2018 and ChestX-ray14."""
+    for root in ("isic", "nih"):
+        for number in range(12):
+            picture(tmp_path / root / "images" / f"{number}.png")
+    table(tmp_path / "isic" / "t.csv", ("image", "MEL", "NV", "BCC"), *((n, *(float(n % 3 == k) for k in range(3))) for n in range(12)))
+    table(tmp_path / "nih" / "t.csv", ("Image Index", "Finding Labels", "Patient ID"), *(
+        (f"{n}.png", ("No Finding", "Effusion", "Effusion|Mass")[n % 3], n) for n in range(12)
+    ))  # fmt: skip
+    assert import_folder(tmp_path / "isic").dataset.labels == {"0": "MEL", "1": "NV", "2": "BCC"}
+    assert {entry["image"]: entry["label"] for entry in listed(tmp_path / "isic")} == {f"images/{n}.png": n % 3 for n in range(12)}
+    assert import_folder(tmp_path / "nih").dataset.labels == {"0": "Effusion", "1": "Mass"}
+    expected = {f"images/{n}.png": ([0, 0], [1, 0], [1, 1])[n % 3] for n in range(12)}
+    assert {entry["image"]: entry["label"] for entry in listed(tmp_path / "nih")} == expected
+
+
+def test_folders_of_patients_are_no_classes(tmp_path: Path) -> None:
+    for number in range(8):
+        picture(tmp_path / "train" / f"patient{number:05}" / "study1" / "view1.jpg")
+    assert "--kind classification" in error_of(tmp_path)
+    rows = ((f"set/train/patient{number:05}/study1/view1.jpg", "Female", -1.0) for number in range(8))
+    table(tmp_path / "train.csv", ("Path", "Sex", "Edema"), *rows)
+    assert "--label-column" in error_of(tmp_path)
+
+
+def test_two_eyes_are_of_one_patient(tmp_path: Path) -> None:
+    rows = [(f"{number}_{eye}", number % 2) for number in range(10) for eye in ("left", "right")]
+    for name, _ in rows:
+        picture(tmp_path / f"{name}.jpeg")
+    table(tmp_path / "trainLabels.csv", ("image", "level"), *rows)
+    (warning,) = import_folder(tmp_path).warnings
+    assert "left" in warning and all(entry["patient"] == entry["image"].partition("_")[0] for entry in listed(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("image", "label"),
     [("id_code", "diagnosis"), ("image", "level"), ("Image name", "Retinopathy grade"), ("photo", "adjudicated_dr_grade")],
@@ -258,7 +320,7 @@ def test_a_table_of_masks(tmp_path: Path) -> None:
 def test_a_cell_names_a_file(cell: str, file: str, tmp_path: Path) -> None:
     picture(tmp_path / "set" / file)
     table(tmp_path / "set" / "t.csv", ("image", "label"), (cell, "a"))
-    dataset = read_table(tmp_path / "set" / "t.csv", scan_folder(tmp_path / "set"), GUESSED)
+    dataset = read_tables([tmp_path / "set" / "t.csv"], scan_folder(tmp_path / "set"), GUESSED)
     assert [item.first for item in dataset.items] == [tmp_path / "set" / file] and not dataset.missing
 
 
@@ -269,7 +331,7 @@ def test_a_cell_names_a_file(cell: str, file: str, tmp_path: Path) -> None:
 def test_a_file_of_the_same_name_in_another_folder_is_not_used(cell: str, file: str, tmp_path: Path) -> None:
     picture(tmp_path / file)
     table(tmp_path / "t.csv", ("image", "label"), (cell, "a"))
-    dataset = read_table(tmp_path / "t.csv", scan_folder(tmp_path), GUESSED)
+    dataset = read_tables([tmp_path / "t.csv"], scan_folder(tmp_path), GUESSED)
     assert not dataset.items and len(dataset.missing) == 1 and repr(cell) in dataset.missing[0]
 
 
@@ -278,12 +340,12 @@ def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
         picture(tmp_path / file)
     cells = {"a/b/001.png": "a/b/001.png", "x/c/001.png": "c/001.png", "x/001.png": "001.png", "x/b/001.png": "b/001.png"}
     table(tmp_path / "t.csv", ("image", "label"), *((cell, "a") for cell in cells))
-    dataset = read_table(tmp_path / "t.csv", scan_folder(tmp_path), GUESSED)
+    dataset = read_tables([tmp_path / "t.csv"], scan_folder(tmp_path), GUESSED)
     assert [item.first.relative_to(tmp_path).as_posix() for item in dataset.items] == list(cells.values())
     (tmp_path / "001.png").unlink()
     table(tmp_path / "t.csv", ("image", "label"), ("001.png", "a"))
     with pytest.raises(DataError, match=r"001\.png"):
-        read_table(tmp_path / "t.csv", scan_folder(tmp_path), GUESSED)
+        read_tables([tmp_path / "t.csv"], scan_folder(tmp_path), GUESSED)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import shutil
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -22,9 +23,10 @@ from medflare.core.rng import numpy_random_state
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SHARES, SPLITS
 from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, class_folders, pair_masks, scan_folder
-from medflare.data.dataset_import.tables import GUESSED, Columns, names_images, read_table
+from medflare.data.dataset_import.tables import GUESSED, Columns, images_named_by, read_tables
 from medflare.data.progress import counted
 
+_EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)  # end of the name of a photograph
 _SITES, _IMAGES = 30, 5  # maximum of folders, and minimum of images in each, for which they may be sites
 
 
@@ -109,19 +111,29 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
         DataError: the layout is unknown or ambiguous.
     """
     requested = table is not None or columns != GUESSED
-    tables = [table] if table else [path for path in folder.tables if requested or names_images(path, folder)]
-    if len(tables) > 1:
+    splits: dict[Path, str] = {}
+    problems: list[str] = []
+    for path in () if requested else folder.tables:
+        with suppress(DataError):  # names no image
+            splits[path], problem = images_named_by(path, folder)
+            if problem:
+                problems.append(problem)
+                del splits[path]
+    tables = [table] if table else list(folder.tables if requested else splits)
+    if len(tables) > 1 and (requested or len({*splits.values()} - {""}) < len(tables)):
         listed = ", ".join(map(folder.relative, tables))
         raise DataError(f"{folder.root}: {len(tables)} tables ({listed}); choose one with --table, or give --site-folders")
     if requested and not tables:
         raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table")
     if tables:
-        return read_table(tables[0], folder, columns, kind=kind)
+        return read_tables(tables, folder, columns, kind=kind)
     names = folder.names()
     notes = [f"{folder.relative(path)} is not used: it names no image of the folder" for path in folder.tables]
     masks = sum(name.mask for name in names.values())
     if kind == "segmentation" or (masks and kind != "classification"):
         dataset = pair_masks(folder, names)
+    elif problems:
+        raise DataError(problems[0])
     else:
         dataset = class_folders(folder, [image for image in folder.images if not names[image].mask], any_number=kind == "classification")
         notes += [f"{masks} masks are not used"] if masks else []
@@ -232,6 +244,10 @@ def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "
         raise DataError(
             f"{len(without)} of {len(items)} images have no patient, the first: {first}; complete them, or give --patient '^(p\\d+)'"
         )
+    eyes = [_EYE.sub("", item.first.stem) for item in items]
+    if len(without) == len(items) > len({*eyes}) and all(_EYE.search(item.first.stem) for item in items):
+        pairs = [replace(item, patient=name) for item, name in zip(items, eyes, strict=True)]
+        return pairs, "patients are the file names without left and right; if they are not, give --patient '^(p\\d+)' or --patient-column"
     warning = (
         "patients are unknown: each image counts as a patient, and two images of one person may be in different splits; "
         "give --patient '^(p\\d+)' or --patient-column"

@@ -19,6 +19,7 @@ from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, stem
 
 LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
+_IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
 _IGNORED: Final = ("__MACOSX", "Thumbs.db")
 _TAGS: Final = ["SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence"]
@@ -237,10 +238,11 @@ def split_folder(name: str) -> str:
     """The split that a folder is named after, or "" if its name has other words.
 
     Examples:
-        >>> split_folder("train"), split_folder("Test Set"), split_folder("test positive")
+        >>> split_folder("train"), split_folder("b. Test Set"), split_folder("test positive")
         ('training', 'test', '')
     """
-    splits = {_SPLITS.get(word, "") for word in words(name) if word not in _IGNORED_WORDS}
+    counted = [word for word in words(name) if word not in _IGNORED_WORDS and len(word) > 1 and not word.isdecimal()]
+    splits = {_SPLITS.get(word, "") for word in counted}
     return splits.pop() if len(splits) == 1 else ""
 
 
@@ -252,6 +254,8 @@ def parse_name(path: Path) -> FileName:
         FileName(folders=(), name='a_0001', mask=False, split='training')
         >>> parse_name(Path("p1/IMG_01_mask.png"))
         FileName(folders=('p 1',), name='01', mask=True, split='')
+        >>> parse_name(Path("case_7/segmentation.nii.gz"))
+        FileName(folders=('case 7',), name='', mask=True, split='')
     """
     mask, split, folders = False, "", []
     for folder in path.parent.parts:
@@ -262,6 +266,8 @@ def parse_name(path: Path) -> FileName:
         split = next((_SPLITS[word] for word in folder_words if word in _SPLITS), split)
         folders.append(" ".join(word for word in folder_words if word not in _IGNORED_WORDS and word not in _SPLITS))
     name = stem(path)
+    if {*words(name)} <= {*_MASK, "ground"}:  # the mask of the images of its folder
+        return FileName(tuple(filter(None, folders)), "", True, split)
     without_mask = _without(name, _MASK)
     short = _without(without_mask, ("image", "img")).lower()
     return FileName(tuple(filter(None, folders)), short, mask or without_mask != name, split)
@@ -279,8 +285,8 @@ def _without(name: str, affixes: Iterable[str]) -> str:
 def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
-    An image has the mask of the same folders, name and split; otherwise the only unused mask of its name and split. A DICOM series has
-    the segmentation that refers to it.
+    An image has the mask of the same folders, name and split; otherwise the mask without a name of its folder (`segmentation.nii.gz`),
+    otherwise the only unused mask of its name and split. A DICOM series has the segmentation that refers to it.
 
     Raises:
         DataError: no pairs, two masks of one image, or two images of one mask.
@@ -316,9 +322,14 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
     by_name: defaultdict[str, list[Path]] = defaultdict(list)
     for mask in files_of:
         by_name[names[mask].name].append(mask)
+    images = [path for path, name in names.items() if not name.mask]
+    in_folder = Counter(image.parent for image in images)
 
     def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
-        for name, channel in _names_and_channels(image, names[image].name):
+        candidates = _names_and_channels(image, names[image].name)
+        if same_folders and names[image].folders:
+            candidates.append(("", "" if in_folder[image.parent] == 1 else names[image].name))
+        for name, channel in candidates:
             fitting = [mask for mask in by_name[name] if mask in free and len({names[image].split, names[mask].split} - {""}) < 2]
             if same_folders:
                 fitting = [mask for mask in fitting if names[mask].folders == names[image].folders]
@@ -333,7 +344,6 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
                 return True
         return False
 
-    images = [path for path, name in names.items() if not name.mask]
     for same_folders in (True, False):
         free = {mask for mask, files in files_of.items() if same_folders or not files}
         images = [image for image in images if not assign(image, free, same_folders)]
@@ -412,9 +422,10 @@ def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bo
             f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; if {names[0]}, ... are sites, give "
             "--site-folders, otherwise rename the folders in them"
         )
-    if len(names) > MAX_CLASSES and not any_number:
+    if (len(names) > MAX_CLASSES or len(names) > max(4, len(items) / _IMAGES_OF_CLASS)) and not any_number:
         raise DataError(
-            f"{folder.root}: {len(names)} folders ({names[0]}, ...) are many classes; if they are classes, give --kind classification"
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes; if they are classes and no "
+            "patients, give --kind classification"
         )
     labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
     labels = {str(number): name for number, name in enumerate(names)}

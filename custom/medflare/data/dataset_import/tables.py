@@ -11,7 +11,7 @@ import pandas as pd
 from medflare.core.errors import DataError, one_line
 from medflare.core.settings import no_such
 from medflare.data.datalist import patient_id
-from medflare.data.dataset_import.folders import MAX_CLASSES, Dataset, ImageFolder, Item, sorted_labels, split_name, words
+from medflare.data.dataset_import.folders import MAX_CLASSES, Dataset, ImageFolder, Item, parse_name, sorted_labels, split_name, words
 from medflare.data.reading import stem
 
 # Column -> names that it usually has, the most likely first; compared as words.
@@ -23,7 +23,9 @@ _USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "patient": ("patient", "patient id", "subject", "subject id", "participant id", "case", "case id", "lesion", "lesion id"),
     "split": ("split", "set", "subset"),
 }
-_LABEL_WORDS: Final = ("label", "class", "diagnosis", "grade", "level", "stage")  # the last word of other label columns
+_LABEL_WORDS: Final = ("label", "labels", "class", "diagnosis", "grade", "level", "stage")  # the last word of other label columns
+_BINARY: Final = ("0", "1", "0.0", "1.0")
+_NORMAL: Final = ("no finding", "none", "normal")  # among findings that a cell separates by |
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,11 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     return frame.map(str.strip)
 
 
-def read_table(path: Path, folder: ImageFolder, columns: Columns, *, kind: str = "") -> Dataset:
-    """The images of a table.
+def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *, kind: str = "") -> Dataset:
+    """The images of a table, or of a table for each split.
 
     Args:
-        path: a CSV or TSV file.
+        paths: CSV or TSV files with the same label columns.
         folder: the files.
         columns: names of the columns, as far as they were given.
         kind: "segmentation", "classification", or "" to choose by the columns.
@@ -84,23 +86,24 @@ def read_table(path: Path, folder: ImageFolder, columns: Columns, *, kind: str =
     Raises:
         DataError: a column is missing, a cell names several files, or values that are no labels.
     """
-    frame = read_frame(path)
-    find = _FileFinder(folder, path.parent)
-    used = _used_columns(path, frame, columns, kind, find)
-    labelled_by = used["mask"] or used["label"]
     items: list[Item] = []
     missing: list[str] = []
-    for line, row in enumerate(frame.to_dict("records"), start=2):
-        cell = {name: row[listed[0]] if listed else "" for name, listed in used.items()}
-        label: list[Any] = [row[name] for name in labelled_by]
-        if used["mask"]:
-            label = [find(name, f"{path} line {line}") for name in label]
-        image = find(cell["image"], f"{path} line {line}")
-        if image is None or not all(label):
-            reason = f"no file for {cell['image']!r}" if image is None else f"no {'mask' if used['mask'] else 'label'}"
-            missing.append(f"{path} line {line}: {reason}")
-            continue
-        items.append(Item((image,), label, str(patient_id(cell["patient"])), split_name(cell["split"]), cell["site"]))
+    for path in paths:
+        frame, find = read_frame(path), _FileFinder(folder, path)
+        used = _used_columns(path, frame, columns, kind, find)
+        labelled_by = used["mask"] or used["label"]
+        for line, row in enumerate(frame.to_dict("records"), start=2):
+            cell = {name: row[listed[0]] if listed else "" for name, listed in used.items()}
+            label: list[Any] = [row[name] for name in labelled_by]
+            if used["mask"]:
+                label = [find(name, f"{path} line {line}") for name in label]
+            image = find(cell["image"], f"{path} line {line}")
+            if image is None or not all(label):
+                reason = f"no file for {cell['image']!r}" if image is None else f"no {'mask' if used['mask'] else 'label'}"
+                missing.append(f"{path} line {line}: {reason}")
+                continue
+            split = split_name(cell["split"]) or (find.split if len(paths) > 1 else "")
+            items.append(Item((image,), label, str(patient_id(cell["patient"])), split, cell["site"]))
     names: list[str] = labelled_by if len(labelled_by) > 1 else []
     labels: list[Any] = [item.label[0] if len(labelled_by) == 1 else item.label for item in items]
     if items and not used["mask"]:
@@ -110,26 +113,33 @@ def read_table(path: Path, folder: ImageFolder, columns: Columns, *, kind: str =
         "segmentation" if used["mask"] else "classification",
         labelled,
         {str(number): name for number, name in enumerate(names)},
-        f"{path.name}: " + ", ".join(f"{name} {'+'.join(listed)}" for name, listed in used.items() if listed),
+        f"{' and '.join(path.name for path in paths)}: "
+        + ", ".join(f"{name} {'+'.join(listed)}" for name, listed in used.items() if listed),
         missing=tuple(missing),
     )
 
 
-def names_images(path: Path, folder: ImageFolder) -> bool:
-    """Whether a table has the columns and names an image of the folder in its first rows."""
+def images_named_by(path: Path, folder: ImageFolder) -> tuple[str, str]:
+    """Whether a table can be used: the split that its name has, and "" or why it names images of the folder but no labels.
+
+    Raises:
+        DataError: it names no image of the folder.
+    """
+    frame, find = read_frame(path), _FileFinder(folder, path)
+    if not any(find.finds(frame[name]) for name in frame):
+        raise DataError(f"{path} names no image of the folder")
     try:
-        frame = read_frame(path)
-        find = _FileFinder(folder, path.parent)
-        (image,) = _used_columns(path, frame, GUESSED, "", find)["image"]
-        return find.finds(frame[image])
-    except DataError:
-        return False
+        _used_columns(path, frame, GUESSED, "", find)
+    except DataError as error:
+        return find.split, str(error)
+    return find.split, ""
 
 
 def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "_FileFinder") -> dict[str, list[str]]:
     """Attribute of `Columns` -> the columns of the table; empty if there is none.
 
-    An image column without a usual name is recognized by the files that it names, a label column by the last word of its name.
+    An image column without a usual name is recognized by the files that it names; a label column by the last word of its name, or
+    several that hold 0 and 1.
     """
     header, used = list(frame.columns), dict[str, list[str]]()
     by_words = {" ".join(words(name)): name for name in reversed(header)}
@@ -140,6 +150,9 @@ def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, 
         used[name] = requested or [by_words[usual] for usual in _USUAL_NAMES.get(name, ()) if usual in by_words][:1]
     used["image"] = used["image"] or [name for name in header if find.finds(frame[name])][:1]
     used["label"] = used["label"] or [name for name in header if words(name)[-1:] and words(name)[-1] in _LABEL_WORDS][:1]
+    if not used["label"]:
+        others = [name for name in header if [name] not in used.values() and frame[name].isin(_BINARY).all()]
+        used["label"] = others if len(others) > 1 else []
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if used["mask"] or kind == "segmentation":
@@ -153,11 +166,16 @@ def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, 
 class _FileFinder:
     """The image that a cell names: relative to the table or the folder, otherwise by the end of its path, with or without suffix.
 
-    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`.
+    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`. Of several images, it is that of the split that
+    the table is named after.
+
+    Attributes:
+        split: of the table's name, or "".
     """
 
-    def __init__(self, folder: ImageFolder, table_folder: Path):
-        self._folder, self._homes, self._images = folder, (table_folder, folder.root), frozenset(folder.images)
+    def __init__(self, folder: ImageFolder, table: Path):
+        self._folder, self._homes, self._images = folder, (table.parent, folder.root), frozenset(folder.images)
+        self.split = next(filter(None, map(split_name, words(table.stem))), "")
         self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
         self._by_path: dict[str, Path] = {}
         for image in folder.images:
@@ -181,6 +199,8 @@ class _FileFinder:
         if (whole := self._by_path.get("/".join(parts))) is not None:
             return whole
         ends = self._by_end.get("/".join(parts), [])
+        if len(ends) > 1 and self.split:
+            ends = [image for image in ends if parse_name(image.relative_to(self._folder.root)).split == self.split] or ends
         if len(ends) > 1:
             both = " and ".join(map(self._folder.relative, ends[:2]))
             raise DataError(f"{place}: {cell!r} can be {both}; write the whole path in the table")
@@ -193,6 +213,10 @@ def _encode_labels(path: Path, cells: pd.DataFrame) -> tuple[list[Any], list[str
     """Labels as class numbers or lists of 0 and 1, and the names of the classes."""
     if cells.shape[1] == 1:
         column = cells.iloc[:, 0]
+        if column.str.contains("|", regex=False).any():
+            findings = column.str.get_dummies("|")
+            findings = findings[[name for name in findings if name.lower() not in _NORMAL]]
+            return findings.to_numpy().tolist(), list(findings.columns)
         names = sorted_labels(column.unique())
         if len(names) > MAX_CLASSES:
             raise DataError(
