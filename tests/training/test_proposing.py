@@ -36,6 +36,15 @@ def test_classes_by_their_folders(tmp_path: Path) -> None:
     assert 'labels: ["cat", "dog"]\n    names from the datalist' in plan.render() and "nnU-Net" not in plan.render()
 
 
+@pytest.mark.parametrize(("names", "graded"), [("0123", True), ("123", True), ("0134", False), ("abc", False), ("01", False)])
+def test_numbered_grades_get_the_kappa_that_weighs_distances(names: str, graded: bool, tmp_path: Path) -> None:
+    for name in names:
+        for number in range(10):
+            picture(tmp_path / name / f"{name}-{number}.png")
+    task, _ = proposed(tmp_path)
+    assert ("quadratic_kappa" in task.test_metrics) == graded and task.test_metrics[0] == "accuracy"
+
+
 def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
     for n in range(30):
         picture(tmp_path / ("rare" if n < 5 else "common") / f"{n}.png", channels=3)

@@ -18,6 +18,7 @@ from medflare.data.reading import NIFTI, PICTURES, explained, label_values, read
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
+from medflare.tasks.metrics_table import default_metrics
 from medflare.training.check import check_task
 
 _SAMPLED_IMAGES: Final = 24  # of a site, to count channels
@@ -304,8 +305,21 @@ def _classification(sites: Sequence[DatasetFingerprint], modality: Modality, hin
         Choice("batch_size", _batch_size(sites), _BATCH_REASON),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
+        *_further_metrics(learnt),
     )
     return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
+
+
+def _further_metrics(learnt: Mapping[str, Any]) -> list[Choice]:
+    """Quadratic weighted kappa beside the usual metrics if the classes are numbers in a row, as grades are."""
+    labels = learnt["labels"]
+    if learnt["target"] != "multiclass" or len(labels) < 3 or any(not label.isdecimal() for label in labels):
+        return []
+    numbers = list(map(int, labels))
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        return []
+    reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
+    return [Choice("metrics", [*default_metrics("classification"), "quadratic_kappa"], reason)]
 
 
 def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
