@@ -185,9 +185,10 @@ def relinked(link: re.Match[str], source: str, page: str) -> str:
     text, target, anchor = link.groups()
     wanted = os.path.normpath(os.path.join(os.path.dirname(source), target))
     if wanted.startswith("docs/") and source.startswith("docs/"):
-        return link[0]
+        return link[0].replace(f"[{text}]", f"[{text.removesuffix('.md')}]")
     found = FROM_THE_ROOT.get(wanted) or (wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
     if found is not None:
+        text = re.sub(r"^(?:docs/)?([\w/]+?)(?:/index)?\.md$", r"\1", text)  # a page has no suffix on the site
         return f"[{text}]({os.path.relpath(found, os.path.dirname(page) or '.')}{anchor or ''})"
     if (ROOT / wanted).exists():
         return f"`{wanted}`" if text.strip("`") in wanted else f"{text} (`{wanted}`)"
