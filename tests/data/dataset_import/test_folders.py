@@ -223,13 +223,15 @@ def test_a_table_for_each_split_names_its_own_images(tmp_path: Path) -> None:
         rows = [(f"IDRiD_{number:03}", number % 3, number % 2) for number in range(count)]
         for image, *_ in rows:
             picture(tmp_path / "1. Original Images" / folder / f"{image}.jpg")
-        columns = ("Image name", "Retinopathy grade", "Risk of macular edema")
+        columns = ("Image name", "Retinopathy grade", "Risk of macular edema ")  # as published
         table(tmp_path / "2. Groundtruths" / f"IDRiD_Disease Grading_{name} Labels.csv", columns, *rows)
     report = import_folder(tmp_path)
     content = json.loads((tmp_path / "datalist.json").read_text())
     assert len(content["test"]) == 10 and all("b. Testing" in entry["image"] for entry in content["test"])
     assert len(content["training"]) + len(content["validation"]) == 20 and report.dataset.labels == {"0": "0", "1": "1", "2": "2"}
     assert all(entry["label"] == int(entry["image"][-7:-4]) % 3 for entry in listed(tmp_path))
+    import_folder(tmp_path, ImportOptions(columns=Columns(label="Risk of macular edema"), force=True))
+    assert all(entry["label"] == int(entry["image"][-7:-4]) % 2 for entry in listed(tmp_path))
 
 
 def test_findings_in_columns_or_in_one_cell(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +22,7 @@ from medflare.core.rng import numpy_random_state
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SHARES, SPLITS
 from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, class_folders, pair_masks, scan_folder
-from medflare.data.dataset_import.tables import GUESSED, Columns, images_named_by, read_tables
+from medflare.data.dataset_import.tables import GUESSED, Columns, read_tables, split_of_table
 from medflare.data.progress import counted
 
 _EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)  # end of the name of a photograph
@@ -110,32 +109,35 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
     Raises:
         DataError: the layout is unknown or ambiguous.
     """
-    requested = table is not None or columns != GUESSED
+    candidates = [table] if table else list(folder.tables)
     splits: dict[Path, str] = {}
-    problems: list[str] = []
-    for path in () if requested else folder.tables:
-        with suppress(DataError):  # names no image
-            splits[path], problem = images_named_by(path, folder)
-            if problem:
-                problems.append(problem)
-                del splits[path]
-    tables = [table] if table else list(folder.tables if requested else splits)
-    if len(tables) > 1 and (requested or len({*splits.values()} - {""}) < len(tables)):
+    unused: dict[Path, str] = {}
+    for path in candidates:
+        try:
+            splits[path] = split_of_table(path, folder, columns, kind)
+        except DataError as error:
+            unused[path] = str(error)
+    requested = table is not None or columns != GUESSED
+    tables = candidates if requested and len(candidates) == 1 else list(splits)
+    if len(tables) > 1 and len({*splits.values()} - {""}) < len(tables):
         listed = ", ".join(map(folder.relative, tables))
         raise DataError(f"{folder.root}: {len(tables)} tables ({listed}); choose one with --table, or give --site-folders")
     if requested and not tables:
-        raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table")
+        reasons = "".join(f"; {reason}" for reason in unused.values())
+        raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table{reasons}")
     if tables:
         return read_tables(tables, folder, columns, kind=kind)
     names = folder.names()
-    notes = [f"{folder.relative(path)} is not used: it names no image of the folder" for path in folder.tables]
+    notes = [f"not used: {reason}" for reason in unused.values()]
     masks = sum(name.mask for name in names.values())
     if kind == "segmentation" or (masks and kind != "classification"):
         dataset = pair_masks(folder, names)
-    elif problems:
-        raise DataError(problems[0])
     else:
-        dataset = class_folders(folder, [image for image in folder.images if not names[image].mask], any_number=kind == "classification")
+        try:
+            images = [image for image in folder.images if not names[image].mask]
+            dataset = class_folders(folder, images, any_number=kind == "classification")
+        except DataError as error:
+            raise DataError("; ".join([str(error), *unused.values()])) from error
         notes += [f"{masks} masks are not used"] if masks else []
     return replace(dataset, notes=(*notes, *dataset.notes))
 

@@ -415,8 +415,7 @@ def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bo
             missing.append(f"{folder.relative(image)}: in no class folder")
     names = sorted_labels({name for name, _ in items})
     if len(names) < 2:
-        tables = "".join(f"; {folder.relative(table)} names none of them" for table in folder.tables)
-        raise DataError(f"{folder.root}: {len(images)} images without masks or classes{tables}; supported: {LAYOUTS}")
+        raise DataError(f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}")
     if len(shared := set.intersection(*inner.values())) > 1:
         raise DataError(
             f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; if {names[0]}, ... are sites, give "

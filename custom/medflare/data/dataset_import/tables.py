@@ -53,7 +53,7 @@ GUESSED: Final = Columns()
 
 
 def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
-    """A table with text in every cell, "" for missing values, without spaces around cells.
+    """A table with text in every cell, "" for missing values, without spaces around cells and names.
 
     Raises:
         DataError: not readable, no rows, or one of `columns` is missing.
@@ -62,7 +62,7 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
         with open(path, encoding="utf-8-sig") as file:
             head = file.readline()
         separator = max(",;\t", key=head.count)
-        frame = pd.read_csv(path, sep=separator, dtype=str, encoding="utf-8-sig", index_col=False).fillna("")
+        frame = pd.read_csv(path, sep=separator, dtype=str, encoding="utf-8-sig", index_col=False).fillna("").rename(columns=str.strip)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); save it as CSV in UTF-8, or give another --table"
@@ -88,9 +88,12 @@ def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *,
     """
     items: list[Item] = []
     missing: list[str] = []
+    labelled_by: list[str] = []
     for path in paths:
         frame, find = read_frame(path), _FileFinder(folder, path)
         used = _used_columns(path, frame, columns, kind, find)
+        if labelled_by and (used["mask"] or used["label"]) != labelled_by:
+            raise DataError(f"{path}: has other labels than {paths[0]}; choose one with --table")
         labelled_by = used["mask"] or used["label"]
         for line, row in enumerate(frame.to_dict("records"), start=2):
             cell = {name: row[listed[0]] if listed else "" for name, listed in used.items()}
@@ -119,20 +122,17 @@ def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *,
     )
 
 
-def images_named_by(path: Path, folder: ImageFolder) -> tuple[str, str]:
-    """Whether a table can be used: the split that its name has, and "" or why it names images of the folder but no labels.
+def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
+    """The split that the name of a table has, or ""; arguments as of `read_tables`.
 
     Raises:
-        DataError: it names no image of the folder.
+        DataError: it names no image of the folder in its first rows, or has no labels of them.
     """
     frame, find = read_frame(path), _FileFinder(folder, path)
     if not any(find.finds(frame[name]) for name in frame):
-        raise DataError(f"{path} names no image of the folder")
-    try:
-        _used_columns(path, frame, GUESSED, "", find)
-    except DataError as error:
-        return find.split, str(error)
-    return find.split, ""
+        raise DataError(f"{folder.relative(path)} names no image of the folder")
+    _used_columns(path, frame, columns, kind, find)
+    return find.split
 
 
 def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "_FileFinder") -> dict[str, list[str]]:
