@@ -234,6 +234,16 @@ def test_a_table_for_each_split_names_its_own_images(tmp_path: Path) -> None:
     assert all(entry["label"] == int(entry["image"][-7:-4]) % 2 for entry in listed(tmp_path))
 
 
+def test_hospitals_with_a_table_each_are_no_classes(tmp_path: Path) -> None:
+    for hospital in ("north", "south"):
+        for number in range(10):
+            picture(tmp_path / hospital / "photos" / f"{number}.jpg")
+        table(tmp_path / hospital / "grades.csv", ("photo", "grade"), *((f"{number}.jpg", number % 3) for number in range(10)))
+    assert "--site-folders" in error_of(tmp_path)
+    report = import_folder(tmp_path, ImportOptions(site_folders=True))
+    assert report.sites.keys() == {"north", "south"} and report.dataset.labels == {"0": "0", "1": "1", "2": "2"}
+
+
 def test_findings_in_columns_or_in_one_cell(tmp_path: Path) -> None:
     """As ISIC 2018 and ChestX-ray14."""
     for root in ("isic", "nih"):

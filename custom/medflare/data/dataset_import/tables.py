@@ -166,8 +166,8 @@ def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, 
 class _FileFinder:
     """The image that a cell names: relative to the table or the folder, otherwise by the end of its path, with or without suffix.
 
-    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`. Of several images, it is that of the split that
-    the table is named after.
+    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`. Of several images, it is the one below
+    the table's folder, or that of the split that the table is named after.
 
     Attributes:
         split: of the table's name, or "".
@@ -199,6 +199,7 @@ class _FileFinder:
         if (whole := self._by_path.get("/".join(parts))) is not None:
             return whole
         ends = self._by_end.get("/".join(parts), [])
+        ends = [image for image in ends if image.is_relative_to(self._homes[0])] or ends
         if len(ends) > 1 and self.split:
             ends = [image for image in ends if parse_name(image.relative_to(self._folder.root)).split == self.split] or ends
         if len(ends) > 1:
