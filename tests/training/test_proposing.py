@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from helpers.downloaded_folders import classes, pairs, picture
 from helpers.volume_sites import write
@@ -73,6 +74,21 @@ def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tu
     task, _ = proposed(pairs(tmp_path, values=values))
     assert (task.target, task.labels, task.label_values) == expected
     assert (task.network["name"], task.image_mode) == ("DynUNet", "patch")
+
+
+@pytest.mark.parametrize(("structures", "names"), [((0, 128), ("cup", "rim")), ((0,), ("lesion",))])
+def test_the_background_is_what_the_corners_of_masks_show(structures: tuple[int, ...], names: tuple[str, ...], tmp_path: Path) -> None:
+    """As in REFUGE, where the background is 255."""
+    for number in range(10):
+        picture(tmp_path / "images" / f"{number}.png")
+        pixels = np.full((16, 16), 255, np.uint8)
+        for row, value in enumerate(structures):
+            pixels[4 + 4 * row : 8 + 4 * row, 4:10] = value
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "masks" / f"{number}.png")
+    task, _ = proposed(tmp_path, labels=names)
+    assert task.target == "multiclass" and task.labels == ("background", *names)
+    assert task.label_values == {"background": [255], **{name: [value] for name, value in zip(names, structures, strict=True)}}
 
 
 def test_hints_are_used(tmp_path: Path) -> None:

@@ -160,22 +160,22 @@ def _structures(entries: Sequence[DatalistItem], names: Mapping[str, list[int]],
         reason = "as given" if hints.labels else "in the order of the mask files"
         return [Choice("target", "multilabel", "a mask file for each structure"), Choice("labels", list(labels), reason)]
     named = {name: values for name, values in names.items() if values != [0]}
-    reason = "as in the datalist"
+    reason, background = "as in the datalist", 0
     if named:
         _check_number_of_labels(hints, len(named), f"structures of the datalist ({', '.join(named)})")
     else:
-        values = _mask_values(entries)
+        background, values = _mask_values(entries)
         shown = ", ".join(map(str, values))
         _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
         named = {"foreground" if len(values) == 1 else f"structure_{value}": [value] for value in values}
-        reason = f"masks have the values 0 and {shown}"
+        reason = f"masks have the values {background} and {shown}" + (f"; {background} is in their corners" if background else "")
     structures = dict(zip(hints.labels or named, named.values(), strict=True))
     overlap = any(len(values) > 1 for values in structures.values())
-    if overlap or len(structures) == 1:
+    if overlap or (len(structures) == 1 and background == 0):  # a binary task has its background at 0
         target = Choice("target", "multilabel" if overlap else "binary", "structures overlap" if overlap else "one structure")
     else:
-        target = Choice("target", "multiclass", "every pixel is one of several structures or background")
-        structures = {"background": [0], **structures}
+        target = Choice("target", "multiclass", "every pixel is a structure or background")
+        structures = {"background": [background], **structures}
     choices = [target, Choice("labels", list(structures), reason)]
     default = [[1]] if len(structures) == 1 else [[number] for number in range(len(structures))]
     renamed = bool(names and hints.labels) and hints.labels != tuple(named)
@@ -189,19 +189,25 @@ def _check_number_of_labels(hints: TaskHints, count: int, what: str) -> None:
         raise ConfigError(f"--labels {','.join(hints.labels)}: {len(hints.labels)} names for {count} {what}; name each")
 
 
-def _mask_values(entries: Sequence[DatalistItem]) -> list[int]:
-    """The values of masks except 0, sorted."""
+def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
+    """The value of the background, and the other values of masks, sorted.
+
+    The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and 0 is the cup.
+    """
     values: set[int] = set()
+    corners: set[int] = set()
     for entry in entries:
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
             raise DataError(f"{entry.masks[0]}: a mask with {len(mask)} colour channels; store label numbers in one grey mask")
-        values |= set(np.unique(mask).tolist()) - {0}
+        values |= {*np.unique(mask).tolist()}
+        corners |= {*mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist()}
         if len(values) > _MAX_VALUES:
             raise DataError(f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); store label numbers as PNG")
-    if not values:
+    background = corners.pop() if len(corners) == 1 and len(values) > 1 else 0
+    if not values - {background}:
         raise DataError(f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?")
-    return sorted(values)
+    return background, sorted(values - {background})
 
 
 def _channels_and_dims(entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path) -> list[Choice]:
