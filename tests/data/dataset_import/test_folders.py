@@ -294,6 +294,16 @@ def test_columns_of_public_tables_are_recognized(image: str, label: str, tmp_pat
     assert labels == {f"train_images/{name}.png": number % 3 for number, name in enumerate(names)}
 
 
+def test_numbers_that_are_names_of_images_by_chance(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        for number in range(6):
+            picture(tmp_path / folder / f"{number}.png")
+    rows = [(number % 3, number, f"{folder}/{number}.png") for folder in ("a", "b") for number in range(6)]
+    table(tmp_path / "t.csv", ("grade", "age", "photograph"), *rows)
+    import_folder(tmp_path)
+    assert {entry["image"]: entry["label"] for entry in listed(tmp_path)} == {name: grade for grade, _, name in rows}
+
+
 def test_numbers_of_patients_are_read_alike(tmp_path: Path) -> None:
     rows = [(picture(tmp_path / f"{n}.png").name, n % 2, f"{n // 2}.0" if n % 2 else f" {n // 2}") for n in range(20)]
     table(tmp_path / "list.csv", ("file", "label", "lesion_id"), *rows)  # lesions stay together if there is no patient

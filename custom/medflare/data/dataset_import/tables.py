@@ -129,7 +129,7 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
         DataError: it names no image of the folder in its first rows, or has no labels of them.
     """
     frame, find = read_frame(path), _FileFinder(folder, path)
-    if not any(find.finds(frame[name]) for name in frame):
+    if not any(find.count(frame[name]) for name in frame):
         raise DataError(f"{folder.relative(path)} names no image of the folder")
     _used_columns(path, frame, columns, kind, find)
     return find.split
@@ -138,7 +138,7 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
 def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "_FileFinder") -> dict[str, list[str]]:
     """Attribute of `Columns` -> the columns of the table; empty if there is none.
 
-    An image column without a usual name is recognized by the files that it names; a label column by the last word of its name, or
+    An image column without a usual name is the one that names the most files; a label column by the last word of its name, or
     several that hold 0 and 1.
     """
     header, used = list(frame.columns), dict[str, list[str]]()
@@ -148,7 +148,9 @@ def _used_columns(path: Path, frame: pd.DataFrame, columns: Columns, kind: str, 
         if unknown := next((part for part in requested if part not in header), None):
             raise DataError(no_such("column", unknown, header, f"{path}: --{name}-column"))
         used[name] = requested or [by_words[usual] for usual in _USUAL_NAMES.get(name, ()) if usual in by_words][:1]
-    used["image"] = used["image"] or [name for name in header if find.finds(frame[name])][:1]
+    if not used["image"]:
+        counts = {name: find.count(frame[name]) for name in header}
+        used["image"] = [name for name in header if counts[name] == max(counts.values()) > 0][:1]
     used["label"] = used["label"] or [name for name in header if words(name)[-1:] and words(name)[-1] in _LABEL_WORDS][:1]
     if not used["label"]:
         others = [name for name in header if [name] not in used.values() and frame[name].isin(_BINARY).all()]
@@ -185,9 +187,12 @@ class _FileFinder:
                     self._by_end["/".join((*parts[start:], name))].append(image)
                 self._by_path["/".join((*parts, name))] = image
 
-    def finds(self, cells: "pd.Series[str]") -> bool:
-        """Whether a column names an image in its first rows."""
-        return any(self(cell, str(cells.name)) for cell in cells.head(20))
+    def count(self, cells: "pd.Series[str]") -> int:
+        """How many images the first rows of a column name; 0 if a cell can be several."""
+        try:
+            return len({self(cell, str(cells.name)) for cell in cells.head(20)} - {None})
+        except DataError:
+            return 0
 
     def __call__(self, cell: str, place: str) -> Path | None:
         text = cell.replace("\\", "/")
