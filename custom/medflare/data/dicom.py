@@ -171,6 +171,25 @@ def grid_of(slices: Sequence[Any]) -> Grid:
 # -- segmentations ---------------------------------------------------------------------------------------------------------
 
 
+def segment_codes(dataset: Any) -> dict[str, dict[str, Any]]:
+    """Label of a segment -> its type, as in `TaskConfig.codes`; types of private schemes (99...) are left out."""
+    codes = {}
+    for segment in dataset.SegmentSequence:
+        kind, category = (_code(segment.get(f"SegmentedProperty{part}CodeSequence")) for part in ("Type", "Category"))
+        if kind is not None:
+            codes[str(segment.SegmentLabel)] = kind | ({} if category is None else {"category": category})
+    return codes
+
+
+def _code(sequence: Any) -> dict[str, str] | None:
+    """The first coded concept of a sequence; None for a private one, or without a code."""
+    item = sequence[0] if sequence else {}
+    value, scheme, meaning = (str(item.get(name, "")) for name in ("CodeValue", "CodingSchemeDesignator", "CodeMeaning"))
+    if not (value and scheme and meaning) or scheme.startswith("99"):
+        return None
+    return {"value": value, "scheme": scheme, "meaning": meaning}
+
+
 def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndarray, list[tuple[str, int]]]:
     """The masks of a segmentation object (PS3.3, A.51) on the grid of its series.
 

@@ -14,7 +14,8 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.data.datalist import FILE, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
-from medflare.data.reading import NIFTI, PICTURES, explained, label_values, read_stored, suffix
+from medflare.data.dicom import segment_codes
+from medflare.data.reading import NIFTI, PICTURES, explained, is_segmentation, label_values, read_stored, suffix
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
@@ -122,6 +123,8 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     names = class_numbers(headers[0].get("labels"))
     choices = [Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes")]
     choices += (_structures if kind == "segmentation" else _classes)(masks, names, hints, label)
+    if kind == "segmentation" and (codes := _codes(masks, next(choice.value for choice in choices if choice.setting == "labels"))):
+        choices.append(Choice("codes", codes, "of the DICOM segmentation objects, for those that predict writes"))
     choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
     if incomplete := sum(None in entry.channels for entry in masks):
         choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
@@ -182,6 +185,17 @@ def _structures(entries: Sequence[DatalistItem], names: Mapping[str, list[int]],
     if renamed or overlap or list(structures.values()) != default:
         choices.append(Choice("label_values", structures, "the values that files use"))
     return choices
+
+
+def _codes(entries: Sequence[DatalistItem], labels: Sequence[str]) -> dict[str, Any]:
+    """Structure -> its code in the DICOM segmentation objects among the masks."""
+    codes: dict[str, Any] = {}
+    for path in (mask for entry in entries for mask in entry.masks if is_segmentation(mask)):
+        with explained(path):
+            from pydicom import dcmread
+
+            codes |= segment_codes(dcmread(path, stop_before_pixels=True, specific_tags=["SegmentSequence"]))
+    return {label: codes[label] for label in labels if label in codes}
 
 
 def _check_number_of_labels(hints: TaskHints, count: int, what: str) -> None:

@@ -18,6 +18,7 @@ from medflare.data.dataset_import.tables import GUESSED, Columns, read_tables
 from medflare.data.decoding import Source
 from medflare.data.reading import series_grid
 from medflare.tasks.config import load_task
+from medflare.training.proposing import TaskHints, summarise
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
@@ -179,7 +180,9 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     from medflare.inference.dicom_seg import dicom_seg
 
-    expected, task = {}, load_task({**TASK, "channels": 1})
+    liver = {"value": "10200004", "scheme": "SCT", "meaning": "Liver"}
+    coded = {"target": "multiclass", "labels": ["background", "liver", "spleen"], "codes": {"liver": liver}}
+    expected, task = {}, load_task({**TASK, "channels": 1, **coded})
     for number in range(6):
         study = tmp_path / f"study{number}"
         study.mkdir()
@@ -197,8 +200,10 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
     report = import_folder(tmp_path)
     assert report.dataset.labels == {"1": "liver", "2": "spleen"} and not report.warnings
     assert {entry["image"]: (entry["label"], entry["patient"]) for entry in listed(tmp_path)} == expected
-    labelled = load_task({**TASK, "channels": 1, "target": "multiclass", "labels": ["background", "liver", "spleen"]})
-    source = Source(tmp_path, labelled)
+    settings = summarise(tmp_path, TaskHints()).settings
+    assert settings["labels"] == ["background", "liver", "spleen"], "named by the segments"
+    assert settings["codes"].keys() == {"liver"} and liver.items() <= settings["codes"]["liver"].items(), "the other has a private code"
+    source = Source(tmp_path, task)
     for entry in source.entries():
         assert set(np.unique(source.mask(entry, source.image(entry)))) == {0, 1, 2}
 
