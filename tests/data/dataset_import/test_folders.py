@@ -168,11 +168,29 @@ def test_a_dicom_series_is_one_image_of_its_patient(exported: bool, tmp_path: Pa
     }
 
 
-def test_dicom_slices_beside_other_files_and_damaged_ones_are_refused(tmp_path: Path) -> None:
-    picture(scans(tmp_path / "a") / "ill" / "scan1" / "photo.png")
-    assert "0.dcm" in error_of(tmp_path / "a")
-    (scans(tmp_path / "b") / "ill" / "scan1" / "0.dcm").write_text("no header")
-    assert "0.dcm" in error_of(tmp_path / "b")
+def test_damaged_dicom_files_are_refused(tmp_path: Path) -> None:
+    (scans(tmp_path) / "ill" / "scan1" / "0.dcm").write_text("no header")
+    assert "0.dcm" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_series_whose_slices_lie_beside_other_files_get_folders(flat: bool, tmp_path: Path) -> None:
+    """As some archives export a class of studies: all slices in one folder; or a table beside those of one series."""
+    root = scans(tmp_path / "in", 8)
+    for number in range(8) if flat else (1,):
+        series = root / ("healthy", "ill")[number % 2] / f"scan{number}"
+        if flat:
+            for file in series.iterdir():
+                file.rename(series.parent / f"{number}-{file.name}")
+            series.rmdir()
+        else:
+            (series / "protocol.csv").write_text("dose,kV\n1,120\n")
+    assert "--out" in error_of(root)
+    import_folder(root, ImportOptions(out=tmp_path / "out"))
+    entries = {entry["patient"]: entry for entry in listed(tmp_path / "out") if str(entry["image"]).count("1.2.3.")}
+    assert entries.keys() == {f"P{number}" for number in (range(8) if flat else (1,))}
+    for patient, entry in entries.items():
+        assert len([*(tmp_path / "out" / entry["image"]).iterdir()]) == 4 and entry["label"] == int(patient[1:]) % 2
 
 
 def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import re
 import shutil
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -162,7 +163,13 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
         raise DataError(
             f"{root}: {len(dataset.missing)} of {total} are incomplete, the first: {dataset.missing[0]}; complete them, or --skip"
         )
-    check_files(dataset.items, root)
+    if folder.slices and options.out is None:
+        slices = next(iter(folder.slices.values()))
+        raise DataError(
+            f"{root}: {folder.relative(slices[0])} is one of {len(slices)} slices of a series beside other files; give --out, where each "
+            "series gets a folder of its own"
+        )
+    check_files(dataset.items, root, folder.slices)
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
         items = [replace(item, split="") for item in items]
@@ -175,7 +182,7 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
     header = {"labels": dataset.labels, "channel_names": dataset.channels}
     for site, site_items in sites.items():
         if options.out is not None:
-            place_files(home / site, site_items, root, copy=options.copy)
+            place_files(home / site, site_items, root, copy=options.copy, slices=folder.slices)
         write_datalist(home / site, site_items, root, header=header)
     warnings = (warning, "" if options.sites or options.columns.site else _site_warning(dataset.items, root))
     return ImportReport(dataset, sites, home, tuple(filter(None, warnings)))
@@ -358,8 +365,11 @@ def _patient(item: Item) -> str:
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
-def check_files(items: Iterable[Item], root: Path) -> None:
+def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) -> None:
     """Check that every file exists and no image is listed twice.
+
+    Args:
+        made: folders that will be made.
 
     Raises:
         DataError: otherwise.
@@ -367,7 +377,7 @@ def check_files(items: Iterable[Item], root: Path) -> None:
     listed: set[Path] = set()
     for item in items:
         for file in (*filter(None, item.files), *item.masks):
-            if file not in item.rendered and not file.exists():
+            if file not in item.rendered and file not in made and not file.exists():
                 raise DataError(f"{file}: file not found")
         if item.first in listed:
             raise DataError(f"{root}: {item.first.relative_to(root).as_posix()} is listed twice")
@@ -418,8 +428,13 @@ def write_datalist(
     write_json(folder / FILE, content)
 
 
-def place_files(folder: Path, items: Sequence[Item], root: Path, *, copy: bool) -> None:
+def place_files(
+    folder: Path, items: Sequence[Item], root: Path, *, copy: bool, slices: Mapping[Path, Sequence[Path]] = MappingProxyType({})
+) -> None:
     """Put the files of a site into its folder, as hard links or copies; `Item.rendered` are written as PNG.
+
+    Args:
+        slices: see `ImageFolder.slices`.
 
     Raises:
         DataError: another file is there, links are not possible, or a file cannot be rendered.
@@ -431,6 +446,9 @@ def place_files(folder: Path, items: Sequence[Item], root: Path, *, copy: bool) 
                 content = BytesIO()
                 Image.fromarray(item.rendered[file]()).save(content, format="PNG")
                 write_atomically(target, content.getvalue())
+            elif file in slices:
+                for inner in slices[file]:
+                    _place(inner, target / inner.name, copy)
             else:
                 _place(file, target, copy)
 

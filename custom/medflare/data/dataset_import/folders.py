@@ -110,6 +110,7 @@ class ImageFolder:
         tables: CSV and TSV files, sorted.
         patients: DICOM image -> its PatientID, if the header has one.
         segmented: DICOM segmentation -> the series of the folder that it refers to.
+        slices: folder that is to be made for a DICOM series -> its files, which lie beside others.
     """
 
     root: Path
@@ -117,6 +118,7 @@ class ImageFolder:
     tables: tuple[Path, ...]
     patients: Mapping[Path, str]
     segmented: Mapping[Path, Path] = field(default_factory=dict)
+    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder."""
@@ -132,13 +134,14 @@ def scan_folder(root: Path) -> ImageFolder:
     """All images and tables below a folder, without hidden files and without folders that have a datalist.json.
 
     Raises:
-        DataError: not a folder, no images, a damaged DICOM file, or slices of a DICOM series among other files.
+        DataError: not a folder, no images, or a damaged DICOM file.
     """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
     images: list[Path] = []
     tables: list[Path] = []
     headers: dict[Path, _Header] = {}
+    loose: dict[Path, tuple[Path, ...]] = {}
     for place, folders, names in os.walk(root):
         folder = Path(place)
         folders[:] = [name for name in folders if not _is_ignored(name) and not (folder / name / FILE).is_file()]
@@ -147,7 +150,9 @@ def scan_folder(root: Path) -> ImageFolder:
         own_tables = [file for file in files if suffix(file) in _TABLES]
         slices = list(dicom_images(files))
         if slices:
-            headers |= _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
+            found, apart = _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
+            headers |= found
+            loose |= apart
         images += own_images
         tables += own_tables
     images += headers
@@ -156,7 +161,7 @@ def scan_folder(root: Path) -> ImageFolder:
     patients = {image: header.patient for image, header in headers.items() if header.patient}
     by_series = {header.series: image for image, header in headers.items()}
     segmented = {mask: by_series[header.segments] for mask, header in headers.items() if header.segments in by_series}
-    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented)
+    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented, loose)
 
 
 def _is_ignored(name: str) -> bool:
@@ -171,8 +176,11 @@ class _Header(NamedTuple):
     segments: str
 
 
-def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> dict[Path, _Header]:
-    """DICOM images of a folder. The folder itself is the image if its files, without segmentations, are the slices of one series."""
+def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
+    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files.
+
+    The folder itself is the image if its files, without segmentations, are the slices of one series.
+    """
     require("pydicom", f"{folder}: a DICOM image", DataError)
     import pydicom
 
@@ -185,14 +193,15 @@ def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> dict[Pa
         patient = patient_id(str(header.get("PatientID", "") or ""))
         headers[file] = _Header(str(header.get("SeriesInstanceUID", file)), patient, segments)
     masks = {file: header for file, header in headers.items() if header.segments}
-    series = {file: header.series for file, header in headers.items() if file not in masks}
-    if len(series) == len({*series.values()}):
-        return headers
-    uid, count = Counter(series.values()).most_common(1)[0]
-    first = next(file for file in series if series[file] == uid)
-    if count == len(series) and only_slices:
-        return {folder: headers[first], **masks}
-    raise DataError(f"{folder}: {first.name} is one of {count} slices of a series beside other files; give each series its own folder")
+    series: defaultdict[str, list[Path]] = defaultdict(list)
+    for file, header in headers.items():
+        if file not in masks:
+            series[header.series].append(file)
+    if len(series) == 1 and only_slices and len(files) - len(masks) > 1:
+        return {folder: headers[next(iter(series.values()))[0]], **masks}, {}
+    several = {folder / uid: tuple(slices) for uid, slices in series.items() if len(slices) > 1}
+    single = {slices[0]: headers[slices[0]] for slices in series.values() if len(slices) == 1}
+    return {**single, **{place: headers[slices[0]] for place, slices in several.items()}, **masks}, several
 
 
 # -- names of files and folders --------------------------------------------------------------------------------------------
