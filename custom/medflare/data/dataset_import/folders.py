@@ -199,9 +199,19 @@ def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[d
             series[header.series].append(file)
     if len(series) == 1 and only_slices and len(files) - len(masks) > 1:
         return {folder: headers[next(iter(series.values()))[0]], **masks}, {}
-    several = {folder / uid: tuple(slices) for uid, slices in series.items() if len(slices) > 1}
+    several = {folder / _folder_name(uid): tuple(slices) for uid, slices in series.items() if len(slices) > 1}
     single = {slices[0]: headers[slices[0]] for slices in series.values() if len(slices) == 1}
     return {**single, **{place: headers[slices[0]] for place, slices in several.items()}, **masks}, several
+
+
+def _folder_name(uid: str) -> str:
+    """A UID as the name of a folder, whatever a file has in its place.
+
+    Examples:
+        >>> _folder_name("1.2.840.1"), _folder_name("../../home"), _folder_name("..")
+        ('1.2.840.1', '_.._home', 'series')
+    """
+    return re.sub(r"[^\w.-]", "_", uid).strip(".") or "series"
 
 
 # -- names of files and folders --------------------------------------------------------------------------------------------
