@@ -1,6 +1,6 @@
 """How fast a site trains beside a plain PyTorch loop of the same network on the same images, both measured in one run.
 
-    python benchmarks/site.py [--ways site,site:bf16] [--device cuda] [--size 64] [--batch 4] [--augment] [--norm batch]
+    python benchmarks/site.py [--ways site,site:bf16] [--device cuda] [--size 64] [--batch 4] [--channels 16,32,64,128] [--augment]
 
 The site is FedAvg's site algorithm answering `train`: weights loaded, an epoch, weights copied out. The plain loop has the images in memory
 and knows of no federation, key or manifest; with `--augment`, MONAI's own data set and loader give it its batches. It always runs in fp32,
@@ -28,7 +28,6 @@ from medflare.tasks.losses import build_loss
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-UNET: dict[str, Any] = {"name": "unet", "channels": [16, 32, 64, 128]}  # 0.17 M parameters
 PLAIN = "plain loop"
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what the task says, what the site says
     "site": ({}, {}),
@@ -114,12 +113,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--channels", default="16,32,64,128", help="of the U-Net; by default 0.17 M parameters")
     parser.add_argument("--norm", default="instance")
     parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--augment", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    changes: dict[str, Any] = {"network": {**UNET, "norm": options.norm}, "size": [options.size] * 2, "batch_size": options.batch}
+    changes: dict[str, Any] = {"size": [options.size] * 2, "batch_size": options.batch}
+    changes["network"] = {"name": "unet", "channels": [int(width) for width in options.channels.split(",")], "norm": options.norm}
     task = load_task({**load_task("phantom").to_dict(), **changes, **({} if options.augment else {"augment": []})})
     sites = {way: opened(task, options.device, way) for way in options.ways.split(",")}
     first, train = next(iter(sites.values()))
