@@ -138,3 +138,12 @@ def test_the_data_root_reaches_other_processes_and_leaves_nothing_behind(tmp_pat
     with environment():
         assert os.environ[ROOT] == "before"
     assert os.environ[ROOT] == "before"
+
+
+def test_the_device_reaches_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEDFLARE_DEVICE", raising=False)
+    with environment(device="cpu:0"):
+        assert os.environ["MEDFLARE_DEVICE"] == "cpu:0"
+    assert "MEDFLARE_DEVICE" not in os.environ
+    with pytest.raises(ConfigError, match=r"--device.*cuda:77"), environment(device="cuda:77"):
+        pass

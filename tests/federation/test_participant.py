@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -76,6 +77,19 @@ def test_a_report_that_cannot_be_written_is_a_warning() -> None:
     assert meta["metrics"]["global"]["dice"] is not None
     warnings = [event["message"] for event in meta["events"] if event["kind"] == "warning"]
     assert len(warnings) == 1 and "OSError" in warnings[0] and "Meier" not in warnings[0]
+
+
+def test_a_full_gpu_is_an_error_of_the_site() -> None:
+    site = _site()
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {})
+    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+
+    def full() -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    site.abort = full
+    with pytest.raises(ConfigError, match=r"site A.*batch_size"):
+        participant.answer("train", 0, Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1}))
 
 
 class Noting(ArtifactStore):

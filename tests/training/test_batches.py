@@ -119,6 +119,22 @@ def test_images_on_disk_are_read_in_order_by_another_thread() -> None:
     assert list(read_ahead(data, [], data.load)) == []
 
 
+def test_images_for_a_gpu_are_read_ahead_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+    data = Split(torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8), ("p",) * 8, tuple(map(str, range(8))))
+    expected = list(read_ahead(data, torch.arange(8).split(3), data.take))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    for (rows, batch), (others, other) in zip(read_ahead(data, torch.arange(8).split(3), data.take), expected, strict=True):
+        assert torch.equal(rows, others) and all(map(torch.equal, batch, other))
+    assert len(pinned) == 2 * 3
+
+
 def test_two_batches_are_read_ahead() -> None:
     data = _on_disk()
     batches = read_ahead(data, torch.arange(6).split(1), data.load)

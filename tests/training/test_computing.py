@@ -113,8 +113,19 @@ def test_devices_that_torch_or_this_machine_does_not_have(name: str) -> None:
 
 
 def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert str(usable_device("cuda:1", "local/medflare.json")) == "cuda:1"
+    assert str(usable_device("cuda:1", "--device", initialize=False)) == "cuda:1"
     with pytest.raises(ConfigError, match="cuda:2"):
-        usable_device("cuda:2", "local/medflare.json")
+        usable_device("cuda:2", "--device", initialize=False)
+
+
+def test_the_device_of_a_site(make_site: Callable[..., Path], make_task: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_site()
+    monkeypatch.setenv("MEDFLARE_DEVICE", "cuda:77")
+    with pytest.raises(ConfigError, match="cuda:77"):
+        open_site("A", make_task(), data_root=folder)
+    assert open_site("A", make_task(), data_root=folder, local={"device": "cpu"}).device == CPU
+    with pytest.raises(ConfigError, match="cuda:88"):
+        open_site("A", make_task(), data_root=folder, local={"device": "cpu"}, device="cuda:88")
+    monkeypatch.delenv("MEDFLARE_DEVICE")
+    assert open_site("A", make_task(), data_root=folder).device == CPU

@@ -104,8 +104,8 @@ def test_wrong_local_settings(make_task: TaskOf, make_site: SiteOf, local: dict[
 
 def test_arguments_come_before_local_settings(make_task: TaskOf, make_site: SiteOf) -> None:
     folder = make_site()
-    site = open_site("A", make_task(), data_root=folder, local={"data_root": "/nowhere", "device": "cpu"}, device="meta")
-    assert site.device.type == "meta" and site.n["train"] == 5
+    site = open_site("A", make_task(), data_root=folder, local={"data_root": "/nowhere", "device": "cuda:77"}, device="cpu:0")
+    assert str(site.device) == "cpu:0" and site.n["train"] == 5
 
 
 def test_the_sites_batch_limit_is_a_note(make_task: TaskOf, make_site: SiteOf) -> None:

@@ -63,7 +63,7 @@ def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
     if kit.kind == "server":
         checks["storage"] = lambda: _storage(kit)
     elif local is not None:
-        checks["device"] = lambda: f"{usable_device(local.device, PLACE)} can be used"
+        checks["device"] = lambda: f"{usable_device(local.chosen_device(), PLACE)} can be used"
         checks["data"] = lambda: _data(kit, local, task)
     for name, check in checks.items():
         try:

@@ -29,6 +29,7 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
 ]
+Device = Annotated[str | None, typer.Option(help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)")]
 Track = Annotated[
     str | None,
     typer.Option(
@@ -221,17 +222,26 @@ def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
 
 
 @contextmanager
-def environment(data_root: Path | None = None, weights: Path | None = None) -> Iterator[None]:
-    """Set MEDFLARE_DATA_ROOT and MEDFLARE_WEIGHTS for the block; None leaves a variable as it is.
+def environment(data_root: Path | None = None, weights: Path | None = None, device: str | None = None) -> Iterator[None]:
+    """Set MEDFLARE_DATA_ROOT, MEDFLARE_WEIGHTS and MEDFLARE_DEVICE for the block; None leaves a variable as it is.
 
     Environment variables reach the parties of every engine: FLARE's simulator starts a process for each.
+
+    Raises:
+        ConfigError: this machine does not have the device.
     """
     from medflare.data.loading import ENVIRONMENT as DATA_ROOT
+    from medflare.data.local import DEVICE_VARIABLE
     from medflare.networks.weights import ENVIRONMENT as WEIGHTS
 
     paths = {DATA_ROOT: data_root, WEIGHTS: weights}
-    before = {name: os.environ.get(name) for name, path in paths.items() if path is not None}
-    os.environ.update({name: str(path.expanduser().resolve()) for name, path in paths.items() if path is not None})
+    values = {name: str(path.expanduser().resolve()) for name, path in paths.items() if path is not None}
+    if device is not None:
+        from medflare.training.computing import usable_device
+
+        values[DEVICE_VARIABLE] = str(usable_device(device, "--device", initialize=False))
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

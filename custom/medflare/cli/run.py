@@ -19,6 +19,7 @@ from medflare.cli.options import (
     TASK,
     CsvFile,
     DataRoot,
+    Device,
     Track,
     add_command,
     check_sites,
@@ -207,6 +208,7 @@ def run(
     weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,
     threads: Annotated[int | None, typer.Option(help="Sites that train at the same time under FLARE (default: all)")] = None,
     workers: Workers = None,
+    device: Device = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, and write nothing")] = False,
     track: Track = None,
     out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
@@ -236,7 +238,7 @@ def run(
         check_track(track)
         arguments["track"] = track
     folder = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
-    with environment(data_root=data_root):
+    with environment(data_root=data_root, device=device):
         check_sites(names, task)
         if dry_run:
             print(_planned(method, task, hyper, [name for name in names if name not in outside], outside, arguments))
@@ -246,7 +248,7 @@ def run(
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
-                with _resume_hint(folder, data_root):
+                with _resume_hint(folder, data_root, device):
                     run_local(task=task, sites=names, out=folder, say=print, workers=workers, **arguments, **hyper)
             else:
                 from medflare.flare.recipes import MedflareRecipe
@@ -346,7 +348,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _resume_hint(folder: Path, root: Path | None) -> Iterator[None]:
+def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterator[None]:
     """After Ctrl-C in the block, print the command that continues the run."""
     from medflare.core.store import StateStore
     from medflare.federation.checkpoint import CHECKPOINT
@@ -356,7 +358,13 @@ def _resume_hint(folder: Path, root: Path | None) -> Iterator[None]:
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
             raise
-        words = ["medflare", "resume", str(folder), *(["--data-root", str(root)] if root else [])]
+        words = [
+            "medflare",
+            "resume",
+            str(folder),
+            *(["--data-root", str(root)] if root else []),
+            *(["--device", device] if device else []),
+        ]
         raise KeyboardInterrupt(f"continue with: {shlex.join(words)}") from None
 
 
@@ -368,6 +376,7 @@ def resume(
     job: Annotated[str | None, typer.Option(help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID")] = None,
     out: Annotated[Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")] = None,
     workers: Workers = None,
+    device: Device = None,
     track: Track = None,
     data_root: DataRoot = None,
 ) -> int:
@@ -377,7 +386,7 @@ def resume(
     and --job).
     """
     if job is not None:
-        for name, value in (("--workers", workers), ("--track", track), ("--data-root", data_root)):
+        for name, value in (("--workers", workers), ("--device", device), ("--track", track), ("--data-root", data_root)):
             if value is not None:
                 raise ConfigError(f"{name} is for a run on this machine; leave it out with --job")
         from medflare.flare.jobs.building import resumed_job
@@ -390,9 +399,9 @@ def resume(
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
-    with _locked(path), environment(data_root=data_root):
+    with _locked(path), environment(data_root=data_root, device=device):
         _check_resumable(path)
-        with _resume_hint(path, data_root):
+        with _resume_hint(path, data_root, device):
             resume_local(path, workers=workers, track=track, say=print)
     return 0 if show_results(path) else 1
 

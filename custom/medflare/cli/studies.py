@@ -14,6 +14,7 @@ from medflare.cli.options import (
     CsvFile,
     DataRoot,
     DefaultGroup,
+    Device,
     add_command,
     check_sites,
     environment,
@@ -102,6 +103,7 @@ def run_study(
     ] = False,
     data_root: DataRoot = None,
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
+    device: Device = None,
     figures: Figures = None,
 ) -> int:
     """Compare methods over seeds and splits; prints and writes Markdown tables.
@@ -141,7 +143,7 @@ def run_study(
         raise ConfigError(f"--leave-out {unknown[0]!r} is no site of this study; there are {', '.join(setting.sites)}")
     rows = rows_of(methods, references, config, selection)
     draws = _seeds(seeds or (",".join(map(str, paper.seeds)) if paper else _SEEDS))
-    with environment(data_root=data_root):
+    with environment(data_root=data_root, device=device):
         check_sites(setting.sites, config)
         if figures is not None:
             make_folder(figures, public=True)  # fails before anything is trained

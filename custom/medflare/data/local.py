@@ -23,6 +23,7 @@ OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, 
 PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
 MODELS_GB: Final = 2.0
 _CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
+DEVICE_VARIABLE: Final = "MEDFLARE_DEVICE"
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class LocalSettings:
         compile: whether torch compiles networks at their first use; needs a C++ compiler.
         data_folders: further folders in which a datalist may name files.
         data_root: folder of the data, see `data.loading.site_folder`.
-        device: torch device.
+        device: torch device; "" for MEDFLARE_DEVICE, else cpu.
         keep: the model that is deployed here in the end, "global" or "personal"; None: the method's choice.
         minimum_patients: metrics of fewer patients do not leave the site.
         models_gb: at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files
@@ -161,7 +162,7 @@ class LocalSettings:
     compile: bool = False
     data_folders: tuple[str, ...] = ()
     data_root: str = ""
-    device: str = "cpu"
+    device: str = ""
     keep: Literal["global", "personal"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
@@ -170,6 +171,10 @@ class LocalSettings:
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
     share_model: bool = False
     weights: str = ""
+
+    def chosen_device(self) -> str:
+        """The site's device, else MEDFLARE_DEVICE, else cpu."""
+        return self.device or os.environ.get(DEVICE_VARIABLE) or "cpu"
 
 
 def read_local(path: Path) -> dict[str, Any]:

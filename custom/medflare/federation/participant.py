@@ -138,7 +138,7 @@ class Participant:
 
         Raises:
             MessageError: the server's message is not as declared; nothing of it was used.
-            MedflareError: the site's data, state or configuration is wrong.
+            MedflareError: the site's data, state or configuration is wrong, or its GPU has too little memory.
         """
         with self.working.step(limited=phase not in PHASES_OF_ALL):
             return self._enrol(round, incoming) if phase == ENROL else self._step(phase, round, incoming)
@@ -157,6 +157,9 @@ class Participant:
                     return self._cross_site(algorithm.site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
                 return self._suppression.suppressed(reply, algorithm.phase(phase))
+        except torch.OutOfMemoryError as error:
+            remedy = f"set a smaller batch_size in its {PLACE}, or end other programs on the GPU"
+            raise ConfigError(f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; {remedy}") from error
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,8 +103,13 @@ def _members(task: TaskConfig, targets: Images) -> Tensor:
     return targets.reshape(-1, 1) == torch.arange(len(task.classes))
 
 
+def _pinned(batch: Any) -> Any:
+    """Whole images and targets in pinned memory, from which the copy to a GPU does not wait; images to be cut are not copied as a whole."""
+    return tuple(part.pin_memory() for part in batch) if isinstance(batch, tuple) else batch
+
+
 def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]) -> Iterator[tuple[Tensor, T]]:
-    """Batches of rows with what `read` returns for them, in order; images on disk are read by a thread ahead of their use.
+    """Batches of rows with what `read` returns for them, in order; images on disk, or for a GPU, are read by a thread ahead of their use.
 
     A thread, not the workers of torch's DataLoader: those are processes, whose start for every epoch takes longer than small epochs and
     which must not be forked from the threads of FLARE.
@@ -113,14 +118,15 @@ def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], 
         batches: rows, long (B,) each.
         read: rows -> images; draws no random numbers.
     """
-    if data.in_memory:
+    on_gpu = torch.cuda.is_initialized()
+    if data.in_memory and not on_gpu:
         yield from ((rows, read(rows)) for rows in batches)
         return
     waiting: deque[tuple[Tensor, Future[T]]] = deque()
     reader = ThreadPoolExecutor(1, "read-ahead")
     try:
         for rows in batches:
-            waiting.append((rows, reader.submit(read, rows)))
+            waiting.append((rows, reader.submit(lambda part: _pinned(read(part)) if on_gpu else read(part), rows)))
             if len(waiting) > _AHEAD:
                 first, future = waiting.popleft()
                 yield first, future.result()

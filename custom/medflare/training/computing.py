@@ -1,12 +1,13 @@
 """How a site computes: device, precision, memory format, compilation."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.networks.features import FeatureNetwork
 
 PRECISIONS: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # of tasks -> dtype of autocast
@@ -60,8 +61,20 @@ def check_precision(precision: str, device: torch.device, place: str) -> None:
         raise ConfigError(f"{place}: device {str(device)!r} ({name}) has no bf16, which the task asks for; set precision 'fp16' or 'fp32'")
 
 
-def usable_device(name: str, place: str) -> torch.device:
+def be_deterministic() -> None:
+    """Let torch take deterministic algorithms on GPUs, in this process: the same job then gives the same weights on the same GPU.
+
+    torch warns, once, of an operation that has none. That of the cross-entropy's sum over pixels changes the reported loss, not gradients.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    warnings.filterwarnings("ignore", "nll_loss2d_forward")
+
+
+def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.device:
     """The torch device of that name.
+
+    Args:
+        initialize: try it; a process that has initialized a GPU cannot be forked any more. Otherwise GPUs are only counted.
 
     Raises:
         ConfigError: torch does not know it, or this machine does not have it.
@@ -70,12 +83,13 @@ def usable_device(name: str, place: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"{place}: unknown device {name!r}; use cpu, cuda or cuda:0") from error
-    try:
-        available = torch.cuda.is_available() if device.type == "cuda" else not torch.zeros(1, device=device).item()
-    except Exception:  # torch accepts names of devices that its build lacks; every backend raises its own exception
-        available = False
-    if not available:
-        raise ConfigError(f"{place}: device {name!r} is not available here; use cpu or install a driver")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"{place}: there is no device {name!r}, this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"{place}: device {name!r} is not here, torch sees {count} GPUs (from cuda:0); use cpu, or install a driver")
+    if initialize:
+        try:
+            torch.zeros(1, device=device).item()
+        except Exception as error:  # torch accepts names of devices that its build lacks; every backend raises its own exception
+            raise ConfigError(
+                f"{place}: device {name!r} is not available here ({one_line(error)}); use cpu, or install a driver"
+            ) from error
     return device

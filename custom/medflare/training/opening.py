@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from medflare.core.errors import ConfigError
 from medflare.data.loading import load_site_data, open_source, resolve_data_root
 from medflare.data.local import PLACE, Bounds, LocalSettings, cache_with_folder, local_settings
@@ -13,7 +11,7 @@ from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import meta_network
 from medflare.networks.dry_run import step_bytes
 from medflare.tasks.config import TaskConfig
-from medflare.training.computing import Computing, check_precision, usable_device
+from medflare.training.computing import Computing, be_deterministic, check_precision, usable_device
 from medflare.training.site import Site
 
 
@@ -25,7 +23,7 @@ def open_site(
     role: str = "inside",
     data_root: Path | str | None = None,
     local: Mapping[str, Any] | LocalSettings | None = None,
-    device: torch.device | str | None = None,
+    device: str | None = None,
     cache: Path | None = None,
 ) -> Site:
     """A site with its data.
@@ -37,7 +35,7 @@ def open_site(
         role: "inside" (trains) or "outside" (needs a test split only).
         data_root: of the data; comes before the local settings and MEDFLARE_DATA_ROOT.
         local: the site's settings, or the content of its local/medflare.json.
-        device: of networks; None: the local settings' "device".
+        device: of networks; comes before the local settings and MEDFLARE_DEVICE.
         cache: folder for decoded images; the local settings' "cache" and MEDFLARE_CACHE come first.
 
     Raises:
@@ -46,8 +44,10 @@ def open_site(
         DataError: the data cannot be used.
     """
     settings = local if isinstance(local, LocalSettings) else local_settings(local or {})
-    chosen = usable_device(settings.device, PLACE) if device is None else torch.device(device)
+    chosen = usable_device(device or settings.chosen_device(), f"site {name}")
     check_precision(task.precision, chosen, f"site {name}")
+    if chosen.type == "cuda":
+        be_deterministic()
     check_task_bounds(task, settings.bounds, f"site {name}")
     root, folder = resolve_data_root(name, task, settings.data_root, data_root), cache_with_folder(settings.cache, cache)
     data = load_site_data(name, task, root, role=role, cache=folder, folders=settings.data_folders, bounds=settings.bounds)

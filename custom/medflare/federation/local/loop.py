@@ -43,6 +43,7 @@ def run_local(
     outside: Iterable[str] = (),
     data_root: Path | str | None = None,
     weights: Path | str | None = None,
+    device: str | None = None,
     resplit: int | None = None,
     site_algorithm: str | None = None,
     server_algorithm: str | None = None,
@@ -69,6 +70,7 @@ def run_local(
         outside: sites that do not train and only receive the final models, whether `sites` names them or not.
         data_root: folder with one folder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         weights: file of the task's network.weights, or its folder; None: MEDFLARE_WEIGHTS, else an installed package's.
+        device: torch device of the networks; None: MEDFLARE_DEVICE, else cpu.
         resplit: draw the splits again by patient with this seed.
         site_algorithm: method whose site algorithm replaces that of `method`.
         server_algorithm: method whose server algorithm replaces that of `method`.
@@ -109,7 +111,7 @@ def run_local(
     run.weights, run.track = None if weights is None else Path(weights), track
 
     def opened(name: str, role: str) -> Site:
-        return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
+        return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
 
     def participant(name: str) -> Participant:
         home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
@@ -157,6 +159,7 @@ def resume_local(
     workers: int | None = None,
     models_gb: float = MODELS_GB,
     weights: Path | str | None = None,
+    device: str | None = None,
     track: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -176,6 +179,7 @@ def resume_local(
         server_algorithm=server_algorithm,
         data_root=data_root,
         weights=weights,
+        device=device,
         out=folder,
         resume=True,
         workers=workers,
