@@ -248,4 +248,4 @@ class OptimizerMemory:
     def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
         """Keep the optimizer's moments."""
         packed = pack_optimizer(optimizer)
-        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().cpu().clone() for name, tensor in packed.items()}
+        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in packed.items()}
