@@ -31,11 +31,6 @@ def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
     return {site: model.state for site, model in models.items()}
 
 
-def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
-    """Site -> number of samples."""
-    return {site: model.samples for site, model in models.items()}
-
-
 def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
     """Site -> the state `entry` of its reply, for example "model", with its samples and metadata.
 
@@ -92,7 +87,6 @@ class NoAggregation(Aggregation[Any]):
     """Of a server algorithm that averages no models."""
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """Raises ConfigError."""
         raise ConfigError("the method's server algorithm averages no models; run it with its own server algorithm")
 
 
@@ -117,4 +111,4 @@ class WeightedMean(Aggregation[Any]):
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
         """Site -> p_k, up to a common factor."""
-        return dict.fromkeys(models, 1.0) if self.hyper.weighting == "uniform" else samples_of(models)
+        return {site: 1.0 if self.hyper.weighting == "uniform" else model.samples for site, model in models.items()}

@@ -65,7 +65,6 @@ class DittoSite(FedAvgSite[DittoHyper]):
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming global and of the personal model."""
         reply = super().validate(round, incoming)
         reply.meta["validation"]["personal"] = self._validate_personal(round)
         return reply

@@ -31,7 +31,6 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        """Every batch-normalisation layer."""
         return LocalPart.of_batch_norm(network)
 
     @classmethod

@@ -15,12 +15,13 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, Capability, Plan, SiteAlgorithm, SiteHyper
+from medflare.methods.base import MEASURED, VALIDATION, Capability, Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.partial import LocalPart
+from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import Cost, PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
+from medflare.training.epochs import Loss, OptimizerMemory, finite_or_none, train_epochs, trainable
 from medflare.training.site import Site
 
 T = TypeVar("T")
@@ -171,13 +172,35 @@ class FedAvgSite(SiteAlgorithm[F]):
         return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def privacy(self) -> dict[str, Any] | None:
-        """The privacy cost of this run so far; None without DP-SGD."""
         return privacy_cost(self.site, self.account, self.hyper) if is_private(self.hyper) else None
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metric of the incoming global model."""
         return Message({}, self.meta(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """The selected global model in all roles."""
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))
+
+
+class LocalModelSite(FedAvgSite[F]):
+    """FedAvg's site algorithm; inside, a site uses its local model after training, of the best round by its own validation."""
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, "personal")
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training; the trained model is validated as the personal one."""
+        reply = super().train(round, incoming)
+        trained = reply.states[MODEL]
+        value = finite_or_none(self.validation(self.network("model", trained)))
+        reply.meta[VALIDATION]["personal"] = value
+        self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, trained)
+        return reply
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the local model (the global one if the site never trained). Outside: the global model."""
+        shared = received(incoming)
+        if not self.inside:
+            return {"global": shared, "deployed": shared}
+        personal = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
+        return {"global": shared, "personal": personal, "deployed": personal}

@@ -189,13 +189,11 @@ class HierarchicalAggregation(WeightedMean):
         return super().shared(models, 0)
 
     def pack(self, message: Message) -> None:
-        """Add the history to a message that stores an algorithm."""
         for site, past in self.history.items():
             message.states.update({f"history/{site}/{place}": state for place, (state, _) in enumerate(past)})
         message.meta["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
 
     def unpack(self, message: Message) -> None:
-        """Restore the history that `pack` stored."""
         self.history = {
             site: [(message.states.pop(f"history/{site}/{place}"), math.nan if s is None else s) for place, s in enumerate(scores)]
             for site, scores in message.meta.pop("history", {}).items()

@@ -112,7 +112,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
-        """The losses on generated images compare them."""
         return hyper.ndag
 
     @classmethod
@@ -137,7 +136,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return deviations.view(-1, *[1] * self.site.task.spatial_dims)
 
     def warm_up(self, round: int, incoming: Message) -> Message:
-        """A round of FedAvg."""
         return FedAvgSite.train(self, round, incoming)
 
     def train(self, round: int, incoming: Message) -> Message:
@@ -179,7 +177,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             return run_epochs(self.site, round, "model", step)
 
     def last_batch(self, round: int) -> Batch:
-        """The last batch of the round's training."""
         return cast(Batch, self._last_batch)  # set by `train`
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:

@@ -37,7 +37,6 @@ class ConsistencyAggregation(WeightedMean):
         self.parameters: list[str] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
-        """Also finds the trainable entries."""
         super().prepare(task, rounds)
         self.parameters = [name for name, parameter in meta_network(task).named_parameters() if parameter.requires_grad]
 

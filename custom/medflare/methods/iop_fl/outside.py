@@ -181,19 +181,16 @@ class RoutedModel(nn.Module):
             if not refused[-1] and summaries[-1].loss < summaries[chosen].loss:
                 selected, chosen = self.network.adapted_state(), epoch + 1
         self.network.load_adapted_state(selected)
+        self.network.eval()
+        by_batch = [self.network.coefficients(images) for images in parts]
         self.adaptation = {
             "losses": [summary.loss for summary in summaries],
             "information": [summary.information for summary in summaries],
             "agreement": [summary.agreement for summary in summaries],
             "refused": refused,
             "chosen": chosen,
-            "coefficients": self._coefficients(parts),
+            "coefficients": {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]},
         }
-
-    def _coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
-        self.network.eval()
-        by_batch = [self.network.coefficients(images) for images in batches]
-        return {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]}
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor]) -> Summary:
@@ -223,7 +220,6 @@ class RoutedModel(nn.Module):
         return clean, noisy, self._at_start(images)  # the start is last, since it ends in evaluation mode
 
     def report(self) -> dict[str, Any]:
-        """The record of `adapt`, see `adaptation`."""
         return self.adaptation
 
     def notices(self) -> list[str]:

@@ -57,7 +57,6 @@ class IOPSite(FedAvgSite[IOPHyper]):
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming global model and of P_k."""
         personal = self._validate_adapted(round)
         reply = super().validate(round, incoming)
         reply.meta["validation"]["personal"] = personal

@@ -17,12 +17,10 @@ from medflare.core.states import StateDict, copy_state
 
 FEW_IMAGES: Final = 10  # of validation: with fewer, one image decides more than the difference between rounds
 
-
-def _renamed(value: object) -> object:
-    return "median" if value == "best" else value  # the name in jobs of older versions
-
-
-Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidator(_renamed)]
+Selection = Annotated[
+    Literal["median", "paired", "mean", "last"],
+    BeforeValidator(lambda value: "median" if value == "best" else value),  # "best" in jobs of older versions
+]
 
 
 class Best:
@@ -72,7 +70,6 @@ class Best:
         Args:
             value: its validation metric; None if undefined.
             round: rounds of training behind it; the untrained model of round 0 is no candidate.
-            state: the candidate.
         """
         if round == 0:
             return
@@ -139,8 +136,7 @@ def paired_score(metrics: Mapping[str, float], kept: Mapping[str, float], value:
 
     Args:
         metrics: site -> metric of the candidate.
-        kept: site -> metric of the kept model.
-        value: score of the kept model.
+        kept: site -> metric of the kept model, whose score is `value`.
     """
     gains = [metrics[site] - kept[site] for site in sorted(metrics.keys() & kept.keys())]
     return value + median(gains) if gains else None

@@ -97,7 +97,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: PRRSiteHyper) -> bool:
-        """Every batch needs the features of the personal model."""
         return True
 
     @classmethod
@@ -153,7 +152,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return {GAMMA: {name: curve[-1] for name, curve in by_class.items()}, GAMMAS: by_class}
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the deputy and of the personal model."""
         return Message({}, self.meta(validation=self._measure(round, *self._models(incoming))))
 
     def share_normalisation(self, round: int, incoming: Message) -> Message:
