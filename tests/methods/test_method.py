@@ -57,10 +57,11 @@ class TestCheck:
 
     def test_an_unsupported_task_is_refused(self) -> None:
         grace = get_method("grace")
-        grace.check({"tta": "tent"})
-        grace.check({"tta": "tent"}, squares.SEGMENTATION)
-        with pytest.raises(ConfigError, match="BatchNorm"):
-            grace.check({"tta": "tent"}, squares.WITHOUT_BATCH_NORM)
+        for tta in ("tent", "dsbn"):
+            grace.check({"tta": tta})
+            grace.check({"tta": tta}, squares.SEGMENTATION)
+            with pytest.raises(ConfigError, match="BatchNorm"):
+                grace.check({"tta": tta}, squares.WITHOUT_BATCH_NORM)
 
     def test_differential_privacy_is_refused_by_methods_without_it(self) -> None:
         prr = get_method("prr")

@@ -41,15 +41,6 @@ def test_personal_model_by_hand(squares: ModuleType) -> None:
     squares.assert_close(played.algorithms["B"].personal, expected)
 
 
-def test_the_global_model_is_fedavgs(squares: ModuleType) -> None:
-    ditto, fedavg = (squares.federation(site, FedAvgServer, rounds=3) for site in (DittoSite, FedAvgSite))
-    assert squares.equal(ditto.model, fedavg.model)
-    for ours, theirs in zip(ditto.log, fedavg.log, strict=True):
-        assert all(
-            squares.equal(ours.replies[name].states.get("model", {}), theirs.replies[name].states.get("model", {})) for name in "ABC"
-        )
-
-
 def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: ModuleType) -> None:
     played = squares.federation(DittoSite, FedAvgServer)
     for turn in played.log:

@@ -29,24 +29,8 @@ class OwnHead(PartialSite[FedAvgSiteHyper]):
         return LocalPart.of_paths(network, ["head"])
 
 
-class NothingOwn(OwnHead):
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart(frozenset())
-
-
-class AllOwn(OwnHead):
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart(frozenset(network.state_dict()))
-
-
 def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> squares.Played:
     return squares.federation(site_class, FedAvgServer, **options)
-
-
-def whole(algorithm: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**shared, **algorithm.local}
 
 
 def test_the_local_part_never_travels() -> None:
@@ -66,12 +50,22 @@ def test_the_first_round_starts_from_the_common_initial_model() -> None:
 
 
 def test_without_a_local_part_it_is_fedavg() -> None:
+    class NothingOwn(OwnHead):
+        @classmethod
+        def local_part(cls, network: nn.Module) -> LocalPart:
+            return LocalPart(frozenset())
+
     played = federation(NothingOwn, outside=("O",))
     assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
     assert equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 
 def test_without_a_shared_part_it_is_refused() -> None:
+    class AllOwn(OwnHead):
+        @classmethod
+        def local_part(cls, network: nn.Module) -> LocalPart:
+            return LocalPart(frozenset(network.state_dict()))
+
     with pytest.raises(ConfigError, match="unet"):
         federation(AllOwn)
 
@@ -101,9 +95,8 @@ def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
     assert equal(server.models()["global"].states["model"], state)
     shared = {name: tensor for name, tensor in state.items() if name not in HEAD}
     last = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
-    assert equal(
-        last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"], whole(last.algorithms["A"], shared)
-    )
+    own = last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"]
+    assert equal(own.states["model"], {**shared, **last.algorithms["A"].local})
 
 
 def test_a_site_that_never_trained_has_the_initial_local_part() -> None:

@@ -11,8 +11,6 @@ from torch import Tensor
 from helpers.fixture_types import Golden
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
-from medflare.methods import feddag
-from medflare.methods.feddag import formulas as feddag_math
 from medflare.methods.feddag.formulas import (
     centred_scores,
     choose_evaluators,
@@ -253,8 +251,3 @@ def test_generated_images_stay_near_the_originals() -> None:
     assert (generated(images, perturbation, 0.3) - images).abs().max() <= 0.3 + 1e-6
     assert torch.equal(generated(images, perturbation, 0.0), images)
     assert generated(images, perturbation, 0.3, (0.0, 1.0)).min() >= 0
-
-
-def test_contract_names() -> None:
-    for name in ("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"):
-        assert getattr(feddag, name) is getattr(feddag_math, name)

@@ -1,50 +1,19 @@
-"""GRACE's algorithms on small generated images: every variant, and those that equal FedAvg."""
+"""GRACE's algorithms on small generated images: alignment, the server's weights, the probe and adaptation outside."""
 
-import math
 from typing import Any
 
 import pytest
-import torch
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import copy_state
 from medflare.methods import grace
-from medflare.methods.base import Step
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
-from medflare.methods.grace import formulas as grace_math
+from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.site import GraceSite
 from methods import squares
 
-VARIANTS: list[dict[str, Any]] = [
-    {"client": "erm"},
-    {"client": "meta"},
-    {"client": "coral"},
-    {"client": "coral", "beta": 0.1},
-    {"client": "mmd"},
-    {"client": "adv"},
-    {"client": "coral", "swap": False},
-    {"client": "coral", "inner": "sgd"},
-    {"client": "meta", "reset_optimizer": True},
-]
-
-
-def test_contract_names() -> None:
-    for name in ("consistency_weights", "coral", "mmd"):
-        assert getattr(grace, name) is getattr(grace_math, name)
-
 
 class TestLocalTraining:
-    @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_every_variant_trains_in_its_own_way(self, kind: str) -> None:
-        models = [squares.trained(GraceSite, squares.task(kind), rounds=2, **variant) for variant in VARIANTS]
-        for model, meta in models:
-            assert all(torch.isfinite(tensor).all() for tensor in model.values())
-            assert math.isfinite(meta["loss"]) and meta["n_samples"] == 12
-        for i, variant in enumerate(VARIANTS):
-            for j in range(i):
-                assert not squares.equal(models[i][0], models[j][0]), (variant, VARIANTS[j])
-
     def test_no_weight_is_no_alignment(self) -> None:
         assert squares.equal(squares.trained(GraceSite, client="coral", beta=0.0)[0], squares.trained(GraceSite, client="meta")[0])
 
@@ -60,11 +29,6 @@ class TestLocalTraining:
         assert squares.equal(shared.state_dict(), before)
         assert not any(layer.training for layer in shared.modules())
 
-    @pytest.mark.parametrize("client", ["coral", "mmd", "adv"])
-    def test_site_with_one_image(self, client: str) -> None:
-        model, meta = squares.trained(GraceSite, squares.task("classification"), counts=(1, 1, 1), client=client)
-        assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(meta["loss"])
-
     def test_the_discriminator_is_trained_and_kept(self) -> None:
         algorithm, start = squares.algorithm(GraceSite, client="adv"), squares.start()
         algorithm.perform("train", 0, Message({"model": copy_state(start)}))
@@ -73,37 +37,28 @@ class TestLocalTraining:
         assert not squares.equal(algorithm.discriminator, first)
         assert {"discriminator", "optimizer/discriminator"} <= algorithm.memory.states.keys()
 
-
-class TestServer:
-    @pytest.fixture
-    def replies(self) -> dict[str, Message]:
-        """Site -> reply with a model that has moved in its own direction."""
-        actual = {}
-        for place, name in enumerate(squares.SITES):
-            generator = torch.Generator().manual_seed(place)
-            state = {
-                n: t + 0.1 * torch.rand(t.shape, generator=generator) if t.is_floating_point() else t + place
-                for n, t in squares.server(GraceServer).model.items()
-            }
-            actual[name] = Message({"model": state}, {"n_samples": 10 * (place + 1), "validation": {"global": None}})
-        return actual
-
-    def aggregated(self, server: Any, replies: dict[str, Message]) -> StateDict:
-        server.aggregate(Step("train", 0), replies)
-        return server.model
-
-    def test_it_weights_by_consistency(self, replies: dict[str, Message]) -> None:
-        server, p = squares.server(GraceServer), {"A": 10.0, "B": 20.0, "C": 30.0}
-        states = {name: reply.states["model"] for name, reply in replies.items()}
-        expected, weights = grace.consistent_aggregate(server.model, states, p, server.aggregation.parameters)
-        assert squares.equal(self.aggregated(server, replies), expected)
-        assert max(abs(weights[name] - value / 60) for name, value in p.items()) > 1e-4
+    def test_metadata_and_probe(self) -> None:
+        _, meta = squares.trained(GraceSite, probe=True)
+        assert 0 <= meta["validation"]["personal"] <= 1 and -2 <= meta["a_distance"] <= 2
+        assert "a_distance" not in squares.trained(GraceSite)[1]
+        assert squares.trained(GraceSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
 
 
-class TestFederation:
-    def test_nothing_of_grace_is_fedavg(self) -> None:
-        ours = squares.play(squares.server(GraceServer, consistency=False), squares.algorithms(GraceSite, client="erm"))
-        assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)
+def test_the_server_weights_by_consistency() -> None:
+    log, server, _ = squares.federation(GraceSite, GraceServer, rounds=1, counts={"B": (6, 4, 5)})
+    states = {name: reply.states["model"] for name, reply in log[0].replies.items()}
+    expected, weights = grace.consistent_aggregate(squares.start(), states, {"A": 12, "B": 6, "C": 12}, server.aggregation.parameters)
+    assert squares.equal(server.model, expected)
+    assert max(abs(weights[name] - share) for name, share in {"A": 0.4, "B": 0.2, "C": 0.4}.items()) > 1e-4
+
+
+def test_adaptation_only_at_outside_sites() -> None:
+    incoming = Message({"model": squares.start()})
+    for tta, kind in (("none", "plain"), ("tent", "tent"), ("dsbn", "dsbn")):
+        final = {name: squares.algorithm(GraceSite, name, tta=tta).finalize(incoming) for name in "AO"}
+        assert {name: models["deployed"].meta["kind"] for name, models in final.items()} == {"A": "plain", "O": kind}
+        assert {models["global"].meta["kind"] for models in final.values()} == {"plain"}
+    assert final["O"]["deployed"].states.keys() == {"model", "statistics"}
 
 
 @pytest.mark.parametrize(

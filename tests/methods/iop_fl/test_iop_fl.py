@@ -5,26 +5,11 @@ import pytest
 from medflare.core.errors import StateError
 from medflare.core.manifest import violation
 from medflare.core.states import blend, copy_state
-from medflare.methods import iop_fl
 from medflare.methods.base import Step
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
-from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from methods import squares
 from methods.squares import equal, play
-
-
-def test_contract_names() -> None:
-    for name in ("local_adapted", "consistency_loss", "shape_loss", "entropy_loss"):
-        assert getattr(iop_fl, name) is getattr(iop_math, name)
-
-
-def test_the_global_model_is_fedavgs() -> None:
-    ours, theirs = squares.server(IOPServer, outside=()), squares.server(FedAvgServer, outside=())
-    play(ours, squares.algorithms(IOPSite))
-    play(theirs, squares.algorithms(FedAvgSite))
-    assert equal(ours.model, theirs.model)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])

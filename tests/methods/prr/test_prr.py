@@ -148,13 +148,6 @@ def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
     torch.testing.assert_close(server.prototypes["prototypes"][2], mean + spread * noise[2])
 
 
-def test_a_site_with_one_image() -> None:
-    algorithms = squares.algorithms(PRRSite)
-    algorithms["C"] = PRRSite(site("C", counts=(1, 1, 1)), algorithms["C"].plan)
-    log, _, _ = play(server_of(algorithms), algorithms)
-    assert math.isfinite(log[1][2]["C"].meta["loss"])
-
-
 # ---- delivery -----------------------------------------------------------------------------------------------------------------
 
 
