@@ -1,8 +1,7 @@
-"""FedDAG's algorithms on small generated images: every setting, distribution types, warm-up, selection."""
+"""FedDAG on small generated images: NDAG's two stages on a batch, distribution types, warm-up, selection."""
 
 import io
 import math
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -11,30 +10,31 @@ import torch
 from PIL import Image
 from torch import nn
 
+from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+from medflare.data.loading import Batch
 from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag import site as feddag_site
+from medflare.methods.feddag.formulas import discrepancy
 from medflare.methods.feddag.server import FedDAGServer
-from medflare.methods.feddag.site import FedDAGSite, initial_generator
+from medflare.methods.feddag.site import (
+    AdversarialGeneration,
+    FedDAGSite,
+    FedDAGSiteHyper,
+    channel_deviations,
+    initial_generator,
+    sharpness_aware_step,
+)
+from medflare.methods.parts.normalisation import batch_statistics
+from medflare.networks.features import pooled
+from medflare.tasks.config import TaskConfig
 from methods import squares
 
 
 def weights(module: nn.Module) -> StateDict:
     return copy_state(module.state_dict())
-
-
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"alpha": 0.1},
-    {"m": 0.001},
-    {"train_on": "perturbation"},
-    {"ema": 0.99},
-    {"sam_rho": 0.1},
-    {"generator_width": 8},
-    {"ndag": False},
-]
 
 
 class TestSite:
@@ -51,10 +51,8 @@ class TestSite:
 
     @pytest.mark.parametrize("distribution", ["type1", "type2", "type3"])
     def test_initial_student_and_teacher(self, distribution: str) -> None:
-        server, algorithm = (
-            make(distribution=distribution) for make in (partial(squares.server, FedDAGServer), partial(squares.algorithm, FedDAGSite))
-        )
-        request = server.configure(Step("train", 1), "A")
+        algorithm = squares.algorithm(FedDAGSite, distribution=distribution)
+        request = squares.server(FedDAGServer, distribution=distribution).configure(Step("train", 1), "A")
         first = algorithm.perform("train", 0, request).states["model"]
         generation = algorithm._generation(request)
         shared, student = request.states["model"], request.states.get("student")
@@ -120,3 +118,108 @@ class TestFederation:
         for name, tensor in server.companions["generator"].items():
             expected = sum(shares[site] * reply.states["generator"][name] for site, reply in replies.items())
             torch.testing.assert_close(tensor, expected)
+
+
+def generation(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> AdversarialGeneration:
+    """Student, teacher and generator of a fresh site with some settings."""
+    site, settings = squares.site(task=task), build_hyper(FedDAGSiteHyper, hyper)
+    networks = site.network(), site.network()
+    return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
+
+
+def first_batch(generation: AdversarialGeneration) -> Batch:
+    return next(generation.site.batches("train", 0, "model", 0))
+
+
+class TestStages:
+    def test_generator_moves_away_from_the_teacher_within_the_task(self) -> None:
+        """Stage 1 lowers its objective and changes only the generator."""
+        dag = generation(m=2.0)
+        images, targets, _ = first_batch(dag)
+        reference = dag.reference(images)
+
+        def objective() -> float:
+            with torch.no_grad(), batch_statistics(dag.student.eval()):
+                features, logits = dag.student.features_and_output(images + 0.3 * dag.generator(images))
+            return (dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)).item()
+
+        before, frozen = objective(), (weights(dag.student), weights(dag.teacher))
+        for _ in range(20):
+            dag._generator_step(images, targets, reference)
+        assert objective() < before
+        assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
+
+    def test_student_comes_closer_on_fixed_generated_images(self) -> None:
+        """Stage 2 lowers L_S and changes only the student."""
+        dag = generation(alpha=1.0)
+        images, targets, _ = first_batch(dag)
+        reference, frozen = dag.reference(images), (weights(dag.generator), weights(dag.teacher))
+        losses = [dag._student_step(images, targets, reference)["student"].item() for _ in range(20)]
+        assert losses[-1] < losses[0]
+        assert squares.equal(weights(dag.generator), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert not squares.equal(weights(dag.student), weights(dag.teacher))
+
+    @pytest.mark.parametrize("train_on", ["both", "perturbation"])
+    @pytest.mark.parametrize("sam_rho", [0.0, 0.1])
+    def test_running_statistics_are_the_originals(self, train_on: str, sam_rho: float) -> None:
+        def statistics(network: nn.Module) -> StateDict:
+            return {name: tensor for name, tensor in weights(network).items() if "running" in name}
+
+        dag = generation(alpha=1.0, train_on=train_on, sam_rho=sam_rho)
+        clean, batch = dag.site.network().train(), first_batch(dag)
+        clean(batch.images)
+        dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
+        dag._student_step(batch.images, batch.targets, dag.reference(batch.images))
+        assert squares.equal(statistics(dag.student), statistics(clean))
+
+    @pytest.mark.parametrize("kind", ["segmentation", "classification"])
+    def test_the_attack_is_the_same_in_both_stages(self, kind: str) -> None:
+        """1 - cos of a generated image is the same in the generator's and in the student's step."""
+        task = squares.task(kind)
+        if kind == "classification":
+            task = squares.task(kind, network={**task.network, "batch_norm": True})
+        dag = generation(task, alpha=1.0, m=2.0)
+        for batch in dag.site.batches("train", 0, "model", 0):  # changes the student's statistics
+            dag.step(batch, 0.5)
+        dag.optimizers["generator"].param_groups[0]["lr"] = 0.0  # the generator does not change
+        images, targets, _ = first_batch(dag)
+        reference = dag.reference(images)
+        attacked = dag._generator_step(images, targets, reference)["discrepancy"]
+        assert (attacked - dag._student_step(images, targets, reference)["similarity"]).item() == pytest.approx(0, abs=1e-6)
+
+    def test_without_strength_images_and_generator_do_not_change(self) -> None:
+        dag = generation(alpha=0.0)
+        images = first_batch(dag).images
+        assert torch.equal(dag.student_images(images), images)
+        before = weights(dag.generator)
+        assert "discrepancy" not in dag.step(first_batch(dag), 0.9)
+        assert squares.equal(weights(dag.generator), before)
+
+
+class TestStrength:
+    def test_deviations_by_hand(self) -> None:
+        """Over all pixels of all images; 0 for a constant channel."""
+        images = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 0.0]).view(2, 1, 1) + 5
+        actual = channel_deviations([images[:5], images[5:]])
+        assert actual == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
+        assert channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
+
+    @pytest.mark.parametrize("train_on", ["both", "perturbation"])
+    def test_unit_scales_the_perturbation(self, train_on: str) -> None:
+        algorithm = squares.algorithm(FedDAGSite, train_on=train_on, alpha=0.5)
+        dag = algorithm._generation(Message({"model": squares.start()}))
+        images = first_batch(dag).images
+        expected = 0.5 * algorithm.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
+        torch.testing.assert_close(dag.student_images(images), expected)
+
+
+class TestSharpnessAwareStep:
+    def test_gradient_is_taken_uphill(self) -> None:
+        """L = w^2 / 2 at w = 1: ε = ρ, so the gradient is 1 + ρ and a step of 0.1 ends at 1 - 0.1 (1 + ρ)."""
+        model = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
+        assert model.weight.item() == pytest.approx(0.85)

@@ -1,7 +1,6 @@
 """PRR on small generated images: rounds, losses and prototypes, aggregation, ablations, absent sites, final models."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_logits, class_targets, class_totals, prototype_width
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_totals, prototype_width
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
@@ -37,11 +36,11 @@ from methods.squares import (
     WITHOUT_BATCH_NORM,
     enrolled,
     equal,
-    plan_of,
     play,
     site,
 )
 
+UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 FEDBN: dict[str, Any] = {"pfa": False, "det": False, "cpa": "off"}
 federation = partial(squares.federation, PRRSite, PRRServer)
 
@@ -69,10 +68,8 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> No
 
 
 def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
-    algorithms = squares.algorithms(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
-    _, server, _ = play(server_of(algorithms, **FEDBN), algorithms)
-    plain = squares.algorithms(FedAvgSite, WITHOUT_BATCH_NORM, reset_optimizer=True)
-    fedavg = play(squares.server(FedAvgServer, algorithms=plain, rounds=2, weighting="uniform"), plain)
+    server = federation(WITHOUT_BATCH_NORM, **FEDBN).server
+    fedavg = squares.federation(FedAvgSite, FedAvgServer, WITHOUT_BATCH_NORM, weighting="uniform", reset_optimizer=True)
     assert equal(server.mean, fedavg.model)
     assert equal(server.aggregated["B"], fedavg.model)
 
@@ -129,8 +126,7 @@ def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
 
 
 def test_a_class_without_images_is_a_warning() -> None:
-    algorithms = squares.algorithms(PRRSite, CLASSIFICATION, missing=1)
-    log, server, _ = play(server_of(algorithms), algorithms)
+    log, server, _ = federation(CLASSIFICATION, missing=1)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
     assert len(warnings) == 1 and "class medium" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["present"].tolist() == [True, False, True]
@@ -172,10 +168,8 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
 ) -> None:
     """The deputy is that of the selected round. A model's bias says here what it reaches; -1 is undefined."""
     algorithm = squares.algorithm(PRRSite, selection=selection)
-    start, reached = (
-        algorithm._deputy_state(server_of({"A": algorithm}).configure(Step("train", 0), "A")),
-        {"personal": personal, "global": deputy},
-    )
+    start = algorithm._deputy_state(server_of({"A": algorithm}).configure(Step("train", 0), "A"))
+    reached = {"personal": personal, "global": deputy}
     states = {role: {**start, "head.bias": torch.full_like(start["head.bias"], -1 if v is None else v)} for role, v in reached.items()}
     algorithm.personal = states["personal"]
     for role, state in states.items():
@@ -187,14 +181,10 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
     assert not any("kept" in models[role].meta for role in states), "they were not chosen"
 
 
-def outsider() -> PRRSite:
-    return PRRSite(site("O"), plan_of(PRRSite, PRRServer))
-
-
 def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation() -> None:
     log, server, algorithms = federation(outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share_normalisation"]
-    models = outsider().finalize(server.configure_final("O"))
+    models = squares.algorithm(PRRSite, "O").finalize(server.configure_final("O"))
     assert models.keys() == {"global", "deployed"} and models["global"] is models["deployed"]
     own, shared = split_state(models["global"].states["model"], batch_norm_entries(algorithms["A"].site.network()))
     even = dict.fromkeys(SITES, 1.0)
@@ -204,7 +194,7 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
 
 
 def test_an_outside_site_may_get_the_most_representative_personal_model() -> None:
-    options: dict[str, Any] = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
+    options: dict[str, Any] = {"counts": UNEVEN, "outside_model": "personal", "selection": "last"}
     algorithms = {
         name: squares.algorithm(PRRSite, name, CLASSIFICATION, missing=missing, **options)
         for name, missing in zip(SITES, (1, None, 2), strict=True)
@@ -220,9 +210,6 @@ def test_an_inside_site_that_never_trained_gets_the_outside_model() -> None:
     models = algorithms["C"].finalize(server.configure_final("C"))
     assert models.keys() == {"global", "deployed"}
     assert equal(split_state(models["global"].states["model"], algorithms["C"].part.names)[1], server.mean)
-
-
-UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 
 
 # ---- DET ----------------------------------------------------------------------------------------------------------------------
@@ -250,8 +237,8 @@ def test_with_one_epoch_a_round_the_thresholds_decide() -> None:
 
 
 def after_one_round(clip: float | None, epochs: int = 2, **hyper: Any) -> tuple[StateDict, StateDict]:
-    changes = {"local_epochs": epochs} if clip is None else {"local_epochs": epochs, "clip": {"norm": clip}}
-    algorithm = squares.algorithms(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
+    changes = {} if clip is None else {"clip": {"norm": clip}}
+    algorithm = squares.algorithm(PRRSite, task=squares.task(local_epochs=epochs, **changes), cpa="global", **hyper)
     server = server_of({"A": algorithm}, **hyper)
     reply = algorithm.perform("train", 0, server.configure(Step("train", 0), "A"))
     return algorithm.personal, {**algorithm.normalisation, **reply.states["model"]}
@@ -316,19 +303,6 @@ def test_gamma_has_a_curve_for_every_class() -> None:
 # ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
 
 
-def test_every_task_is_groups_of_softmax_problems() -> None:
-    logits = torch.arange(2 * 3 * 2 * 2.0).reshape(2, 3, 2, 2)
-    grouped = class_logits(logits, MULTICLASS)
-    assert grouped.shape == (1, 2, 3, 4) and torch.equal(grouped[0, 1, :, 1], logits[1, :, 0, 1])
-    assert class_targets(torch.arange(8).reshape(2, 2, 2), MULTICLASS).tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-    pairs = class_logits(logits[:, :2], MULTILABEL)
-    assert pairs.shape == (2, 2, 2, 4)
-    torch.testing.assert_close(pairs.softmax(2)[1, 1, 1, 1], logits[1, 1, 0, 1].sigmoid())
-    assert class_targets(torch.tensor([[[[0.0, 1.0]], [[1.0, 1.0]]]]), MULTILABEL).tolist() == [[[0, 1]], [[1, 1]]]
-    assert class_logits(torch.zeros(4, 1), BINARY_CLASSIFICATION).shape == (1, 4, 2, 1)
-    assert class_targets(torch.zeros(4, dtype=torch.long), BINARY_CLASSIFICATION).shape == (1, 4, 1)
-
-
 def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
     sites = {name: site(name, MULTILABEL) for name in SITES}
     totals = class_totals(MULTILABEL, {name: enrolled(data) for name, data in sites.items()})
@@ -345,11 +319,6 @@ def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Te
     return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_)
 
 
-def dice_of(supervised: Supervision, logits: Tensor, targets: Tensor) -> Tensor:
-    assert supervised._dice is not None
-    return supervised._dice(logits, targets)
-
-
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, MULTICLASS, CLASSIFICATION, BINARY_CLASSIFICATION])
 def test_without_imbalance_the_loss_is_cross_entropy_and_dice(task: TaskConfig) -> None:
     data = site("A", task)
@@ -362,7 +331,7 @@ def test_without_imbalance_the_loss_is_cross_entropy_and_dice(task: TaskConfig) 
     else:
         expected = functional.binary_cross_entropy_with_logits(logits, targets.reshape(logits.shape).float())
     if task.kind == "segmentation":
-        expected = expected + dice_of(supervision(data, "ce"), logits, targets)
+        expected = expected + data.annotation.loss({"name": "dice"})(logits, targets)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(supervision(data, "ce")(logits, targets), expected)
     torch.testing.assert_close(supervision(data, "task")(logits, targets), data.loss(logits, targets))
@@ -450,27 +419,15 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Callable[..., StateDict]:
-    """What two rounds of three epochs leave behind, by setting: site A's personal model and the one it would be sent next."""
-    known = {}
-
-    def outcome(**hyper: Any) -> StateDict:
-        key = tuple(sorted(hyper.items()))
-        if key not in known:
-            settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **hyper}
-            _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
-            known[key] = algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
-        return known[key]
-
-    return outcome
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_every_option_changes_the_result(outcomes: Callable[..., StateDict], change: dict[str, Any]) -> None:
-    actual = outcomes(**change)
-    assert all(torch.isfinite(tensor).all() for tensor in actual.values())
-    assert not equal(actual, outcomes())
+def test_every_option_changes_the_result() -> None:
+    """Of two rounds of three epochs: site A's personal model, and the one it would be sent next."""
+    outcomes: list[StateDict] = []
+    for change in ({}, *CHANGES):
+        settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **change}
+        _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), **settings)
+        outcomes.append(algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()})
+        assert all(torch.isfinite(tensor).all() for tensor in outcomes[-1].values()), change
+        assert not (change and equal(outcomes[-1], outcomes[0])), change
 
 
 @pytest.mark.parametrize(
