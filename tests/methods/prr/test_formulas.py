@@ -23,10 +23,6 @@ CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 OFFICIAL_EPS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # the official code adds 1e-6 inside its logarithm and its quotients
 
 
-def normal(*shape: int, key: str = "weights", dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch_generator(7, key), dtype=dtype)
-
-
 # ---- DET --------------------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +154,7 @@ def test_global_prototypes_match_the_reference(cpa: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("spread", ["gaussian", "clamped", "mean"])
 def test_sites_without_a_class_do_not_count_for_it(spread: str) -> None:
-    local, noise = normal(3, 2, 4), normal(2, 4, key="noise")
+    local, noise = (torch.randn(shape, generator=torch_generator(7, str(shape)), dtype=torch.float64) for shape in ((3, 2, 4), (2, 4)))
     present = torch.tensor([[1, 0], [1, 0], [0, 0]])
     actual = global_prototypes(local, present, noise, spread)
     torch.testing.assert_close(actual[0], global_prototypes(local[:2, :1], torch.ones(2, 1), noise[:1], spread)[0])
