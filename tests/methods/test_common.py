@@ -91,6 +91,24 @@ def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
         assert not any(equal(model, other) for other in models[:i]), OPTIONS[name][i]
 
 
+@pytest.mark.parametrize(
+    ("name", "metric", "own"), [("ditto", "personal", "personal"), ("iop_fl", "personal", "adapted"), ("fedrep", "global", "local")]
+)
+def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: str, metric: str, own: str) -> None:
+    method = get_method(name)
+    log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=4)
+    for site, algorithm in algorithms.items():
+        values = [turn.replies[site].meta["validation"][metric] for turn in log[1:]]
+        assert algorithm.best.value == max(values) and algorithm.best.round == 1 + values.index(max(values))
+        models = algorithm.finalize(server.configure_final(site))
+        state = models["personal"].states["model"]
+        assert models["deployed"] is models["personal"] and equal(state, algorithm.best.state)
+        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.best.value)
+    last = squares.federation(method.site_class, method.server_class, rounds=4, selection="last")
+    state = last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
+    assert all(torch.equal(state[entry], tensor) for entry, tensor in getattr(last.algorithms["A"], own).items())
+
+
 @pytest.mark.parametrize("name", ["grace", "moon"])
 class TestLocalModel:
     def test_inside_the_best_one_is_used_and_outside_the_global_one(self, name: str) -> None:

@@ -12,7 +12,6 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.fedavg.site import FedAvgHyper
-from medflare.methods.feddag.sha import ScoredSite, SHAServer
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.method import Method, loaded, paired
 from methods import squares
@@ -119,12 +118,6 @@ class TestPaired:
             with pytest.raises(ConfigError, match=offender):
                 ask({})
         assert pair.effective({})["site"] == get_method(site).effective({})["site"], "values can be shown nevertheless"
-
-    def test_a_server_brings_what_it_asks_of_any_site(self) -> None:
-        pair = paired(get_method("moon"), get_method("sha"))
-        assert issubclass(pair.site_class, MoonSite) and issubclass(pair.site_class, ScoredSite) and pair.server_class is SHAServer
-        assert pair.site_class is pair.site_class, "the same class every time"
-        assert pair.hyper_classes["site"] is MoonSite.Hyper
 
 
 class TestLoaded:

@@ -27,7 +27,6 @@ class SiteModel:
 
 
 def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
-    """Site -> state."""
     return {site: model.state for site, model in models.items()}
 
 
@@ -45,10 +44,9 @@ def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteMod
 
 
 class Aggregation(ABC, Generic[V]):
-    """The formula of a server algorithm.
+    """The formula of a server algorithm, whose hyper-parameters it takes.
 
     Attributes:
-        hyper: the server algorithm's hyper-parameters.
         rounds: of the federation, for formulas with a schedule; None if unknown.
         weights: site -> its weight in the last call, for the record; may stay empty.
     """
@@ -80,7 +78,7 @@ class Aggregation(ABC, Generic[V]):
         """Adds the formula's state of earlier rounds to the algorithm's stored message."""
 
     def unpack(self, message: Message) -> None:
-        """Reads what `pack` added."""
+        """Takes out what `pack` added."""
 
 
 class NoAggregation(Aggregation[Any]):
@@ -97,7 +95,6 @@ class WeightedMean(Aggregation[Any]):
     """
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The mean of every entry by `hyper.rule`, with the weights of `shares`."""
         return self.combined(states_of(models), self.shares(models), previous)
 
     def combined(self, states: Mapping[str, StateDict], shares: Mapping[str, float], origin: StateDict | None = None) -> StateDict:

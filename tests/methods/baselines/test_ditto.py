@@ -52,18 +52,6 @@ def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: Mo
     assert METHOD.site_class.phases == FedAvgSite.phases
 
 
-def test_the_final_model_is_of_the_best_round_by_the_sites_own_validation(squares: ModuleType) -> None:
-    played = squares.federation(DittoSite, FedAvgServer, rounds=3)
-    algorithm, message = played.algorithms["A"], played.server.configure_final("A")
-    values = [turn.replies["A"].meta["validation"]["personal"] for turn in played.log[1:]]
-    assert algorithm.best.value == max(values) and algorithm.best.round == 1 + values.index(max(values))
-    models = algorithm.finalize(message)
-    assert squares.equal(models["personal"].states["model"], algorithm.best.state)
-    assert models["deployed"] is models["personal"] and squares.equal(models["global"].states["model"], message.states["model"])
-    last = squares.federation(DittoSite, FedAvgServer, rounds=3, selection="last")
-    assert squares.equal(last.algorithms["A"].finalize(message)["personal"].states["model"], algorithm.personal)
-
-
 @pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])
 def test_a_site_without_a_personal_model_uses_the_global_one(squares: ModuleType, name: str) -> None:
     algorithm = squares.algorithm(DittoSite, name)

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
@@ -68,19 +67,6 @@ def test_without_a_shared_part_it_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="unet"):
         federation(AllOwn)
-
-
-def test_an_inside_site_uses_its_best_round() -> None:
-    log, server, algorithms = federation(rounds=4)
-    for name, algorithm in algorithms.items():
-        values = [turn.replies[name].meta["validation"]["global"] for turn in log]
-        assert algorithm.best.value == max(values[1:]) and algorithm.best.round == 1 + values[1:].index(max(values[1:]))
-        models = algorithm.finalize(server.configure_final(name))
-        assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
-        state = models["personal"].states["model"]
-        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.best.value)
-        sent = next(turn.outgoing[name].states["model"] for turn in log if turn.step.round == algorithm.best.round)
-        assert all(torch.equal(state[entry], tensor) for entry, tensor in sent.items())
 
 
 def test_outside_sites_get_the_mean_of_the_local_parts() -> None:

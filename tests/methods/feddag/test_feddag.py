@@ -77,10 +77,7 @@ class TestFederation:
         assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
         server.steps = lambda: steps[:2]
         after = squares.play(server, squares.algorithms(FedDAGSite)).model
-        plain = squares.server(FedAvgServer, rounds=2)
-        train = plain.steps()[:2]
-        plain.steps = lambda: train
-        assert squares.equal(after, squares.play(plain, squares.algorithms(FedAvgSite)).model)
+        assert squares.equal(after, squares.federation(FedAvgSite, FedAvgServer).model)
         assert not server.aggregation.history
 
     @pytest.mark.parametrize("sha", [True, False])

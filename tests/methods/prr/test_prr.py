@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.errors import ConfigError
+from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
@@ -18,6 +19,7 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
+from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
 from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_totals, prototype_width
@@ -237,7 +239,7 @@ def test_with_one_epoch_a_round_the_thresholds_decide() -> None:
 
 
 def after_one_round(clip: float | None, epochs: int = 2, **hyper: Any) -> tuple[StateDict, StateDict]:
-    changes = {} if clip is None else {"clip": {"norm": clip}}
+    changes: dict[str, Any] = {} if clip is None else {"clip": {"norm": clip}}
     algorithm = squares.algorithm(PRRSite, task=squares.task(local_epochs=epochs, **changes), cpa="global", **hyper)
     server = server_of({"A": algorithm}, **hyper)
     reply = algorithm.perform("train", 0, server.configure(Step("train", 0), "A"))
@@ -316,7 +318,8 @@ def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
 
 def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None) -> Supervision:
     totals = class_totals(data.task, {"A": enrolled(data)}) if totals is None else totals
-    return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_)
+    hyper = build_hyper(PRRSiteHyper, {"cpa": kind} if kind in ("global", "local") else {"cpa": "off", "plain_loss": kind})
+    return Supervision(data, hyper, totals, global_)
 
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, MULTICLASS, CLASSIFICATION, BINARY_CLASSIFICATION])

@@ -108,7 +108,6 @@ class ScoredSite(SiteAlgorithm[Any]):
             reply.states[PERTURBED] = perturbed(reply.states[MODEL], gradients, self.plan.server_hyper.rho)
 
     def last_batch(self, round: int) -> Batch:
-        """The last batch of the round's training."""
         return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
 
     def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -172,13 +171,7 @@ class HierarchicalAggregation(WeightedMean):
         return self.combined(averaged, self.weights, previous)
 
     def companion(self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict) -> StateDict:
-        """The aggregate of states that travel with the models, by the same rule.
-
-        Args:
-            states: site -> state.
-            weights: site -> its model's weight; empty for a robust rule without weights.
-            origin: the state at the start of the round.
-        """
+        """The aggregate of states that travel with the models, by the same rule; `weights` are the models' (empty: the rule has none)."""
         model_weights = self.weights
         state = self.combined(states, {site: weights.get(site, 1.0) for site in states}, origin)
         self.weights = model_weights

@@ -280,7 +280,6 @@ class AdversarialGeneration:
         Args:
             images: the originals (N, C, H, W).
             x_hat: the generated images (N, C, H, W); None without.
-            targets: as in `data.loading.Batch`.
             reference: f, features of the originals (N, D); None without generated images.
 
         Returns:
@@ -303,12 +302,7 @@ class AdversarialGeneration:
 
 
 def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float) -> None:
-    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε as in SHA.
-
-    Args:
-        loss: computes the batch's loss with the current weights.
-        rho: length of ε; 0 for a plain step.
-    """
+    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε of length rho as in SHA."""
     optimizer.zero_grad(set_to_none=True)
     loss().backward()
     if rho > 0:

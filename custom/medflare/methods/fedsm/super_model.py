@@ -51,7 +51,7 @@ class SuperModel(nn.Module):
         self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
-        """Softmax scores of the selector, (N, K)."""
+        """Of the selector, (N, K)."""
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -107,7 +107,6 @@ class SuperModel(nn.Module):
         return answers.gather(1, index).squeeze(1)
 
     def unbranched(self) -> "UnbranchedSuperModel":
-        """The same predictions by one computation for all images."""
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, Any]:
@@ -124,7 +123,6 @@ class UnbranchedSuperModel(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the super model's probabilities."""
         return self.model.combined(self.model.every_answer(images), self.model.scores(images))
 
 

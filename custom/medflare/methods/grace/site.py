@@ -174,8 +174,6 @@ class MetaLoss:
     """L_meta (Eq. 2) of a batch as a function of theta; its gradient is that of the meta-update.
 
     Args:
-        network: holds theta.
-        loss: (logits, targets) -> the task's loss.
         adapt: the meta-train step, differentiable by theta.
         penalty: weighted alignment loss of the meta-test half's features; None for none.
         swap: see `halves`.
@@ -242,13 +240,7 @@ def optimizer_step(
 ) -> dict[str, Tensor]:
     """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step, first order).
 
-    The step changes the optimizer's moments, unless it is inside `preserved_moments`.
-
-    Args:
-        parameters: theta by name, the optimizer's leaves; unchanged afterwards.
-
-    Returns:
-        theta' by name.
+    The step changes the optimizer's moments, unless it is inside `preserved_moments`; theta, its leaves by name, is as before afterwards.
     """
     origin = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, gradient in gradients_of(parameters, task_loss).items():

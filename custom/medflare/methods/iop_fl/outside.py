@@ -82,11 +82,7 @@ class Summary:
 
 
 def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Summary:
-    """The summary of all batches together.
-
-    Args:
-        batches: (loss, probabilities, probabilities of the start) of each batch.
-    """
+    """The summary of all batches together, each (loss, probabilities, probabilities of the start)."""
     count = agreement = total = 0
     sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
     shares: Tensor | float = 0.0
@@ -237,8 +233,7 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     """Eq. 10 with the terms and weights of `hyper`, a scalar.
 
     Args:
-        p: the network's probabilities (N, outputs, ...) for the images.
-        p_noisy: those for their noisy copies.
+        p, p_noisy: probabilities (N, outputs, ...) for the images and for their noisy copies.
         start: those of the starting state for the images.
     """
     classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
@@ -298,7 +293,6 @@ class Ensemble(nn.Module):
         self.networks = nn.ModuleList(networks)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the probabilities of the mean logits, (N, outputs, ...)."""
         return self.task.probabilities(torch.stack([network(images) for network in self.networks]).mean(dim=0))
 
 

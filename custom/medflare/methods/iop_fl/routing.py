@@ -101,19 +101,12 @@ class RoutedLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Routing:
-    """Settings of a routed network.
+    """Settings of a routed network."""
 
-    Attributes:
-        per_layer: a router for every layer, or one for all layers, whose input is the image (Table III, "global").
-        coefficients: "softmax", or "sigmoid" as printed.
-        statistics: BatchNorm's: of the test "batch", or the global model's "running" ones.
-        seed: of the routers' initial weights.
-    """
-
-    per_layer: bool = True
-    coefficients: Coefficients = "softmax"
-    statistics: Statistics = "batch"
-    seed: int = 0
+    per_layer: bool = True  # a router for every layer, or one for all layers, whose input is the image (Table III, "global")
+    coefficients: Coefficients = "softmax"  # or "sigmoid" as printed
+    statistics: Statistics = "batch"  # BatchNorm's: of the test batch, or the global model's running ones
+    seed: int = 0  # of the routers' initial weights
 
 
 class RoutedNetwork(nn.Module):
@@ -157,7 +150,6 @@ class RoutedNetwork(nn.Module):
             self._replace(name, routed[layer])
 
     def forward(self, images: Tensor) -> Any:
-        """The network's output for images (N, C, H, W)."""
         if self.router is not None:
             self._shared.coefficients = self.router(images)
         return self.network(images)
@@ -171,7 +163,6 @@ class RoutedNetwork(nn.Module):
         return self
 
     def adaptable(self) -> dict[str, nn.Parameter]:
-        """The routers' parameters, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def adapted_state(self) -> StateDict:

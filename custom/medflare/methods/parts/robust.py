@@ -103,9 +103,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest
     value that is not cut off. With an even number of sites the median is the mean of the two in the middle.
 
-    Args:
-        rule: "median" or "trimmed".
-        trim: fraction cut off at either end, 0 <= trim < 0.5; floor(trim K) sites.
+    By "trimmed", floor(trim K) sites are cut off at either end, 0 <= trim < 0.5.
     """
     cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
     ordered = [states[site] for site in sorted(states)]

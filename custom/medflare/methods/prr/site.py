@@ -121,14 +121,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes if the loss uses them."""
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
-        supervision = Supervision(
-            self.site,
-            self.hyper.supervision,
-            beta=self.hyper.beta,
-            tau=self.hyper.tau,
-            totals=torch.tensor(incoming.meta[CLASS_TOTALS]),
-            global_=incoming.states.get(PROTOTYPES, {}).get("prototypes"),
-        )
+        totals, prototypes = torch.tensor(incoming.meta[CLASS_TOTALS]), incoming.states.get(PROTOTYPES, {}).get("prototypes")
+        supervision = Supervision(self.site, self.hyper, totals, prototypes)
         transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())

@@ -112,25 +112,26 @@ class SitePrototypes:
 class Supervision:
     """L_sup of a round at a site: (logits, targets) -> scalar (PRR, Sec. III-D and IV-A).
 
+    `hyper.supervision` is "both", "global" or "local": the CPA loss, its conjoint objective alone or its refinement alone; or a loss that
+    it is compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
+
     Args:
-        kind: "both", "global" or "local": the CPA loss, its conjoint objective alone or its refinement alone; or a loss that it is
-            compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
         totals: (G, C) class counts over all sites.
         global_: (G C, D) prototypes from the server; None: gamma = 1.
     """
 
-    def __init__(self, site: Site, kind: str, *, beta: float, tau: float, totals: Tensor, global_: Tensor | None):
-        self.site, self.kind, self.beta, self.tau = site, kind, beta, tau
-        self.counts: list[Tensor | None] = list(totals) if kind in ("both", "global") else [None] * len(totals)
-        self.gamma = _inverse_frequencies(site) if kind == "fedeamc" else None
-        self._global = global_ if kind in ("both", "local") else None
+    def __init__(self, site: Site, hyper: PRRSiteHyper, totals: Tensor, global_: Tensor | None):
+        self.site, self.hyper, self.kind = site, hyper, hyper.supervision
+        self.counts: list[Tensor | None] = list(totals) if self.kind in ("both", "global") else [None] * len(totals)
+        self.gamma = _inverse_frequencies(site) if self.kind == "fedeamc" else None
+        self._global = global_ if self.kind in ("both", "local") else None
         self._dice = site.annotation.loss({"name": "dice"}) if site.task.kind == "segmentation" else None
-        self._focal = site.annotation.loss({"name": "focal"}) if kind == "focal" else None
+        self._focal = site.annotation.loss({"name": "focal"}) if self.kind == "focal" else None
 
     def refine(self, local: Tensor | None) -> None:
         """Weights the classes by the distance of the site's prototypes (G C, D) to the global ones (Eq. 11-12)."""
         if local is not None and self._global is not None:
-            gamma = prototype_gamma(local, self._global, self.tau)
+            gamma = prototype_gamma(local, self._global, self.hyper.tau)
             self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ class Supervision:
         labels = class_targets(annotation.targets(targets), annotation.reduced)
         gamma = [None] * len(self.counts) if self.gamma is None else list(self.gamma)
         counts, gammas = self._annotated(self.counts), self._annotated(gamma)
-        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
+        parts = [cpa_loss(*group, self.hyper.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
         return torch.stack(parts).mean()
 
     def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
