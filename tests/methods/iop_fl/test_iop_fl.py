@@ -34,7 +34,7 @@ def test_local_models_are_accumulated(tau: float) -> None:
     for step, _, replies in play(server, algorithms).log:
         if step.phase == "train":
             expected = blend(expected, replies["B"].states["model"], tau)
-    assert equal(algorithms["B"].adapted, expected)
+    assert equal(algorithms["B"].own, expected)
 
 
 def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -> None:

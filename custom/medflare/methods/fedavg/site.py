@@ -15,7 +15,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, VALIDATION, Capability, Plan, SiteAlgorithm, SiteHyper
+from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork
@@ -179,6 +179,42 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))
+
+
+class OwnModelSite(FedAvgSite[F]):
+    """FedAvg's site algorithm with a model of the site's own beside the global one, kept of the best round by its own validation.
+
+    Attributes:
+        own: a `PersistentState`, None before the first training.
+    """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
+    own: ClassVar[PersistentState]
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, type(self).own.entry)
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training; subclasses then train the own model, which starts as the first global one."""
+        personal = self.validate_own(round)
+        reply = super().train(round, incoming)
+        validation = reply.meta[VALIDATION]
+        validation["personal"] = validation["global"] if self.own is None else personal
+        return reply
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        reply = super().validate(round, incoming)
+        reply.meta[VALIDATION]["personal"] = self.validate_own(round)
+        return reply
+
+    def validate_own(self, round: int) -> float | None:
+        """The metric of the own model at the start of the round, which also enters the selection; None if there is no such model."""
+        if self.own is None:
+            return None
+        value = finite_or_none(self.validation(self.network("model", self.own)))
+        self.best.offer(value, round, self.own)
+        return value
 
 
 class LocalModelSite(FedAvgSite[F]):
