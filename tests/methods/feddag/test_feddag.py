@@ -2,7 +2,6 @@
 
 import io
 import math
-from itertools import count
 from typing import Any
 
 import pytest
@@ -84,11 +83,9 @@ class TestFederation:
     def test_no_round_of_the_warm_up_is_selected(self, sha: bool) -> None:
         """Not even the best by validation, nor the last one, with which the first round of training begins."""
         server = squares.server(FedDAGServer, rounds=4, warmup=1, sha=sha, ndag=False)
-        shifts, values = count(1), {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4}
-        models = {}
-        for step in server.steps():
+        values, models = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4}, {}
+        for shift, step in enumerate(server.steps(), start=1):
             models[step.round] = copy_state(server.model)
-            shift = next(shifts)
             meta = {"n_samples": 1, "loss": 0.0, "validation": {"global": values.get(step.round)}}
             moved = {name: tensor + shift if tensor.is_floating_point() else tensor for name, tensor in server.model.items()}
             states = {"warm_up": {"model": moved}, "train": {"model": moved}}.get(step.phase, {})
@@ -102,18 +99,11 @@ class TestFederation:
         assert not squares.server(FedDAGServer, rounds=20).context.events.of("warning")
 
     def test_generators_are_averaged_with_the_models_weights(self) -> None:
-        settings: dict[str, Any] = {"beta": 4.0}
-        server, algorithms = squares.server(FedDAGServer, rounds=1, **settings), squares.algorithms(FedDAGSite, **settings)
-        step = server.steps()[0]
-        replies = {name: algorithm.perform(step.phase, 0, server.configure(step, name)) for name, algorithm in algorithms.items()}
-        server.aggregate(step, replies)
-        score = server.steps()[1]
-        scores = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
-        server.aggregate(score, {name: Message({}, {"scores": actual}) for name, actual in scores.items()})
+        log, server, _ = squares.federation(FedDAGSite, FedDAGServer, squares.CLASSIFICATION, rounds=1, beta=4.0)
         shares = server.aggregation.weights
         assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
         for name, tensor in server.companions["generator"].items():
-            expected = sum(shares[site] * reply.states["generator"][name] for site, reply in replies.items())
+            expected = sum(shares[site] * reply.states["generator"][name] for site, reply in log[0].replies.items())
             torch.testing.assert_close(tensor, expected)
 
 

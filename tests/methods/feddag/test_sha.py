@@ -19,7 +19,6 @@ from medflare.methods.feddag.sha import CANDIDATE, HierarchicalAggregation, SHAH
 from methods import squares
 
 SHASite = get_method("sha").site_class
-SHAMoonSite = get_method("moon", server="sha").site_class
 
 
 def state(value: float) -> StateDict:

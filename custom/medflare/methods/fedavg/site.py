@@ -189,7 +189,7 @@ class OwnModelSite(FedAvgSite[F]):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    own: ClassVar[PersistentState]
+    own: PersistentState
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
