@@ -92,9 +92,6 @@ def weights(folder: Path) -> dict[Path, dict[str, Any]]:
     return {path.relative_to(folder): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
 
 
-# ---- every method --------------------------------------------------------------------------------------------------------
-
-
 class TestEveryMethod:
     def test_runs_and_writes_valid_results(self, finished: Finished) -> None:
         results = finished.results
@@ -222,9 +219,6 @@ def test_a_server_algorithm_does_not_change_the_sites_training(squares: ModuleTy
             reply = algorithm.perform("train", round, Message({"model": squares.start()}))
         trained.append(reply.states["model"])
     assert squares.equal(*trained)
-
-
-# ---- regressions ---------------------------------------------------------------------------------
 
 
 def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:

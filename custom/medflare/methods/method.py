@@ -59,8 +59,6 @@ class Method:
     def server_class(self) -> "type[ServerAlgorithm[Any]]":
         return loaded(self.server)
 
-    # -- hyper-parameters ------------------------------------------------------------------------------------------------------
-
     @property
     def hyper_classes(self) -> dict[str, type]:
         """ "site" and "server" -> class of its hyper-parameters."""
@@ -141,8 +139,6 @@ class Method:
         if issubclass(self.site_class.Hyper, PrivacyHyper):
             return ""
         return f"method {self.name!r} cannot train with differential privacy: {self.site_class.dp_unsupported_reason}"
-
-    # -- objects ---------------------------------------------------------------------------------------------------------------
 
     def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
         """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which raises the same errors."""

@@ -17,9 +17,6 @@ LR = 0.05
 SGD = {"name": "sgd", "lr": LR}
 
 
-# ---- formulas ------------------------------------------------------------------------------------------------------------
-
-
 def test_step_is_the_reference(golden: Golden) -> None:
     numbers = {name: torch.from_numpy(array) for name, array in golden("baselines").items() if "/" in name and array.ndim}
     for name in ("weight", "bias"):
@@ -41,9 +38,6 @@ def test_correction_by_hand() -> None:
         assert network.bias.grad is not None and network.bias.grad.item() == 1, "no gradient is a gradient of zero"
     assert correction.steps == 2
     assert {name: tensor.item() for name, tensor in correction.mean().items()} == {"weight": 4, "bias": 0}
-
-
-# ---- c_k -----------------------------------------------------------------------------------------------------------------
 
 
 def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squares: ModuleType) -> None:

@@ -41,9 +41,6 @@ def close(value: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> 
     torch.testing.assert_close(torch.as_tensor(value).double(), torch.as_tensor(expected).double(), rtol=rtol, atol=atol)
 
 
-# -- local adapted model -------------------------------------------------------------------------------------------------------
-
-
 def test_trajectory_equals_the_published_code(iop: dict[str, Tensor]) -> None:
     local = [{name: iop[f"traj/w_local_round{t}/{name}"] for name in ENTRIES} for t in range(4)]
     adapted = local[0]  # the published code starts from the first local model
@@ -94,9 +91,6 @@ def test_a_model_that_does_not_fit_is_refused(local: Any) -> None:
 def test_tau_outside_its_range_is_refused(tau: float) -> None:
     with pytest.raises(ValueError, match="tau"):
         local_adapted({"w": torch.zeros(2)}, {"w": torch.ones(2)}, tau)
-
-
-# -- test-time losses ----------------------------------------------------------------------------------------------------------
 
 
 def test_consistency(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) -> None:

@@ -20,8 +20,6 @@ from medflare.methods.parts.proximal import proximal_gradients, proximal_term
 from medflare.methods.parts.selection import Best, ModelSelector, combined_score, plateau
 from methods import squares
 
-# ---- local entries ---------------------------------------------------------------------------------------------------------
-
 
 class Small(nn.Module):
     """Layers with and without running statistics, one with a name that begins like another's."""
@@ -239,9 +237,6 @@ def test_the_word_of_older_jobs() -> None:
     assert build_hyper(ServerHyper, {"selection": "best"}).selection == "median"
 
 
-# ---- patience ------------------------------------------------------------------------------------------------------------
-
-
 def measured(*rounds: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
     """Site -> model -> metric of round 0, 1, ..."""
     return [
@@ -281,9 +276,6 @@ def test_patience_is_that_of_the_median_and_of_every_model() -> None:
     steps = of_one(0.9, 0.5, 0.4)
     steps.insert(2, {"round": 1, "sites": {"A": {"loss": 0.3}}})
     assert plateau(steps, 1) == 3, "a step that measures nothing is no round"
-
-
-# ---- the weighted mean -----------------------------------------------------------------------------------------------------
 
 
 def test_weighted_mean_by_hand() -> None:

@@ -23,9 +23,6 @@ CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 OFFICIAL_EPS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # the official code adds 1e-6 inside its logarithm and its quotients
 
 
-# ---- DET --------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("rule", "key"), [("official", "official_stage"), ("threshold", "paper_threshold_stage")])
 @pytest.mark.parametrize("sequence", ["seq0", "seq1"])
 def test_stages_match_the_reference(golden: Golden, sequence: Any, rule: str, key: str) -> None:
@@ -46,9 +43,6 @@ def test_distillation_matches_the_reference_and_teaches_the_student_only(golden:
     value.backward()
     torch.testing.assert_close(student.grad, (student.softmax(1) - teacher.softmax(1)).detach() / 5)  # d KL / d z = (p - q) / M
     assert teacher.grad is None
-
-
-# ---- CPA --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +121,6 @@ def test_cpa_loss_survives_large_logits() -> None:
     value = cpa_loss(logits, torch.tensor([1]), torch.tensor([10**9, 1, 0]), torch.tensor([1.0, 2.0, 1.0]), 0.8)
     value.backward()
     assert value.item() == pytest.approx(4e4) and logits.grad is not None and torch.isfinite(logits.grad).all()
-
-
-# ---- prototypes -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

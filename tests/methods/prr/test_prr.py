@@ -51,9 +51,6 @@ def server_of(algorithms: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
     return squares.server(PRRServer, rounds=rounds, outside=(), algorithms=algorithms, **hyper)
 
 
-# ---- what leaves a site ---------------------------------------------------------------------------------------------------------
-
-
 def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> None:
     log, server, algorithms = federation()
     local = batch_norm_entries(algorithms["A"].site.network())
@@ -274,9 +271,6 @@ def test_the_paper_halves_the_rate_after_every_25_epochs() -> None:
     assert rates == [0.01] * 10 + [0.01] * 5 + [0.005] * 5 + [0.0025] * 10, "the 25th epoch ends in the middle of a round"
 
 
-# ---- curves -------------------------------------------------------------------------------------------------------------------
-
-
 def test_retrogress_is_measured_on_request() -> None:
     """Fig. 1a: the model before aggregation beside the model that the next round begins with."""
     log, _, algorithms = federation(rounds=3, retrogress=True)
@@ -300,9 +294,6 @@ def test_gamma_has_a_curve_for_every_class() -> None:
     assert last["gamma"] == {name: curve[-1] for name, curve in last["gammas"].items()}
     assert all(value >= 0.999 for curve in last["gammas"].values() for value in curve) and max(last["gamma"].values()) > 1.0
     assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].meta
-
-
-# ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
 
 
 def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
@@ -396,8 +387,6 @@ def test_labels_are_resized_to_the_feature_map() -> None:
     collected.add(torch.tensor([[[[5.0, 1.0], [2.0, 3.0]]]]), targets)
     assert collected.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and collected.state()["present"].tolist() == [True, True]
 
-
-# ---- options ------------------------------------------------------------------------------------------------------------------
 
 CHANGES: list[dict[str, Any]] = [
     {"pfa": False},

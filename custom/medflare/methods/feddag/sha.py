@@ -76,9 +76,6 @@ def _perturbs(server_hyper: Any) -> bool:
     return isinstance(server_hyper, SHAHyper) and server_hyper.sha and server_hyper.rho > 0
 
 
-# -- site ----------------------------------------------------------------------------------------------------------------------
-
-
 class ScoredSite(SiteAlgorithm[Any]):
     """What SHA adds to any site algorithm whose `train` replies with a model: the perturbed model, and the scores of others."""
 
@@ -132,9 +129,6 @@ class ScoredSite(SiteAlgorithm[Any]):
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
     """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed."""
     return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}
-
-
-# -- server --------------------------------------------------------------------------------------------------------------------
 
 
 class HierarchicalAggregation(WeightedMean):

@@ -191,9 +191,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return {"generated": picture_grid(images, perturbations, x_hat)}
 
 
-# -- NDAG ----------------------------------------------------------------------------------------------------------------------
-
-
 class AdversarialGeneration:
     """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch, then the teacher's update.
 

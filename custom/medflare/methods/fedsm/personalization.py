@@ -75,9 +75,6 @@ ROUNDS = MetaSpec("rounds", "site -> rounds of training behind its model", table
 SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())  # of a super model's message
 
 
-# -- at a site ---------------------------------------------------------------------------------------------------------------
-
-
 class SuperModelSite(FedAvgSite[P]):
     """Trains the global model, then the site's personal one on the same images; subclasses train a selector.
 
@@ -246,9 +243,6 @@ def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
 def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
     images, targets, _ = batch
     return list(torch.autograd.grad(site.loss(model(images), targets), trainable(model)))
-
-
-# -- at the server -----------------------------------------------------------------------------------------------------------
 
 
 class SoftPull(WeightedMean):

@@ -86,9 +86,6 @@ STATISTICS = TensorSpec(
 )
 
 
-# -- at a site ---------------------------------------------------------------------------------------------------------------
-
-
 class SiteSelector:
     """The selector at one site; `outputs` scores, one for every site, or for the global model too."""
 
@@ -148,9 +145,6 @@ def site_statistics(site: Site) -> StateDict:
         features = body.features_and_output(images)[0].double().cpu()
         mean, products, count = mean + features.sum(dim=0), products + features.T @ features, count + len(features)
     return {"mean": torch.as_tensor(mean / count), "products": torch.as_tensor(products / count)}
-
-
-# -- at the server -----------------------------------------------------------------------------------------------------------
 
 
 class ServerSelector:

@@ -146,9 +146,6 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
     return [network_with(task, message.states[entry]) for entry in entries], selector.eval(), ["global", *sites]
 
 
-# -- tuning γ ----------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
     """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, by the task's metric on a site's validation images; None if undefined.

@@ -63,9 +63,6 @@ class OutsideHyper(SiteHyper):
     comparisons: bool = param(False, "also deploy each single model, their ensemble and Tent on the global model", source="Table II")
 
 
-# -- the gate ------------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """A state of the routers by its predictions for all images.
@@ -118,9 +115,6 @@ def gate_refusal(state: Summary, start: Summary) -> str:
     if state.agreement < GATE_AGREEMENT:
         return f"its agreement with the start is {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
     return ""
-
-
-# -- the routed model ----------------------------------------------------------------------------------------------------------
 
 
 class RoutedModel(nn.Module):

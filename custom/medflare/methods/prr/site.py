@@ -181,8 +181,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             self.best[role].offer(values[role], round, model.state_dict())
         return values
 
-    # -- final models --------------------------------------------------------------------------------------------------------
-
     def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
         """The site's final deputy and personal model with their rounds: of its best round or of the last one."""
         deputy = self._deputy_state(incoming)

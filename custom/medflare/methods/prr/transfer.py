@@ -169,9 +169,6 @@ def _inverse_frequencies(site: Site) -> Tensor:
     return torch.where(present, weight, 1.0).to(site.device)
 
 
-# -- a round -----------------------------------------------------------------------------------------------------------------
-
-
 class Transfer:
     """One round of training at a site.
 
