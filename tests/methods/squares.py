@@ -262,6 +262,11 @@ def trained(
 # -- comparisons -----------------------------------------------------------------------------------------------------------
 
 
+def one_by_one(**options: Any) -> list[dict[str, Any]]:
+    """Every option alone, with each of its values if it has a tuple of them."""
+    return [{name: value} for name, values in options.items() for value in (values if isinstance(values, tuple) else (values,))]
+
+
 def equal(first: StateDict, second: StateDict) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 

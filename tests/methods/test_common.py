@@ -12,7 +12,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from methods import squares
-from methods.squares import equal
+from methods.squares import equal, one_by_one
 
 
 @pytest.mark.parametrize("name", ["fedavg", "feddag", "fedsm", "grace", "iop_fl", "prr"])
@@ -56,25 +56,10 @@ def test_a_site_with_one_image_trains(name: str, hyper: dict[str, Any]) -> None:
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "feddag": [
-        {},
-        {"alpha": 0.1},
-        {"m": 0.001},
-        {"train_on": "perturbation"},
-        {"ema": 0.99},
-        {"sam_rho": 0.1},
-        {"generator_width": 8},
-        {"ndag": False},
-    ],
+    "feddag": [{}, *one_by_one(alpha=0.1, m=0.001, train_on="perturbation", ema=0.99, sam_rho=0.1, generator_width=8, ndag=False)],
     "grace": [
-        {"client": "erm"},
-        {"client": "meta"},
-        {"client": "coral"},
-        {"client": "coral", "beta": 0.1},
-        {"client": "mmd"},
-        {"client": "adv"},
-        {"client": "coral", "swap": False},
-        {"client": "coral", "inner": "sgd"},
+        *one_by_one(client=("erm", "meta", "coral", "mmd", "adv")),
+        *one_by_one(beta=0.1, swap=False, inner="sgd"),  # with coral, the default
         {"client": "meta", "reset_optimizer": True},
     ],
 }

@@ -120,11 +120,10 @@ class TestPaired:
         assert pair.effective({})["site"] == get_method(site).effective({})["site"], "values can be shown nevertheless"
 
 
-class TestLoaded:
-    @pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
-    def test_invalid_names(self, target: str) -> None:
-        with pytest.raises(ConfigError, match="module:name"):
-            loaded(target)
+@pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
+def test_invalid_names_of_algorithms(target: str) -> None:
+    with pytest.raises(ConfigError, match="module:name"):
+        loaded(target)
 
 
 def test_capabilities_are_inherited_and_needed_of_both_algorithms() -> None:

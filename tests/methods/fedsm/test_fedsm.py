@@ -30,22 +30,14 @@ from methods.squares import SITES, equal
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
 ONE_UPDATE: dict[str, Any] = {**COMPACT, "selector_updates": 1}
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"personalization": "finetune"},
-    {"personalization": "apfl"},
-    {"personalization": "perfedavg"},
-    {"personalization": "pfedme"},
-    {"selector_updates": 3},
-    {"selector": "ridge", "selector_updates": "auto"},
-]
+PERSONALIZATIONS = squares.one_by_one(personalization=("finetune", "apfl", "perfedavg", "pfedme"))
 
 
 def federation(**options: Any) -> squares.Played:
     return squares.federation(FedSMSite, FedSMServer, **{**ONE_UPDATE, **options})
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS[1:5], {}], ids=str)
+@pytest.mark.parametrize("settings", [*PERSONALIZATIONS, {}], ids=str)
 def test_a_restart_after_every_step_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     once, again = (federation(**settings, store=store) for store in (None, tmp_path))
     first, second = (played.server.configure_final("A") for played in (once, again))
@@ -83,7 +75,7 @@ def test_the_personal_model_of_an_absent_site_is_kept() -> None:
 
 def test_every_option_changes_what_is_delivered() -> None:
     actual = []
-    for settings in SETTINGS:
+    for settings in ({}, *PERSONALIZATIONS, {"selector_updates": 3}, {"selector": "ridge", "selector_updates": "auto"}):
         delivered = federation(**{"gamma": 0.5, "selection": "last", **settings}).server.configure_final("A")
         actual.append({f"{entry}/{name}": tensor for entry, state in delivered.states.items() for name, tensor in state.items()})
     assert not any(equal(actual[i], actual[j]) for i in range(len(actual)) for j in range(i))

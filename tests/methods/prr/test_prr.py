@@ -38,6 +38,7 @@ from methods.squares import (
     WITHOUT_BATCH_NORM,
     enrolled,
     equal,
+    one_by_one,
     play,
     site,
 )
@@ -389,25 +390,10 @@ def test_labels_are_resized_to_the_feature_map() -> None:
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"pfa": False},
-    {"r0": 0.1},
-    {"r1": 0.5},
-    {"components": "amplitude"},
-    {"components": "phase"},
-    {"det": False},
-    {"det_steps": "E"},
-    {"det_steps": "RE"},
+    *one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
+    *one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
+    *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
     {"lam1": 0.0, "lam2": 5.0},
-    {"lam2": 5.0},
-    {"cpa": "global"},
-    {"cpa": "local"},
-    {"cpa": "off"},
-    {"cpa": "off", "plain_loss": "ce"},
-    {"cpa": "off", "plain_loss": "focal"},
-    {"cpa": "off", "plain_loss": "fedeamc"},
-    {"beta": 0.2},
-    {"tau": 1.0},
-    {"halve_every": 1},
 ]
 
 
