@@ -18,14 +18,6 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag import site as feddag_site
 from medflare.methods.feddag.formulas import discrepancy
 from medflare.methods.feddag.server import FedDAGServer
-from medflare.methods.feddag.site import (
-    AdversarialGeneration,
-    FedDAGSite,
-    FedDAGSiteHyper,
-    channel_deviations,
-    initial_generator,
-    sharpness_aware_step,
-)
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import pooled
 from medflare.tasks.config import TaskConfig
@@ -42,7 +34,7 @@ class TestSite:
         self, hyper: dict[str, Any], expected: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Twelve images in batches of six, three epochs: six batches a round."""
-        algorithm = squares.algorithm(FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper)
+        algorithm = squares.algorithm(feddag_site.FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper)
         decays = []
         monkeypatch.setattr(feddag_site, "ema_update", lambda teacher, student, decay: decays.append(decay))
         algorithm.perform("train", 0, Message({"model": squares.start()}))
@@ -50,7 +42,7 @@ class TestSite:
 
     @pytest.mark.parametrize("distribution", ["type1", "type2", "type3"])
     def test_initial_student_and_teacher(self, distribution: str) -> None:
-        algorithm = squares.algorithm(FedDAGSite, distribution=distribution)
+        algorithm = squares.algorithm(feddag_site.FedDAGSite, distribution=distribution)
         request = squares.server(FedDAGServer, distribution=distribution).configure(Step("train", 1), "A")
         first = algorithm.perform("train", 0, request).states["model"]
         generation = algorithm._generation(request)
@@ -60,8 +52,8 @@ class TestSite:
         assert squares.equal(weights(generation.teacher), first if distribution == "type3" else shared)
 
     def test_pictures(self) -> None:
-        algorithm = squares.algorithm(FedDAGSite)
-        generator = initial_generator(algorithm.site.task, algorithm.site.seed, algorithm.hyper).state_dict()
+        algorithm = squares.algorithm(feddag_site.FedDAGSite)
+        generator = feddag_site.initial_generator(algorithm.site.task, algorithm.site.seed, algorithm.hyper).state_dict()
         content = algorithm.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
         assert Image.open(io.BytesIO(content)).size == (4 * 96, 3 * 96)  # four images; original, perturbation, sum
         assert algorithm.pictures(Message({"model": squares.start()})) == {}
@@ -75,7 +67,7 @@ class TestFederation:
         steps = server.steps()
         assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
         server.steps = lambda: steps[:2]
-        after = squares.play(server, squares.algorithms(FedDAGSite)).model
+        after = squares.play(server, squares.algorithms(feddag_site.FedDAGSite)).model
         assert squares.equal(after, squares.federation(FedAvgSite, FedAvgServer).model)
         assert not server.aggregation.history
 
@@ -99,7 +91,7 @@ class TestFederation:
         assert not squares.server(FedDAGServer, rounds=20).context.events.of("warning")
 
     def test_generators_are_averaged_with_the_models_weights(self) -> None:
-        log, server, _ = squares.federation(FedDAGSite, FedDAGServer, squares.CLASSIFICATION, rounds=1, beta=4.0)
+        log, server, _ = squares.federation(feddag_site.FedDAGSite, FedDAGServer, squares.CLASSIFICATION, rounds=1, beta=4.0)
         shares = server.aggregation.weights
         assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
         for name, tensor in server.companions["generator"].items():
@@ -107,14 +99,14 @@ class TestFederation:
             torch.testing.assert_close(tensor, expected)
 
 
-def generation(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> AdversarialGeneration:
+def generation(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> feddag_site.AdversarialGeneration:
     """Student, teacher and generator of a fresh site with some settings."""
-    site, settings = squares.site(task=task), build_hyper(FedDAGSiteHyper, hyper)
+    site, settings = squares.site(task=task), build_hyper(feddag_site.FedDAGSiteHyper, hyper)
     networks = site.network(), site.network()
-    return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
+    return feddag_site.AdversarialGeneration(site, settings, *networks, feddag_site.initial_generator(site.task, site.seed, settings))
 
 
-def first_batch(generation: AdversarialGeneration) -> Batch:
+def first_batch(generation: feddag_site.AdversarialGeneration) -> Batch:
     return next(generation.site.batches("train", 0, "model", 0))
 
 
@@ -188,13 +180,13 @@ class TestStrength:
     def test_deviations_by_hand(self) -> None:
         """Over all pixels of all images; 0 for a constant channel."""
         images = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 0.0]).view(2, 1, 1) + 5
-        actual = channel_deviations([images[:5], images[5:]])
+        actual = feddag_site.channel_deviations([images[:5], images[5:]])
         assert actual == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
-        assert channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
+        assert feddag_site.channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
 
     @pytest.mark.parametrize("train_on", ["both", "perturbation"])
     def test_unit_scales_the_perturbation(self, train_on: str) -> None:
-        algorithm = squares.algorithm(FedDAGSite, train_on=train_on, alpha=0.5)
+        algorithm = squares.algorithm(feddag_site.FedDAGSite, train_on=train_on, alpha=0.5)
         dag = algorithm._generation(Message({"model": squares.start()}))
         images = first_batch(dag).images
         expected = 0.5 * algorithm.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
@@ -208,5 +200,5 @@ class TestSharpnessAwareStep:
         with torch.no_grad():
             model.weight.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
+        feddag_site.sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
         assert model.weight.item() == pytest.approx(0.85)

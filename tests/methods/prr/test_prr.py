@@ -27,21 +27,7 @@ from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 from methods import squares
-from methods.squares import (
-    BINARY_CLASSIFICATION,
-    CLASSIFICATION,
-    MULTICLASS,
-    MULTILABEL,
-    SEGMENTATION,
-    SITES,
-    VGG,
-    WITHOUT_BATCH_NORM,
-    enrolled,
-    equal,
-    one_by_one,
-    play,
-    site,
-)
+from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, equal, site
 
 UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 FEDBN: dict[str, Any] = {"pfa": False, "det": False, "cpa": "off"}
@@ -68,8 +54,8 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> No
 
 
 def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
-    server = federation(WITHOUT_BATCH_NORM, **FEDBN).server
-    fedavg = squares.federation(FedAvgSite, FedAvgServer, WITHOUT_BATCH_NORM, weighting="uniform", reset_optimizer=True)
+    server = federation(squares.WITHOUT_BATCH_NORM, **FEDBN).server
+    fedavg = squares.federation(FedAvgSite, FedAvgServer, squares.WITHOUT_BATCH_NORM, weighting="uniform", reset_optimizer=True)
     assert equal(server.mean, fedavg.model)
     assert equal(server.aggregated["B"], fedavg.model)
 
@@ -114,7 +100,7 @@ def test_absent_sites_keep_their_model_and_late_sites_start_from_the_mean() -> N
 # ---- all kinds of tasks, and what data may lack -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, VGG, BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM])
+@pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, squares.VGG, BINARY_CLASSIFICATION, squares.WITHOUT_BATCH_NORM])
 def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     log, server, algorithms = federation(task, outside=("O",))
     losses = [replies["A"].meta["loss"] for step, _, replies in log if step.phase == "train"]
@@ -122,7 +108,7 @@ def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     assert server.prototypes["prototypes"].abs().sum() > 0
     for model in algorithms["A"].finalize(server.configure_final("A")).values():
         assert torch.isfinite(build_deployed(task, model)(algorithms["A"].site.data.test.images)).all()
-    assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
+    assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, squares.WITHOUT_BATCH_NORM))
 
 
 def test_a_class_without_images_is_a_warning() -> None:
@@ -137,7 +123,7 @@ def test_a_class_without_images_is_a_warning() -> None:
 def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
     algorithms = squares.algorithms(PRRSite, CLASSIFICATION)
     algorithms["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), algorithms["B"].plan)
-    log, server, _ = play(server_of(algorithms, rounds=2), algorithms)
+    log, server, _ = squares.play(server_of(algorithms, rounds=2), algorithms)
     sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
     mean, spread = (sent[0][2] + sent[2][2]) / 2, (sent[0][2] - sent[2][2]).abs() / 2  # of two
     noise = torch.randn(3, 8, generator=torch_generator(server.context.seed, "server", 1, "prototypes"))
@@ -199,7 +185,7 @@ def test_an_outside_site_may_get_the_most_representative_personal_model() -> Non
         name: squares.algorithm(PRRSite, name, CLASSIFICATION, missing=missing, **options)
         for name, missing in zip(SITES, (1, None, 2), strict=True)
     }
-    log, server, _ = play(squares.server(PRRServer, rounds=2, outside=("O",), algorithms=algorithms), algorithms)
+    log, server, _ = squares.play(squares.server(PRRServer, rounds=2, outside=("O",), algorithms=algorithms), algorithms)
     assert log[-1].step.phase == "share_personal"
     # shares of the classes: everybody (14, 6, 4) / 24, A (6, 0, 2) / 8, B (3, 3, 2) / 8, C (5, 3, 0) / 8; C is nearest
     assert equal(server.configure_final("O").states["model"], algorithms["C"].personal)
@@ -390,8 +376,8 @@ def test_labels_are_resized_to_the_feature_map() -> None:
 
 
 CHANGES: list[dict[str, Any]] = [
-    *one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
-    *one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
+    *squares.one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
+    *squares.one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
     *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
     {"lam1": 0.0, "lam2": 5.0},
 ]
