@@ -90,7 +90,6 @@ class EvaluateServer(ServerAlgorithm[Any]):
         return Message(self._model.message.states, {**self._model.message.meta, **range_of_images})
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """One row: what was evaluated."""
         card = self._model.card
         origin = {"method": card.get("method"), "kind": self._model.kind, "site": card.get("site") or "all", "seed": card.get("seed")}
         return {"Evaluated model": {str(card.get("role")): {**origin, "sha256": card["sha256"][:16]}}}

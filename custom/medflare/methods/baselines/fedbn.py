@@ -35,7 +35,7 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if the network has no batch normalisation, since the results would be FedAvg's."""
+        """Also raises ConfigError if the network has no batch normalisation."""
         super().check(task, hyper, server_hyper)
         if not cls.local_part(meta_network(task)).names:
             raise ConfigError(

@@ -27,14 +27,7 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import Capability, ServerContext, SiteAlgorithm, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL
-from medflare.methods.feddag.formulas import (
-    centred_scores,
-    choose_evaluators,
-    generalization_scores,
-    sharpness_perturbation,
-    soft_balancing_weights,
-    within_client_average,
-)
+from medflare.methods.feddag import formulas
 from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import selection_metrics
@@ -128,7 +121,7 @@ class ScoredSite(SiteAlgorithm[Any]):
 
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
     """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed."""
-    return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}
+    return {**state, **moved({name: state[name] for name in gradients}, formulas.sharpness_perturbation(gradients, rho))}
 
 
 class HierarchicalAggregation(WeightedMean):
@@ -158,10 +151,10 @@ class HierarchicalAggregation(WeightedMean):
             history = [*earlier, (models[site].state, math.nan if score is None else float(score))]
             states, values = zip(*history, strict=True)
             kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
-            averaged[site], self.scores[site] = within_client_average(states, values, kappa)
+            averaged[site], self.scores[site] = formulas.within_client_average(states, values, kappa)
             self.history[site] = history[-self.hyper.kappa :] if self.hyper.kappa else []
         scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
-        self.weights = dict(zip(self.scores, soft_balancing_weights(scores, self.hyper.beta).tolist(), strict=True))
+        self.weights = dict(zip(self.scores, formulas.soft_balancing_weights(scores, self.hyper.beta).tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
 
     def companion(self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict) -> StateDict:
@@ -249,7 +242,7 @@ class SHAServer(FedAvgServer[K]):
 
     def _evaluators(self, round: int) -> dict[str, list[str]]:
         generator = numpy_generator(self.context.seed, "server", round, "evaluators")
-        return choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
+        return formulas.choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """After training store the models; after scoring aggregate them (Alg. 2)."""
@@ -290,7 +283,7 @@ class SHAServer(FedAvgServer[K]):
                     metrics[row, column] = value
                 elif value is not None:
                     events.add("rejected", f"score {value!r} for the model of {site} is not in [0, 1]", site=evaluator, round=round)
-        scores = (centred_scores if self.hyper.centred else generalization_scores)(metrics).tolist()
+        scores = (formulas.centred_scores if self.hyper.centred else formulas.generalization_scores)(metrics).tolist()
         for site, score in zip(sites, scores, strict=True):
             if math.isnan(score) and len(sites) > 1:
                 events.add("undefined", "no site scored this model; it counts as an average one", site=site, round=round)

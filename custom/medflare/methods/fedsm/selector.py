@@ -95,11 +95,9 @@ class SiteSelector:
 
     @property
     def label(self) -> int:
-        """The site's class."""
         return self.plan.sites.index(self.algorithm.site.name)
 
     def network(self, state: StateDict) -> nn.Module:
-        """The selector with these weights."""
         return self.algorithm.network("selector", state, selector_spec(self.plan), self.outputs)
 
     @torch.no_grad()
@@ -163,7 +161,6 @@ class ServerSelector:
 
     @property
     def state(self) -> StateDict:
-        """The selector's weights."""
         return self.memory.states["selector"]
 
     @property
