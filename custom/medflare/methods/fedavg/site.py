@@ -120,7 +120,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
-        """Returns `train(optimizer)` with the task's optimizer of the trainable parameters; `purpose` names its moments, see `continued`."""
+        """Returns `train(optimizer)` with the task's optimizer of the trainable parameters; `purpose` names its moments (`continued`)."""
         weights = trainable(model)
         moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network are frozen
         optimizer = self.site.optimizer(weights)
