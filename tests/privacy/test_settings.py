@@ -149,14 +149,13 @@ class TestAccount:
 
     @pytest.fixture
     def ask(self, task: TaskConfig, tmp_path: Path) -> Any:
-        method, hyper = get_method("fedavg"), dict(PRIVATE)
-        start = squares.start(task)
+        method, start = get_method("fedavg"), squares.start(task)
 
-        def ask(phase: str, step: int = 0, budget: Budget | None = None, hyper: dict[str, Any] = hyper, finished: int = 0) -> Message:
+        def ask(phase: str, step: int = 0, budget: Budget | None = None, finished: int = 0) -> Message:
             site = squares.site("A", task)
-            participant = Participant("A", lambda role: site, method, hyper, store=StateStore(tmp_path / "state"), budget=budget)
+            participant = Participant("A", lambda role: site, method, PRIVATE, store=StateStore(tmp_path / "state"), budget=budget)
             if phase == "enrol":
-                meta = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
+                meta = {**identity_of(method, PRIVATE, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
                 return participant.answer("enrol", 0, Message({}, {**meta, "finished": finished}))
             return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3}))
 
@@ -199,14 +198,6 @@ class TestAccount:
             ask("train", 0, budget=budget)
         assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
         assert ask("validate", 1, budget=budget).meta["validation"]["global"] is not None, "measuring costs no training patient anything"
-
-    def test_a_site_with_a_budget_refuses_jobs_and_methods_without_dp_sgd(self, ask: Any, task: TaskConfig, tmp_path: Path) -> None:
-        budget, site = Budget(8.0, 1e-5, tmp_path, "A"), squares.site("A", task)
-        with pytest.raises(ConfigError, match="dp_noise"):
-            ask("enrol", budget=budget, hyper={})
-        participant = Participant("A", lambda role: site, get_method("fedsm"), {}, budget=budget)
-        with pytest.raises(ConfigError, match="fedsm"):
-            participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
 
 
 def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
