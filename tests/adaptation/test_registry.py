@@ -27,9 +27,8 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
     plain = plain_message(squares.start(task))
     message = with_dsbn(plain) if tta == "dsbn" else with_tent(plain, task, rate=0.02, steps=2, episodic=True)
     save_model(tmp_path, task, message, {})
-    module = load_model(tmp_path).build(build_deployed)
+    module, images = load_model(tmp_path).build(build_deployed), squares.site("O", task).data.test.images
     assert type(module) is kind
-    images = squares.site("O", task).data.test.images
     if isinstance(module, TargetStatistics):
         module.adapt([images])
     if isinstance(module, Tent):
@@ -43,9 +42,8 @@ def test_dsbn_has_the_sites_statistics(task: TaskConfig, tmp_path: Path) -> None
     plain, site = plain_message(squares.start(task)), squares.site("O", task)
     message = dsbn_for(site, plain, partial(build_deployed, task))
     save_model(tmp_path, task, message, {})
-    expected = TargetStatistics(build_deployed(task, plain))
-    expected.adapt([site.data.test.images])
-    images = site.data.test.images
+    expected, images = TargetStatistics(build_deployed(task, plain)), site.data.test.images
+    expected.adapt([images])
     torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
     assert with_tent(plain, task).states.keys() == with_dsbn(plain).states.keys() == {"model"}
     assert plain.states.keys() == {"model"} and plain.meta["kind"] == "plain"

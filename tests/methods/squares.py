@@ -126,10 +126,14 @@ def algorithm(
 
 
 def algorithms(
-    cls: type[SiteAlgorithm[Any]], task: TaskConfig = SEGMENTATION, sites: tuple[str, ...] = SITES, **options: Any
+    cls: type[SiteAlgorithm[Any]],
+    task: TaskConfig = SEGMENTATION,
+    sites: tuple[str, ...] = SITES,
+    counts: Mapping[str, tuple[int, int, int]] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """site -> its algorithm; options as of `algorithm`."""
-    return {name: algorithm(cls, name, task, sites=sites, **options) for name in sites}
+    """site -> its algorithm; numbers of images by site where they are not `COUNTS`, other options as of `algorithm`."""
+    return {name: algorithm(cls, name, task, (counts or {}).get(name, COUNTS), sites=sites, **options) for name in sites}
 
 
 def server(
@@ -256,6 +260,11 @@ def trained(
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------------
+
+
+def one_by_one(**options: Any) -> list[dict[str, Any]]:
+    """Every option alone, with each of its values if it has a tuple of them."""
+    return [{name: value} for name, values in options.items() for value in (values if isinstance(values, tuple) else (values,))]
 
 
 def equal(first: StateDict, second: StateDict) -> bool:

@@ -1,6 +1,5 @@
 """The whole catalogue by one set of tests, which a method joins by existing; methods of other distributions; algorithms in pairs."""
 
-import importlib
 import inspect
 import subprocess
 import sys
@@ -45,7 +44,6 @@ TASK = load_task(
 )
 SITES, OUTSIDE = ("a", "b"), "z"
 SHORTER = {"fedsm_extra": {"selector_rounds": 2}}  # where the paper's number of steps would take a test too long
-BASELINES = sorted(path for path in (Path(medflare.__file__).parent / "methods" / "baselines").glob("*.py") if path.stem != "__init__")
 
 
 def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
@@ -92,9 +90,6 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def weights(folder: Path) -> dict[Path, dict[str, Any]]:
     """Every delivered model of a run."""
     return {path.relative_to(folder): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
-
-
-# ---- every method --------------------------------------------------------------------------------------------------------
 
 
 class TestEveryMethod:
@@ -157,11 +152,6 @@ def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> N
         assert not taken & described(owner).keys(), algorithm
         assert [about.name for about in described(owner).values() if not about.text] == []
     get_method(name).check({})
-
-
-@pytest.mark.parametrize("path", BASELINES, ids=lambda path: path.stem)
-def test_a_module_of_a_baseline_holds_the_method_of_its_name(path: Path) -> None:
-    assert importlib.import_module(f"medflare.methods.baselines.{path.stem}").METHOD.name == path.stem
 
 
 def test_methods_in_packages_are_listed_without_importing_torch() -> None:
@@ -229,9 +219,6 @@ def test_a_server_algorithm_does_not_change_the_sites_training(squares: ModuleTy
             reply = algorithm.perform("train", round, Message({"model": squares.start()}))
         trained.append(reply.states["model"])
     assert squares.equal(*trained)
-
-
-# ---- regressions ---------------------------------------------------------------------------------
 
 
 def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:

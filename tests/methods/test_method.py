@@ -12,7 +12,6 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.fedavg.site import FedAvgHyper
-from medflare.methods.feddag.sha import ScoredSite, SHAServer
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.method import Method, loaded, paired
 from methods import squares
@@ -57,10 +56,11 @@ class TestCheck:
 
     def test_an_unsupported_task_is_refused(self) -> None:
         grace = get_method("grace")
-        grace.check({"tta": "tent"})
-        grace.check({"tta": "tent"}, squares.SEGMENTATION)
-        with pytest.raises(ConfigError, match="BatchNorm"):
-            grace.check({"tta": "tent"}, squares.WITHOUT_BATCH_NORM)
+        for tta in ("tent", "dsbn"):
+            grace.check({"tta": tta})
+            grace.check({"tta": tta}, squares.SEGMENTATION)
+            with pytest.raises(ConfigError, match="BatchNorm"):
+                grace.check({"tta": tta}, squares.WITHOUT_BATCH_NORM)
 
     def test_differential_privacy_is_refused_by_methods_without_it(self) -> None:
         prr = get_method("prr")
@@ -119,18 +119,11 @@ class TestPaired:
                 ask({})
         assert pair.effective({})["site"] == get_method(site).effective({})["site"], "values can be shown nevertheless"
 
-    def test_a_server_brings_what_it_asks_of_any_site(self) -> None:
-        pair = paired(get_method("moon"), get_method("sha"))
-        assert issubclass(pair.site_class, MoonSite) and issubclass(pair.site_class, ScoredSite) and pair.server_class is SHAServer
-        assert pair.site_class is pair.site_class, "the same class every time"
-        assert pair.hyper_classes["site"] is MoonSite.Hyper
 
-
-class TestLoaded:
-    @pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
-    def test_invalid_names(self, target: str) -> None:
-        with pytest.raises(ConfigError, match="module:name"):
-            loaded(target)
+@pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
+def test_invalid_names_of_algorithms(target: str) -> None:
+    with pytest.raises(ConfigError, match="module:name"):
+        loaded(target)
 
 
 def test_capabilities_are_inherited_and_needed_of_both_algorithms() -> None:

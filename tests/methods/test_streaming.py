@@ -54,8 +54,7 @@ def test_per_fedavg(train: Callable[[torch.nn.Module, Site], None]) -> None:
 
 
 def test_routing_at_an_outside_site() -> None:
-    server = squares.server(IOPServer, TASK, rounds=1)
-    squares.play(server, squares.algorithms(IOPSite, TASK))
+    server = squares.federation(IOPSite, IOPServer, TASK, rounds=1, outside=("O",)).server
     with watched(squares.site("O", TASK, (0, 0, MANY)), "test") as (site, split):
         algorithm = IOPSite(site, squares.plan_of(IOPSite, IOPServer, TASK, route_epochs=2))
         deployed = algorithm.finalize(server.configure_final("O"))["deployed"]

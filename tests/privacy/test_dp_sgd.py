@@ -18,15 +18,9 @@ from medflare.core.errors import Aborted
 from medflare.data.loading import SiteData, Split
 from medflare.privacy.dp_sgd import drawn_patients, epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release, training_patients
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.training.site import Site
 from methods import squares
-
-HUGE = 1e9  # a norm that clips nothing
-
-
-def random(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 def linear_site(values: list[float], batch_size: int = 4) -> Site:
@@ -57,7 +51,7 @@ def trained(
     """`model` after plain gradient descent with rate 1; returns its parameters' moves, so minus the summed gradients."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    train_dp_sgd(model, optimizer, site, Release(noise, rate, steps), clip, random(seed), loss)
+    train_dp_sgd(model, optimizer, site, Release(noise, rate, steps), clip, np.random.default_rng(seed), loss)
     return [parameter.detach() - origin for parameter, origin in zip(model.parameters(), before, strict=True)]
 
 
@@ -81,24 +75,14 @@ class TestStep:
 
     def test_noise_has_the_deviation_that_is_accounted_for(self) -> None:
         """Gradients of zero leave N(0, (σ C / L)²): σ = 2, C = 3, L = 4."""
-        (move, _) = trained(
-            nn.Linear(1, 4000),
-            linear_site([0.0] * 4),
-            clip=3.0,
-            noise=2.0,
-            loss=lambda model, images, _: 0 * mean_pixel(model, images, _),
-        )
+        nothing = lambda model, images, targets: 0 * mean_pixel(model, images, targets)  # noqa: E731
+        (move, _) = trained(nn.Linear(1, 4000), linear_site([0.0] * 4), clip=3.0, noise=2.0, loss=nothing)
         assert kstest(move.flatten().numpy() / (2.0 * 3.0 / 4), "norm").pvalue > 1e-3
 
     def test_an_empty_batch_is_a_step_of_noise(self) -> None:
         site = linear_site([1.0])
-        quiet = [
-            trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3),
-            trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, noise=0.0),
-        ]
-        assert all(not move.any() for moves in quiet for move in moves)
-        noisy = nn.Linear(1, 50)
-        (move, _) = trained(noisy, site, clip=1.0, rate=0.01, noise=1.0, steps=1)
+        assert not any(move.any() for move in trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3))
+        (move, _) = trained(nn.Linear(1, 50), site, clip=1.0, rate=0.01, noise=1.0)
         assert move.abs().min() > 0
 
     def test_opacus_hooks_are_removed(self) -> None:
@@ -163,22 +147,16 @@ class TestEpsilon:
         assert epsilon_of([one, one], 1e-5) == pytest.approx(epsilon_of([one._replace(steps=20)], 1e-5))
 
 
-FLIP = {"name": "RandFlip", "prob": 0.5, "spatial_axis": 0}
-
-
-def picture_task(**settings: Any) -> TaskConfig:
-    return load_task({**SEGMENTATION, **settings})
-
-
 class TestDrawnPatients:
-    def site(self, task: TaskConfig, images: int = 5, patients: int = 8) -> Site:
-        """Patient k has the images k, k + 8, k + 16, ...; the last half of the patients has one image less."""
-        split = numbered_split(images * patients - patients // 2, task)
-        split = Split(split.images, split.targets, tuple(f"p{n % patients}" for n in range(len(split))), split.names)
+    @pytest.fixture
+    def site(self) -> Site:
+        """Patient k of eight has the images k, k + 8, k + 16, ...: five, or four of p4 to p7."""
+        task = load_task({**SEGMENTATION, "augment": [{"name": "RandFlip", "prob": 0.5, "spatial_axis": 0}]})
+        split = numbered_split(36, task)
+        split = Split(split.images, split.targets, tuple(f"p{n % 8}" for n in range(len(split))), split.names)
         return Site("A", task, SiteData(split, split, split), 0)
 
-    def test_each_patient_joins_independently_by_one_image(self) -> None:
-        site = self.site(picture_task())
+    def test_each_patient_joins_independently_by_one_image(self, site: Site) -> None:
         assert training_patients(site) == 8
         drawn = [batch.index % 8 for batch in drawn_patients(site, 0.3, 2000, np.random.default_rng(1))]
         assert all(len(set(rows.tolist())) == len(rows) for rows in drawn), "nobody twice"
@@ -188,8 +166,7 @@ class TestDrawnPatients:
         shares = torch.bincount(torch.cat(drawn), minlength=8) / 2000
         assert shares.sub(0.3).abs().max() < 0.05, "patients with fewer images are drawn as often"
 
-    def test_images_and_masks_are_augmented_together(self) -> None:
-        site = self.site(picture_task(augment=[FLIP]))
+    def test_images_and_masks_are_augmented_together(self, site: Site) -> None:
         (batch,) = drawn_patients(site, 1.0, 1, np.random.default_rng(3))
         assert batch.images[:, 0, 0, 0].tolist() == batch.index.tolist()
         upright = site.data.train.targets[batch.index]
@@ -197,8 +174,7 @@ class TestDrawnPatients:
         assert 0 < sum(flipped) < 8
         assert all(flip or torch.equal(mask, plain) for flip, mask, plain in zip(flipped, batch.targets, upright, strict=True))
 
-    def test_empty_batches_and_abort(self) -> None:
-        site = self.site(picture_task(augment=[FLIP]))
+    def test_empty_batches_and_abort(self, site: Site) -> None:
         assert [batch.images.shape for batch in drawn_patients(site, 0.0, 2, np.random.default_rng())] == [(0, 1, 16, 16)] * 2
         site.abort = lambda: True
         with pytest.raises(Aborted):

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from medflare.core.errors import PrivacyError, StateError
 from medflare.core.store import MemoryStore, StateStore
-from medflare.data.local import PrivacyLimit, local_settings
+from medflare.data.local import local_settings
 from medflare.privacy.ledger import Account, Budget, Ledger, Release, budget_of
 
 
@@ -76,15 +75,10 @@ def test_a_release_counts_for_the_run_and_for_the_budget(tmp_path: Path) -> None
     assert Budget(7.0, 1e-5, tmp_path, "A").ledger.releases() == [Release(1.0, 0.5, 7)], "over all runs"
 
 
-def limit_of(privacy: Any) -> PrivacyLimit | None:
-    """As a site writes it into its own settings."""
-    return local_settings({"privacy": privacy}).privacy
-
-
-def test_settings(tmp_path: Path) -> None:
-    assert budget_of(limit_of({"epsilon": 8, "delta": 1e-5}), "A", tmp_path) == Budget(8.0, 1e-5, tmp_path, "A")
-    kept = budget_of(limit_of({"epsilon": 8, "delta": 1e-5, "ledger": "/kept"}), "A", tmp_path)
-    assert kept is not None and kept.folder == Path("/kept")
-    home = budget_of(limit_of({"epsilon": 8, "delta": 1e-5, "ledger": "~/kept"}), "A", tmp_path)
-    assert home is not None and home.folder == Path.home() / "kept"
-    assert budget_of(None, "A", tmp_path) is None and local_settings({}).privacy is None
+@pytest.mark.parametrize(
+    ("place", "folder"), [({}, Path("/own")), ({"ledger": "/kept"}, Path("/kept")), ({"ledger": "~/kept"}, Path.home() / "kept")]
+)
+def test_settings(place: dict[str, str], folder: Path) -> None:
+    limit = local_settings({"privacy": {"epsilon": 8, "delta": 1e-5, **place}}).privacy
+    assert budget_of(limit, "A", Path("/own")) == Budget(8.0, 1e-5, folder, "A")
+    assert budget_of(None, "A", folder) is None and local_settings({}).privacy is None

@@ -24,6 +24,7 @@ from medflare.federation.participant import Participant, identity_of
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.fedavg import FedAvgSite
 from medflare.privacy import settings as privacy
 from medflare.privacy.ledger import Budget, Release, training_patients
 from medflare.tasks.config import TaskConfig, load_task
@@ -34,7 +35,6 @@ from methods import squares
 
 TINY = tiny_phantom()
 PRIVATE: dict[str, Any] = {"dp_noise": 1.0}
-COUNTS = (12, 4, 5)  # training patients, so two steps of six an epoch; validation, test
 ALLOWED: dict[str, dict[str, Any]] = {"fedavg": {}, "robust": {}, "iop_fl": {}, "moon": {}, "sha": {"rho": 0.0}}
 
 
@@ -46,7 +46,8 @@ def epsilon(noise: float, rate: float, steps: int, delta: float = 1e-5) -> float
 
 @pytest.fixture
 def task() -> TaskConfig:
-    return squares.task(network=INSTANCE_UNET, batch_size=6)
+    """Of twelve training patients in batches of six: two steps an epoch."""
+    return squares.WITHOUT_BATCH_NORM
 
 
 class TestSupport:
@@ -89,26 +90,23 @@ class TestSupport:
         monkeypatch.delitem(sys.modules, "medflare.privacy.dp_sgd", raising=False)
         monkeypatch.delattr("medflare.privacy.dp_sgd", raising=False)
         monkeypatch.setitem(sys.modules, "opacus", None)
-        cls = get_method("fedavg").site_class
-        squares.algorithm(cls, task=task)
+        squares.algorithm(FedAvgSite, task=task)
         with pytest.raises(ConfigError, match="Opacus"):
-            squares.algorithm(cls, task=task, **PRIVATE)
+            squares.algorithm(FedAvgSite, task=task, **PRIVATE)
 
     def test_delta_must_be_below_one_by_patients(self, task: TaskConfig) -> None:
         with pytest.raises(ConfigError, match="dp_delta"):
-            squares.algorithm(get_method("fedavg").site_class, task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)
-        squares.algorithm(
-            get_method("fedavg").site_class, "O", task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09
-        )  # outside: it never trains
+            squares.algorithm(FedAvgSite, task=task, **PRIVATE, dp_delta=0.09)
+        squares.algorithm(FedAvgSite, "O", task=task, **PRIVATE, dp_delta=0.09)  # outside: it never trains
 
 
 class TestTraining:
     @pytest.mark.parametrize("method", ALLOWED)
-    def test_every_method_trains_through_the_mechanism(self, task: TaskConfig, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_method_trains_through_the_mechanism(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Noise so large that nothing else could have moved the weights so far, in every round."""
         monkeypatch.setattr(privacy, "system_generator", lambda: np.random.default_rng(5))
-        task = squares.task(network=INSTANCE_UNET, batch_size=6, optimizer={"name": "sgd", "lr": 1.0})
-        algorithm = squares.algorithm(get_method(method).site_class, task=task, counts=COUNTS, dp_noise=100.0, **ALLOWED[method])
+        task = squares.task(network=INSTANCE_UNET, optimizer={"name": "sgd", "lr": 1.0})
+        algorithm = squares.algorithm(get_method(method).site_class, task=task, dp_noise=100.0, **ALLOWED[method])
         for round in range(2):
             start = squares.start(task)
             reply = algorithm.perform("train", round, Message({"model": copy_state(start)}))
@@ -120,7 +118,7 @@ class TestTraining:
 
     def test_the_server_cannot_reproduce_the_noise(self, task: TaskConfig) -> None:
         """Everything that the server knows is the same, and still it cannot tell what the noise was."""
-        first, second = (squares.trained(get_method("fedavg").site_class, task=task, **PRIVATE)[0] for _ in range(2))
+        first, second = (squares.trained(FedAvgSite, task=task, **PRIVATE)[0] for _ in range(2))
         assert not squares.equal(first, second)
         assert len({privacy.system_generator().integers(2**63) for _ in range(50)}) == 50
 
@@ -151,14 +149,13 @@ class TestAccount:
 
     @pytest.fixture
     def ask(self, task: TaskConfig, tmp_path: Path) -> Any:
-        method, hyper = get_method("fedavg"), dict(PRIVATE)
-        start = squares.start(task)
+        method, start = get_method("fedavg"), squares.start(task)
 
-        def ask(phase: str, step: int = 0, budget: Budget | None = None, hyper: dict[str, Any] = hyper, finished: int = 0) -> Message:
-            site = squares.site("A", task, COUNTS)
-            participant = Participant("A", lambda role: site, method, hyper, store=StateStore(tmp_path / "state"), budget=budget)
+        def ask(phase: str, step: int = 0, budget: Budget | None = None, finished: int = 0) -> Message:
+            site = squares.site("A", task)
+            participant = Participant("A", lambda role: site, method, PRIVATE, store=StateStore(tmp_path / "state"), budget=budget)
             if phase == "enrol":
-                meta = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
+                meta = {**identity_of(method, PRIVATE, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
                 return participant.answer("enrol", 0, Message({}, {**meta, "finished": finished}))
             return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3}))
 
@@ -202,14 +199,6 @@ class TestAccount:
         assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
         assert ask("validate", 1, budget=budget).meta["validation"]["global"] is not None, "measuring costs no training patient anything"
 
-    def test_a_site_with_a_budget_refuses_jobs_and_methods_without_dp_sgd(self, ask: Any, task: TaskConfig, tmp_path: Path) -> None:
-        budget, site = Budget(8.0, 1e-5, tmp_path, "A"), squares.site("A", task, COUNTS)
-        with pytest.raises(ConfigError, match="dp_noise"):
-            ask("enrol", budget=budget, hyper={})
-        participant = Participant("A", lambda role: site, get_method("fedsm"), {}, budget=budget)
-        with pytest.raises(ConfigError, match="fedsm"):
-            participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
-
 
 def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
     method, sites = get_method("fedavg"), ("site-1", "site-2", "site-3")
@@ -226,13 +215,11 @@ def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) ->
     assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
 
 
-def test_other_sampling_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sampling"):
-        privacy.check_private(small_task(network=INSTANCE_UNET, sampling="balanced"))
-
-
-@pytest.mark.parametrize(("changes", "what"), [({"precision": "bf16"}, "precision 'bf16'"), ({"accumulate": 2}, "accumulate")])
-def test_other_precision_and_accumulation_are_refused(changes: dict[str, Any], what: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"precision": "bf16"}, "precision 'bf16'"), ({"accumulate": 2}, "accumulate"), ({"sampling": "balanced"}, "sampling")],
+)
+def test_other_precision_accumulation_and_sampling_are_refused(changes: dict[str, Any], what: str) -> None:
     """A norm that was rounded might exceed the clipping norm, for which the noise is measured."""
     with pytest.raises(ConfigError, match=what):
         get_method("fedavg").check(PRIVATE, small_task(network=INSTANCE_UNET, **changes))

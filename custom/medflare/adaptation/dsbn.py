@@ -19,9 +19,6 @@ class TestTimeNorm(nn.Module):
     """A BatchNorm layer that normalises by the current test batch instead of its running statistics.
 
     A channel with a single value (one image, 1x1 features) has no variance: it uses the running statistics.
-
-    Args:
-        layer: the BatchNorm layer, whose scale and shift are used.
     """
 
     __test__ = False  # not a test, in spite of its name
@@ -38,11 +35,7 @@ class TestTimeNorm(nn.Module):
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The model's BatchNorm layers by name, found by type; a layer used in two places has two names.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """The model's BatchNorm layers by name, found by type; a layer used in two places has two names. ConfigError if there are none."""
     layers = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, _BatchNorm)}
     if not layers:
         raise ConfigError(
@@ -52,11 +45,7 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
-    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers by name.
-
-    Raises:
-        ConfigError: the model has no BatchNorm.
-    """
+    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers by name (`batch_norm_layers`)."""
     model = copy.deepcopy(model).eval()
     replaced: dict[_BatchNorm, TestTimeNorm] = {}
     by_name: dict[str, TestTimeNorm] = {}
@@ -69,14 +58,10 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
 
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Replace, in place, the running statistics of every BatchNorm layer by those of all these images together.
+    """Replace, in place, the running statistics of every BatchNorm layer by those of all these images (N, C, H, W) together.
 
     Meanwhile every layer normalises by the current batch, so that deep layers get nearly the inputs that they will get afterwards. A layer
     with a single value per channel (one image, 1x1 features) keeps its statistics.
-
-    Args:
-        model: changed in place.
-        batches: images (N, C, H, W), at least one.
 
     Raises:
         ConfigError: the model has no BatchNorm.
@@ -107,11 +92,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
 
 
 class TargetStatistics(nn.Module):
-    """A model, images to probabilities, that `adapt` gives the BatchNorm statistics of a site; before, it has the trained ones.
-
-    Raises:
-        ConfigError: the model has no BatchNorm.
-    """
+    """A model, images to probabilities, that `adapt` gives the BatchNorm statistics of a site; before, it has the trained ones."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -119,11 +100,9 @@ class TargetStatistics(nn.Module):
         self.model = copy.deepcopy(model).eval()
 
     def adapt(self, batches: Iterable[Tensor]) -> None:
-        """Replace the statistics by those of these images, see `estimate_statistics`."""
         estimate_statistics(self.model, batches)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities with the current statistics."""
         return self.model(images)
 
     def statistics(self) -> StateDict:

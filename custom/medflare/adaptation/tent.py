@@ -39,7 +39,6 @@ class Tent(nn.Module):
 
     Args:
         model: images (N, C, H, W) to probabilities; it is copied and not changed.
-        target: the task's target, see `prediction_entropy`.
         batch_size: maximum size of the even batches into which images are cut; None: one batch.
 
     Raises:

@@ -4,7 +4,7 @@ What an author of a method needs can be imported from here: `Method`, `SiteAlgor
 start from, the words of their declarations, and the training loop.
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 
@@ -30,7 +30,4 @@ _MODULES = {
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted(_PUBLIC)
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

@@ -27,13 +27,7 @@ class SiteModel:
 
 
 def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
-    """Site -> state."""
     return {site: model.state for site, model in models.items()}
-
-
-def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
-    """Site -> number of samples."""
-    return {site: model.samples for site, model in models.items()}
 
 
 def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
@@ -50,10 +44,9 @@ def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteMod
 
 
 class Aggregation(ABC, Generic[V]):
-    """The formula of a server algorithm.
+    """The formula of a server algorithm, whose hyper-parameters it takes.
 
     Attributes:
-        hyper: the server algorithm's hyper-parameters.
         rounds: of the federation, for formulas with a schedule; None if unknown.
         weights: site -> its weight in the last call, for the record; may stay empty.
     """
@@ -85,14 +78,13 @@ class Aggregation(ABC, Generic[V]):
         """Adds the formula's state of earlier rounds to the algorithm's stored message."""
 
     def unpack(self, message: Message) -> None:
-        """Reads what `pack` added."""
+        """Takes out what `pack` added."""
 
 
 class NoAggregation(Aggregation[Any]):
     """Of a server algorithm that averages no models."""
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """Raises ConfigError."""
         raise ConfigError("the method's server algorithm averages no models; run it with its own server algorithm")
 
 
@@ -103,7 +95,6 @@ class WeightedMean(Aggregation[Any]):
     """
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The mean of every entry by `hyper.rule`, with the weights of `shares`."""
         return self.combined(states_of(models), self.shares(models), previous)
 
     def combined(self, states: Mapping[str, StateDict], shares: Mapping[str, float], origin: StateDict | None = None) -> StateDict:
@@ -117,4 +108,4 @@ class WeightedMean(Aggregation[Any]):
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
         """Site -> p_k, up to a common factor."""
-        return dict.fromkeys(models, 1.0) if self.hyper.weighting == "uniform" else samples_of(models)
+        return {site: 1.0 if self.hyper.weighting == "uniform" else model.samples for site, model in models.items()}

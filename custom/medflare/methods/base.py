@@ -76,11 +76,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[S, V]):
-    """What both algorithms know before training.
+    """What both algorithms know before training; both may read both hyper-parameters.
 
     Attributes:
         sites: names of the inside sites, sorted; a site's index is its label.
-        site_hyper, server_hyper: the hyper-parameters of the two algorithms; both may read both.
     """
 
     task: TaskConfig
@@ -109,7 +108,6 @@ class ServerContext:
         phases: of the site algorithm; empty if unknown.
         aggregation: the formula to aggregate with (that of FLARE's aggregator component); None: the algorithm's own.
         site_counts: site -> its reply to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
-        events: takes warnings for the results.
         notes: site -> numbers of this step's aggregation, see `note`.
         start: the task's initial weights if they are not random, see `networks.weights.starting_state`.
         weights: file or folder of weights at the server; None: see `networks.weights.find_weights`.
@@ -131,20 +129,16 @@ class ServerContext:
 
     @property
     def task(self) -> TaskConfig:
-        """The task of the plan."""
         return self.plan.task
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The inside sites."""
         return self.plan.sites
 
     def reply_spec(self, phase: str, entry: str) -> StateSpec | None:
         """Shapes of an entry of the sites' replies to a phase; None if the site algorithm declares no such entry."""
-        for declared in (declared for declared in self.phases if declared.name == phase):
-            for spec in (spec for spec in declared.answered(self.plan) if spec == entry):
-                return spec.spec(self.plan)
-        return None
+        specs = (spec for declared in self.phases if declared.name == phase for spec in declared.answered(self.plan))
+        return next((spec.spec(self.plan) for spec in specs if spec == entry), None)
 
     def note(self, **numbers: Mapping[str, float]) -> None:
         """Adds numbers by site to the record of this step, for example `note(weight={"A": 0.4, "B": 0.6})`."""
@@ -181,7 +175,6 @@ class SiteAlgorithm(ABC, Generic[S]):
     (seed, site, round, purpose).
 
     Attributes:
-        Hyper: the hyper-parameters of this algorithm.
         server_hyper: the class that the server algorithm's hyper-parameters must have.
         phases: requests and replies; each phase has a method of its name, (round, message) -> reply.
         delivery: the server's message with the final models; None: not declared.
@@ -226,11 +219,7 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @classmethod
     def phase(cls, name: str) -> Phase:
-        """The declaration of a phase.
-
-        Raises:
-            ConfigError: no such phase.
-        """
+        """The declaration of a phase; ConfigError if there is none."""
         for phase in cls.phases:
             if phase.name == name:
                 return phase
@@ -292,7 +281,6 @@ class SiteAlgorithm(ABC, Generic[S]):
 
         Args:
             purpose: names the network within the algorithm, and keys its initial weights.
-            state: its weights.
             spec: the network, see `networks.catalogue`; None: the task's.
             outputs: output channels; None: the task's.
         """
@@ -317,7 +305,6 @@ class ServerAlgorithm(ABC, Generic[V]):
     """A method's work at the server.
 
     Attributes:
-        Hyper: the hyper-parameters of this algorithm.
         site_hyper: the class that the site algorithm's hyper-parameters must have.
         aggregation_class: the formula that aggregates models; FLARE's aggregators run the same one.
         capabilities: "freeze", as of a site algorithm.

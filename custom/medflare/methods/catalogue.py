@@ -52,11 +52,7 @@ def get_method(name: str | Method, *, site: str | None = None, server: str | Non
 
 
 def module_of(name: str) -> str:
-    """The module that holds a method, without importing it.
-
-    Raises:
-        ConfigError: no such method, with the nearest name.
-    """
+    """The module that holds a method, without importing it; ConfigError, with the nearest name, if there is none."""
     if name in _builtin():
         return _builtin()[name]
     if name in _foreign():
@@ -104,11 +100,7 @@ def _first_builder(kind: str, names: Iterable[str]) -> "Callable[[TaskConfig, Me
 
 
 def _registered(method: Method) -> str:
-    """The name of a method object, now known to this process; a later object of the same name replaces it.
-
-    Raises:
-        ConfigError: a package declares another method of that name.
-    """
+    """The name of a method object, now known to this process; a later one of that name replaces it, unless a package declares it."""
     declared = method.name in _builtin() or method.name in _foreign()
     if declared and _by_name(method.name) is not method:
         raise ConfigError(f"method {method.name!r} exists already, from {module_of(method.name)}; give yours another name")
@@ -151,11 +143,7 @@ def _methods_in(module: str) -> Iterator[Method]:
 
 @cache
 def _foreign() -> dict[str, EntryPoint]:
-    """Methods of other distributions by name.
-
-    Raises:
-        ConfigError: a name that medflare or another distribution has, or a word of the command line.
-    """
+    """Methods of other distributions by name; ConfigError if it is in use, also as a word of the command line."""
     points: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         other = points.get(point.name)

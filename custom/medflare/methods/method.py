@@ -26,9 +26,6 @@ class Method:
     """Declared as `METHOD` in the package or module of the method, where the catalogue finds it.
 
     Attributes:
-        name: as in commands, jobs and results.
-        title: a few words.
-        paper: short citation.
         site, server: the two algorithms, each a class or "module:Class".
         models: kind of a final model -> builder of its module, or "module:function"; the kind "plain" needs none.
         trains: False for a method that only queries the sites: no rounds of training, no new models.
@@ -60,10 +57,7 @@ class Method:
 
     @cached_property
     def server_class(self) -> "type[ServerAlgorithm[Any]]":
-        """The server algorithm."""
         return loaded(self.server)
-
-    # -- hyper-parameters ------------------------------------------------------------------------------------------------------
 
     @property
     def hyper_classes(self) -> dict[str, type]:
@@ -146,8 +140,6 @@ class Method:
             return ""
         return f"method {self.name!r} cannot train with differential privacy: {self.site_class.dp_unsupported_reason}"
 
-    # -- objects ---------------------------------------------------------------------------------------------------------------
-
     def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
         """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which raises the same errors."""
         from medflare.methods.base import Plan
@@ -156,20 +148,14 @@ class Method:
         return Plan(task, sites, *self._built(values))
 
     def make_site(self, site: "Site", plan: "Plan[Any, Any]") -> "SiteAlgorithm[Any]":
-        """The site algorithm at one site."""
         return self.site_class(site, plan)
 
     def make_server(self, context: "ServerContext") -> "ServerAlgorithm[Any]":
-        """The server algorithm of one federation."""
         return self.server_class(context)
 
 
 def paired(of_site: Method, of_server: Method) -> Method:
-    """The site algorithm of one method with the server algorithm of another.
-
-    Raises:
-        ConfigError: one of the two does not train.
-    """
+    """The site algorithm of one method with the server algorithm of another; ConfigError if one of the two does not train."""
     if of_site is of_server:
         return of_site
     if not (of_site.trains and of_server.trains):

@@ -56,10 +56,9 @@ class NoisyOptimizer(DPOptimizer):
 
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
-    """Tries gradients of each image with two images (2, C, ...); the network must not be used afterwards.
+    """Raises ConfigError for a layer that Opacus does not support, or that changes its input in place.
 
-    Raises:
-        ConfigError: a layer that Opacus does not support, or that changes its input in place.
+    Tries gradients of each image with two images (2, C, ...); the network must not be used afterwards.
     """
     try:
         hooks = GradSampleModule(network, loss_reduction="mean")
@@ -86,8 +85,6 @@ def train_dp_sgd(
 
     Args:
         model: without layers that mix the images of a batch (`settings.check_private`).
-        optimizer: of the model's parameters.
-        site: gives the training patients.
         release: noise σ, sampling rate q and number of steps.
         clip: C, the largest norm of one patient's gradient.
         random: the source of samples, augmentation, dropout and noise.

@@ -36,7 +36,6 @@ Accountant = Callable[[Sequence[Release], float], float]  # (releases, delta) ->
 
 
 def training_patients(site: Site) -> int:
-    """Number of patients in the site's training split."""
     return len(set(site.data.train.patients))
 
 
@@ -44,15 +43,10 @@ class Ledger:
     """Releases in order, read from and written to a store every time, since several processes may use it."""
 
     def __init__(self, store: Store, name: str = "privacy"):
-        self._store = store
-        self._name = name
+        self._store, self._name = store, name
 
     def releases(self) -> list[Release]:
-        """All releases.
-
-        Raises:
-            StateError: the stored ledger is damaged.
-        """
+        """All releases; StateError if the stored ledger is damaged."""
         message = self._store.load(self._name)
         return [] if message is None else [Release(*entry) for entry in message.meta["releases"]]
 
@@ -85,7 +79,6 @@ class Budget:
 
     @property
     def ledger(self) -> Ledger:
-        """The site's ledger over all jobs."""
         return Ledger(StateStore(self.folder), f"privacy-{self.site}")
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:

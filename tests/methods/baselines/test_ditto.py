@@ -38,16 +38,7 @@ def test_personal_model_by_hand(squares: ModuleType) -> None:
     for round in range(2):
         shared = played.log[round].outgoing["B"].states["model"]
         expected = by_hand(played.algorithms["B"], expected, shared, round, 0.7)
-    squares.assert_close(played.algorithms["B"].personal, expected)
-
-
-def test_the_global_model_is_fedavgs(squares: ModuleType) -> None:
-    ditto, fedavg = (squares.federation(site, FedAvgServer, rounds=3) for site in (DittoSite, FedAvgSite))
-    assert squares.equal(ditto.model, fedavg.model)
-    for ours, theirs in zip(ditto.log, fedavg.log, strict=True):
-        assert all(
-            squares.equal(ours.replies[name].states.get("model", {}), theirs.replies[name].states.get("model", {})) for name in "ABC"
-        )
+    squares.assert_close(played.algorithms["B"].own, expected)
 
 
 def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: ModuleType) -> None:
@@ -59,18 +50,6 @@ def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: Mo
     first = played.log[0].replies["A"].meta["validation"]
     assert first["personal"] == first["global"], "v begins as w_g"
     assert METHOD.site_class.phases == FedAvgSite.phases
-
-
-def test_the_final_model_is_of_the_best_round_by_the_sites_own_validation(squares: ModuleType) -> None:
-    played = squares.federation(DittoSite, FedAvgServer, rounds=3)
-    algorithm, message = played.algorithms["A"], played.server.configure_final("A")
-    values = [turn.replies["A"].meta["validation"]["personal"] for turn in played.log[1:]]
-    assert algorithm.best.value == max(values) and algorithm.best.round == 1 + values.index(max(values))
-    models = algorithm.finalize(message)
-    assert squares.equal(models["personal"].states["model"], algorithm.best.state)
-    assert models["deployed"] is models["personal"] and squares.equal(models["global"].states["model"], message.states["model"])
-    last = squares.federation(DittoSite, FedAvgServer, rounds=3, selection="last")
-    assert squares.equal(last.algorithms["A"].finalize(message)["personal"].states["model"], algorithm.personal)
 
 
 @pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])

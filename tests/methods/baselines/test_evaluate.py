@@ -68,7 +68,7 @@ def test_a_site_builds_kinds_of_medflare_that_fit_its_task() -> None:
         algorithm.finalize(plain_message({name: tensor[None] for name, tensor in state.items()}))
 
 
-@pytest.mark.parametrize("name", ["evaluate", "fingerprint", "fedavg"])
+@pytest.mark.parametrize("name", ["evaluate", "fingerprint", "fedavg", "fedsm"])
 def test_a_site_with_a_privacy_budget_evaluates(name: str, tmp_path: Path) -> None:
     """No training image shows in the reply; what trains, or describes training images, needs DP-SGD there."""
     site = squares.site("A")

@@ -1,7 +1,5 @@
 """FedProx by its formula; μ = 0 is FedAvg, a large μ keeps the model near the global one."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,6 @@ from torch import nn
 
 from helpers.fixture_types import Golden
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.baselines.fedprox import FedProxSite
-from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.parts.proximal import proximal_term
 
 
@@ -33,21 +28,3 @@ def test_step_is_the_reference(golden: Golden, step: str) -> None:
     for name, weight in network.named_parameters():
         expected = torch.from_numpy(numbers[f"fedprox_step_{step}_lr.1_mu.1/{name}"])
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_proximal_gradient_by_hand() -> None:
-    linear, norm = nn.Linear(1, 1), nn.BatchNorm1d(1)
-    network = nn.Sequential(linear, norm)
-    linear.bias.requires_grad_(False)
-    anchor = {name: torch.zeros_like(tensor) for name, tensor in network.state_dict().items()}
-    with torch.no_grad():
-        linear.weight.fill_(3.0)
-    linear.weight.grad = torch.tensor([[1.0]])
-    proximal_term(network, anchor, 0.5)()
-    assert linear.weight.grad.item() == 1 + 0.5 * 3
-    assert linear.bias.grad is None and norm.weight.grad is None, "frozen, and without a part in the loss"
-
-
-def test_without_mu_it_is_fedavg(squares: ModuleType) -> None:
-    prox = squares.federation(FedProxSite, FedAvgServer, rounds=3, mu=0.0)
-    assert squares.equal(prox.model, squares.federation(FedAvgSite, FedAvgServer, rounds=3).model)

@@ -75,14 +75,9 @@ def test_numbers_of_single_patients_are_held_back(volumes: Path) -> None:
     assert algorithm.perform("describe", 0, Message()).meta == {FINGERPRINT: {}}
 
 
-@pytest.fixture
-def numbers(volumes: Path) -> dict[str, Any]:
-    """The fingerprint of site A."""
-    return dict(to_json(fingerprints(volumes / "A", CUBES))["sites"][0])
-
-
 @pytest.mark.parametrize(("change", "token"), [({"images": -1}, "images"), ({"zeros": float("nan")}, ""), ({"names": ["smith"]}, "names")])
-def test_invalid_fingerprints_are_refused(numbers: dict[str, Any], change: dict[str, Any], token: str) -> None:
+def test_invalid_fingerprints_are_refused(volumes: Path, change: dict[str, Any], token: str) -> None:
+    numbers = dict(to_json(fingerprints(volumes / "A", CUBES))["sites"][0])
     assert FINGERPRINT.problem(numbers) is None and FINGERPRINT.problem({}) is None
     problem = FINGERPRINT.problem({**numbers, **change})
     assert problem and token in problem

@@ -1,6 +1,5 @@
 """SCAFFOLD by its formulas; c remains the mean of the sites' c_k if sites or updates are missing; client drift is corrected."""
 
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,15 +15,6 @@ from medflare.methods.fedavg.site import FedAvgSite
 
 LR = 0.05
 SGD = {"name": "sgd", "lr": LR}
-
-
-def close(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
-
-
-# ---- formulas ------------------------------------------------------------------------------------------------------------
 
 
 def test_step_is_the_reference(golden: Golden) -> None:
@@ -50,9 +40,6 @@ def test_correction_by_hand() -> None:
     assert {name: tensor.item() for name, tensor in correction.mean().items()} == {"weight": 4, "bias": 0}
 
 
-# ---- c_k -----------------------------------------------------------------------------------------------------------------
-
-
 def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squares: ModuleType) -> None:
     """c_k⁺ - c_k = -c + (w_g - y) / (K η_l) under plain gradient descent (Alg. 1, line 12, ii)."""
     task = squares.task(optimizer=SGD, local_epochs=2, batch_size=5)
@@ -63,7 +50,7 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squar
             sent, update = turn.outgoing[name].states, reply.states["control_update"]
             way = difference(sent["model"], reply.states["model"])
             printed = {key: way[key] / (steps * LR) - sent["control"][key] for key in update}
-            close(update, printed)
+            squares.assert_close(update, printed)
 
 
 def test_the_first_round_is_fedavg(squares: ModuleType) -> None:
@@ -83,21 +70,17 @@ def control_variates(played: Any) -> dict[str, StateDict]:
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_c_is_the_mean_of_all_c_k_for_any_participation(squares: ModuleType, weighting: str) -> None:
-    plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting=weighting)
-    counts = {"A": 12, "B": 6, "C": 9}
-    algorithms = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in counts.items()}
-    server = squares.server(ScaffoldServer, rounds=4, outside=(), algorithms=algorithms)
-    missing = {0: "C", 1: "C", 2: "A"}
-    played = squares.play(server, algorithms, lambda step, name: missing.get(step.round) == name)
-    weights = dict.fromkeys(counts, 1.0) if weighting == "uniform" else counts
-    close(played.server.control, weighted_mean(control_variates(played), weights))
+    counts, missing = {"B": (6, 4, 5), "C": (9, 4, 5)}, {0: "C", 1: "C", 2: "A"}
+    absent = lambda step, name: missing.get(step.round) == name  # noqa: E731
+    played = squares.federation(ScaffoldSite, ScaffoldServer, rounds=4, counts=counts, absent=absent, weighting=weighting)
+    weights = dict.fromkeys("ABC", 1.0) if weighting == "uniform" else {"A": 12, "B": 6, "C": 9}
+    squares.assert_close(played.server.control, weighted_mean(control_variates(played), weights))
     assert any(tensor.any() for tensor in played.server.control.values())
 
 
 def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> None:
     """`max_client_weight` reduces A's weight; after C has enrolled late, which changes the limit, c is still the mean of the c_k."""
-    plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting="samples")
-    algorithms = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in {"A": 12, "B": 6, "C": 6}.items()}
+    algorithms = squares.algorithms(ScaffoldSite, counts=dict.fromkeys("BC", (6, 4, 5)), weighting="samples")
     server = squares.server(ScaffoldServer, rounds=2, outside=(), algorithms=algorithms)
     late = server.context.site_counts.pop("C")
     server.context.counted = {"A": 0.5, "B": 1.0}
@@ -107,14 +90,14 @@ def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> 
         server.aggregate(step, replies)
         server.context.site_counts["C"], server.context.counted = late, {"A": 1.0, "B": 1.0, "C": 1.0}
     assert server.weights == {"A": 6.0, "B": 6.0, "C": 6.0}
-    close(server.control, weighted_mean(control_variates(squares.Played([], server, algorithms)), server.weights))
+    squares.assert_close(server.control, weighted_mean(control_variates(squares.Played([], server, algorithms)), server.weights))
 
 
 def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
     """c <- c + |S|/N · mean of the updates (Alg. 1, line 17), N = 3."""
     played = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1, absent=lambda step, name: name != "A")
     update = played.log[0].replies["A"].states["control_update"]
-    close(played.server.control, {name: tensor / 3 for name, tensor in update.items()})
+    squares.assert_close(played.server.control, {name: tensor / 3 for name, tensor in update.items()})
 
 
 def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) -> None:
@@ -123,6 +106,6 @@ def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) 
     for step in server.steps()[:3]:
         replies = {name: algorithm.perform(step.phase, step.round, server.configure(step, name)) for name, algorithm in algorithms.items()}
         server.aggregate(step, {name: reply for name, reply in replies.items() if (name, step.round) not in {("B", 1), ("C", 2)}})
-    played = squares.Played([], server, algorithms)
-    close(server.control, weighted_mean(control_variates(played), dict.fromkeys("ABC", 1.0)))
+    controls = control_variates(squares.Played([], server, algorithms))
+    squares.assert_close(server.control, weighted_mean(controls, dict.fromkeys("ABC", 1.0)))
     assert algorithms["B"].control is not None, "the update of round 0 was counted, that of round 1 was not"

@@ -20,9 +20,8 @@ def head(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if name.startswith("head.")}
 
 
-def play(task: TaskConfig, site_class: type[FedAvgSite[Any]] = FedAvgSite, rounds: int = 3, **hyper: Any) -> Any:
-    members = {name: squares.algorithm(site_class, name, task, **hyper) for name in "ABC"}
-    return squares.play(squares.server(FedAvgServer, task, rounds=rounds, outside=(), algorithms=members), members)
+def play(task: TaskConfig, rounds: int = 3) -> squares.Played:
+    return squares.federation(FedAvgSite, FedAvgServer, task, rounds=rounds)
 
 
 def test_frozen_parts_neither_change_nor_travel() -> None:
@@ -51,7 +50,7 @@ def test_a_list_is_frozen_in_every_round() -> None:
 
 
 def test_the_trainable_part_has_its_own_moments() -> None:
-    members = play(small_task(**FROZEN), rounds=4, reset_optimizer=False)[2]
+    members = play(small_task(**FROZEN), rounds=4)[2]
     kept = members["A"].memory.states
     assert {"optimizer/model", "optimizer/model/part"} <= set(kept)
     assert len(kept["optimizer/model/part"]) < len(kept["optimizer/model"])

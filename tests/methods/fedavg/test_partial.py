@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
@@ -29,24 +28,8 @@ class OwnHead(PartialSite[FedAvgSiteHyper]):
         return LocalPart.of_paths(network, ["head"])
 
 
-class NothingOwn(OwnHead):
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart(frozenset())
-
-
-class AllOwn(OwnHead):
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart(frozenset(network.state_dict()))
-
-
 def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> squares.Played:
     return squares.federation(site_class, FedAvgServer, **options)
-
-
-def whole(algorithm: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**shared, **algorithm.local}
 
 
 def test_the_local_part_never_travels() -> None:
@@ -66,27 +49,24 @@ def test_the_first_round_starts_from_the_common_initial_model() -> None:
 
 
 def test_without_a_local_part_it_is_fedavg() -> None:
+    class NothingOwn(OwnHead):
+        @classmethod
+        def local_part(cls, network: nn.Module) -> LocalPart:
+            return LocalPart(frozenset())
+
     played = federation(NothingOwn, outside=("O",))
     assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
     assert equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 
 def test_without_a_shared_part_it_is_refused() -> None:
+    class AllOwn(OwnHead):
+        @classmethod
+        def local_part(cls, network: nn.Module) -> LocalPart:
+            return LocalPart(frozenset(network.state_dict()))
+
     with pytest.raises(ConfigError, match="unet"):
         federation(AllOwn)
-
-
-def test_an_inside_site_uses_its_best_round() -> None:
-    log, server, algorithms = federation(rounds=4)
-    for name, algorithm in algorithms.items():
-        values = [turn.replies[name].meta["validation"]["global"] for turn in log]
-        assert algorithm.best.value == max(values[1:]) and algorithm.best.round == 1 + values[1:].index(max(values[1:]))
-        models = algorithm.finalize(server.configure_final(name))
-        assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
-        state = models["personal"].states["model"]
-        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.best.value)
-        sent = next(turn.outgoing[name].states["model"] for turn in log if turn.step.round == algorithm.best.round)
-        assert all(torch.equal(state[entry], tensor) for entry, tensor in sent.items())
 
 
 def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
@@ -101,9 +81,8 @@ def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
     assert equal(server.models()["global"].states["model"], state)
     shared = {name: tensor for name, tensor in state.items() if name not in HEAD}
     last = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
-    assert equal(
-        last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"], whole(last.algorithms["A"], shared)
-    )
+    own = last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"]
+    assert equal(own.states["model"], {**shared, **last.algorithms["A"].local})
 
 
 def test_a_site_that_never_trained_has_the_initial_local_part() -> None:

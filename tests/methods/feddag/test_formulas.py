@@ -11,23 +11,7 @@ from torch import Tensor
 from helpers.fixture_types import Golden
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
-from medflare.methods import feddag
-from medflare.methods.feddag import formulas as feddag_math
-from medflare.methods.feddag.formulas import (
-    centred_scores,
-    choose_evaluators,
-    discrepancy,
-    ema_decay,
-    ema_update,
-    generalization_scores,
-    instance_discrepancy,
-    round_decay,
-    sharpness_perturbation,
-    similarity_loss,
-    soft_balancing_weights,
-    softmax_weights,
-    within_client_average,
-)
+from medflare.methods.feddag import formulas as feddag
 from medflare.methods.feddag.generator import DomainGenerator, generated
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
@@ -44,16 +28,16 @@ def state(value: float, count: int = 0) -> StateDict:
 
 def test_discrepancy_matches_the_reference(reference: dict[str, Tensor]) -> None:
     f, f_hat = reference["dis/f"], reference["dis/f_hat"]
-    torch.testing.assert_close(instance_discrepancy(f, f_hat), reference["dis/half_sq_dist_per_instance"], **CLOSE)
-    torch.testing.assert_close(similarity_loss(f, f_hat), reference["dis/similarity_loss_mean"], **CLOSE)
+    torch.testing.assert_close(feddag.instance_discrepancy(f, f_hat), reference["dis/half_sq_dist_per_instance"], **CLOSE)
+    torch.testing.assert_close(feddag.similarity_loss(f, f_hat), reference["dis/similarity_loss_mean"], **CLOSE)
     for m in ("0.01", "0.05", "0.1", "1.0"):
-        torch.testing.assert_close(discrepancy(f, f_hat, float(m)), reference[f"dis/capped_mean_m{m}"], **CLOSE)
-        torch.testing.assert_close(discrepancy(f, f_hat, float(m), "batch"), reference[f"dis/capped_batchlevel_m{m}"], **CLOSE)
+        torch.testing.assert_close(feddag.discrepancy(f, f_hat, float(m)), reference[f"dis/capped_mean_m{m}"], **CLOSE)
+        torch.testing.assert_close(feddag.discrepancy(f, f_hat, float(m), "batch"), reference[f"dis/capped_batchlevel_m{m}"], **CLOSE)
 
 
 def test_a_capped_instance_has_no_gradient(reference: dict[str, Tensor]) -> None:
     f_hat = reference["dis/f_hat"].clone().requires_grad_()
-    discrepancy(reference["dis/f"], f_hat, 0.1).backward()
+    feddag.discrepancy(reference["dis/f"], f_hat, 0.1).backward()
     torch.testing.assert_close(f_hat.grad, reference["dis/grad_fhat_capped_m0.1"], **CLOSE)
     capped = reference["dis/half_sq_dist_per_instance"] > 0.1
     assert f_hat.grad is not None and capped.any() and torch.equal(f_hat.grad[capped], torch.zeros_like(f_hat.grad[capped]))
@@ -61,10 +45,10 @@ def test_a_capped_instance_has_no_gradient(reference: dict[str, Tensor]) -> None
 
 def test_discrepancy_of_degenerate_features() -> None:
     f = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    assert discrepancy(f, 7 * f, 0.1) == pytest.approx(0, abs=1e-7)
-    assert discrepancy(f, -f, 0.0) == 0
+    assert feddag.discrepancy(f, 7 * f, 0.1) == pytest.approx(0, abs=1e-7)
+    assert feddag.discrepancy(f, -f, 0.0) == 0
     zero = torch.zeros(2, 4, requires_grad=True)
-    discrepancy(f[:2], zero, 1.0).backward()
+    feddag.discrepancy(f[:2], zero, 1.0).backward()
     assert zero.grad is not None and zero.grad.isfinite().all()
 
 
@@ -73,14 +57,14 @@ def test_discrepancy_in_half_precision(dtype: torch.dtype) -> None:
     """A norm of 0, and one beyond float16's range."""
     large = torch.full((2, 4), 6e4, dtype=dtype)
     for f, f_hat, expected in ((0 * large, large, 0.5), (large, large, 0.0), (large, -large, 2.0)):
-        actual = discrepancy(f, f_hat, 5.0)
+        actual = feddag.discrepancy(f, f_hat, 5.0)
         assert actual.dtype == dtype and float(actual) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("decay", ["0.9", "0.99", "0.999"])
 def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: str) -> None:
     teacher = {"weight": reference["ema/teacher"].clone()}
-    ema_update(teacher, {"weight": reference["ema/student"]}, float(decay))
+    feddag.ema_update(teacher, {"weight": reference["ema/student"]}, float(decay))
     torch.testing.assert_close(teacher["weight"], reference[f"ema/out_{decay}"], **CLOSE)
 
 
@@ -89,7 +73,7 @@ def test_the_teacher_of_the_round_before_decays_to_exp_minus_5(batches: int) -> 
     """exp(-1 / (0.2 B)) over B batches is exp(-5) for any B."""
     teacher = {"w": torch.ones((), dtype=torch.float64)}
     for _ in range(batches):
-        ema_update(teacher, {"w": torch.zeros((), dtype=torch.float64)}, round_decay(batches))
+        feddag.ema_update(teacher, {"w": torch.zeros((), dtype=torch.float64)}, feddag.round_decay(batches))
     assert teacher["w"].item() == pytest.approx(math.exp(-5), rel=1e-9)
 
 
@@ -98,14 +82,14 @@ def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:
     student(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)))
     assert teacher.running_mean is not None and student.running_mean is not None
     expected = 0.75 * teacher.running_mean + 0.25 * student.running_mean
-    ema_update(teacher.state_dict(), student.state_dict(), 0.75)
+    feddag.ema_update(teacher.state_dict(), student.state_dict(), 0.75)
     torch.testing.assert_close(teacher.running_mean, expected)
     assert teacher.num_batches_tracked == 1
 
 
 def test_perturbation_matches_the_reference(reference: dict[str, Tensor]) -> None:
     names = [key.removeprefix("sharp/grad/") for key in reference if key.startswith("sharp/grad/")]
-    epsilon = sharpness_perturbation({name: reference[f"sharp/grad/{name}"] for name in names}, 0.3)
+    epsilon = feddag.sharpness_perturbation({name: reference[f"sharp/grad/{name}"] for name in names}, 0.3)
     for name in names:
         perturbed = reference[f"sharp/theta/{name}"] + epsilon[name]
         torch.testing.assert_close(perturbed, reference[f"sharp/wpoptim_perturbed_rho0.3/{name}"], **CLOSE)
@@ -114,8 +98,8 @@ def test_perturbation_matches_the_reference(reference: dict[str, Tensor]) -> Non
 
 def test_scores_match_the_reference(reference: dict[str, Tensor]) -> None:
     metrics = reference["score/metric_matrix_model_by_client"]
-    torch.testing.assert_close(generalization_scores(metrics), reference["score/s_mean_over_others"], **CLOSE)
-    weighted = generalization_scores(metrics, reference["score/n_val"])
+    torch.testing.assert_close(feddag.generalization_scores(metrics), reference["score/s_mean_over_others"], **CLOSE)
+    weighted = feddag.generalization_scores(metrics, reference["score/n_val"])
     torch.testing.assert_close(weighted, reference["score/s_weighted_by_nval"], **CLOSE)
 
 
@@ -126,15 +110,15 @@ def without_diagonal(metrics: Tensor) -> Tensor:
 def test_centred_scores_do_not_have_the_evaluators_levels() -> None:
     """Each evaluator gives one constant: the plain means differ, the centred scores do not."""
     constants = without_diagonal(torch.tensor([0.221, 0.256, 0.446], dtype=torch.float64).expand(3, 3))
-    plain, centred = generalization_scores(constants), centred_scores(constants)
+    plain, centred = feddag.generalization_scores(constants), feddag.centred_scores(constants)
     assert plain.max() - plain.min() > 0.1
     assert centred.unique().numel() == 1 and centred[0].item() == pytest.approx(plain.mean().item())
 
 
 def test_readings_that_the_product_does_not_use() -> None:
-    assert [ema_decay(step, 0.7, ramp=True) for step in (0, 1, 9)] == [0.0, 0.5, 0.7] and ema_decay(0, 0.9) == 0.9
-    torch.testing.assert_close(softmax_weights([0.5, 0.4], 0.1), torch.tensor([1.0, math.exp(-1)]) / (1 + math.exp(-1)))
-    torch.testing.assert_close(softmax_weights([0.5, 0.5, 0.5], 0.1), torch.full((3,), 1 / 3))
+    assert [feddag.ema_decay(step, 0.7, ramp=True) for step in (0, 1, 9)] == [0.0, 0.5, 0.7] and feddag.ema_decay(0, 0.9) == 0.9
+    torch.testing.assert_close(feddag.softmax_weights([0.5, 0.4], 0.1), torch.tensor([1.0, math.exp(-1)]) / (1 + math.exp(-1)))
+    torch.testing.assert_close(feddag.softmax_weights([0.5, 0.5, 0.5], 0.1), torch.full((3,), 1 / 3))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -145,50 +129,50 @@ def test_centred_scores_are_the_models_own(sites: int, weighted: bool) -> None:
     models = 0.2 * torch.rand(sites, 1, dtype=torch.float64, generator=generator)
     evaluators = 0.3 + 0.3 * torch.rand(1, sites, dtype=torch.float64, generator=generator)
     counts = torch.arange(1, sites + 1) if weighted else None
-    scores = centred_scores(without_diagonal(models + evaluators), counts)
+    scores = feddag.centred_scores(without_diagonal(models + evaluators), counts)
     torch.testing.assert_close(scores - scores[0], (models - models[0]).squeeze(1), rtol=0, atol=1e-8)
 
 
 def test_centred_scores_without_common_evaluators() -> None:
     """Two sites score one model each: equal scores."""
-    assert centred_scores(torch.tensor([[math.nan, 0.9], [0.3, math.nan]])).tolist() == pytest.approx([0.6, 0.6])
-    assert centred_scores(torch.tensor([[0.9]])).isnan().all()
+    assert feddag.centred_scores(torch.tensor([[math.nan, 0.9], [0.3, math.nan]])).tolist() == pytest.approx([0.6, 0.6])
+    assert feddag.centred_scores(torch.tensor([[0.9]])).isnan().all()
     one_missing = torch.tensor([[math.nan, 0.9, 0.7], [0.3, math.nan, 0.5], [math.nan] * 3])
-    scores = centred_scores(one_missing)
+    scores = feddag.centred_scores(one_missing)
     assert scores[2].isnan() and (scores[0] - scores[1]).item() == pytest.approx(0.2)  # the third site scored both
 
 
 def test_scores_without_the_own_site_and_undefined_metrics() -> None:
     metrics = torch.tensor([[0.0, 0.5, 0.7], [math.nan, 1.0, 0.3], [math.nan, math.nan, 1.0]])
-    scores = generalization_scores(metrics)
+    scores = feddag.generalization_scores(metrics)
     torch.testing.assert_close(scores[:2], torch.tensor([0.6, 0.3], dtype=torch.float64))
     assert scores[2].isnan()
-    assert generalization_scores(torch.tensor([[0.9]])).isnan().all()
+    assert feddag.generalization_scores(torch.tensor([[0.9]])).isnan().all()
 
 
 @pytest.mark.parametrize(
     ("name", "beta"), [("power_beta0", 0.0), ("power_beta0.5", 0.5), ("power_beta1", 1.0), ("inverse_power_beta0.5", -0.5)]
 )
 def test_weights_match_the_reference(reference: dict[str, Tensor], name: str, beta: float) -> None:
-    weights = soft_balancing_weights(reference["score/s_mean_over_others"], beta)
+    weights = feddag.soft_balancing_weights(reference["score/s_mean_over_others"], beta)
     torch.testing.assert_close(weights, reference[f"weights/{name}"], **CLOSE)
 
 
 @pytest.mark.parametrize("scores", [[0.8, 0.8, 0.8], [0.0, 0.0, 0.0], [math.nan] * 3])
 @pytest.mark.parametrize("beta", [-1.0, 0.0, 1.0, 8.0])
 def test_equal_scores_give_equal_weights(scores: list[float], beta: float) -> None:
-    torch.testing.assert_close(soft_balancing_weights(scores, beta), torch.full((3,), 1 / 3))
+    torch.testing.assert_close(feddag.soft_balancing_weights(scores, beta), torch.full((3,), 1 / 3))
 
 
 @pytest.mark.parametrize("scores", [[], [0.5, -0.1], [0.5, math.inf], [[0.5, 0.5]]])
 def test_invalid_scores_are_refused(scores: list[float]) -> None:
     with pytest.raises(ValueError, match="scores"):
-        soft_balancing_weights(scores)
+        feddag.soft_balancing_weights(scores)
 
 
 def test_earlier_models_with_a_higher_score_join() -> None:
     states = [state(1, 1), state(2, 2), state(3, 3), state(7, 4)]
-    mean, score = within_client_average(states, [0.9, 0.4, 0.8, 0.5], kappa=4)
+    mean, score = feddag.within_client_average(states, [0.9, 0.4, 0.8, 0.5], kappa=4)
     torch.testing.assert_close(mean["weight"], state(11 / 3)["weight"])
     assert mean["num_batches_tracked"] == 4
     assert score == pytest.approx((0.9 + 0.8 + 0.5) / 3)
@@ -196,27 +180,27 @@ def test_earlier_models_with_a_higher_score_join() -> None:
 
 def test_the_window_counts_rounds_or_passing_models() -> None:
     states, scores = [state(1), state(2), state(3), state(7)], [0.9, 0.4, 0.8, 0.5]
-    assert within_client_average(states, scores, kappa=1)[0]["weight"][0] == 5
-    assert within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2)[0]["weight"][0] == 7
-    assert within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2, window="passing")[0]["weight"][0] == 4
-    assert within_client_average(states, scores, kappa=1, window="passing")[0]["weight"][0] == 5
+    assert feddag.within_client_average(states, scores, kappa=1)[0]["weight"][0] == 5
+    assert feddag.within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2)[0]["weight"][0] == 7
+    assert feddag.within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2, window="passing")[0]["weight"][0] == 4
+    assert feddag.within_client_average(states, scores, kappa=1, window="passing")[0]["weight"][0] == 5
 
 
 @pytest.mark.parametrize("window", ["rounds", "passing"])
 def test_without_history_or_score_the_current_model_is_returned(window: str) -> None:
     states = [state(1), state(7)]
-    assert within_client_average(states, [0.9, 0.5], 0, window)[0]["weight"][0] == 7
-    assert within_client_average(states, [0.5, 0.5], 4, window)[0]["weight"][0] == 7
-    assert within_client_average(states, [math.nan, 0.5], 4, window)[0]["weight"][0] == 7
-    mean, score = within_client_average(states, [0.9, math.nan], 4, window)
+    assert feddag.within_client_average(states, [0.9, 0.5], 0, window)[0]["weight"][0] == 7
+    assert feddag.within_client_average(states, [0.5, 0.5], 4, window)[0]["weight"][0] == 7
+    assert feddag.within_client_average(states, [math.nan, 0.5], 4, window)[0]["weight"][0] == 7
+    mean, score = feddag.within_client_average(states, [0.9, math.nan], 4, window)
     assert mean["weight"][0] == 7 and math.isnan(score)
 
 
 def test_a_sampled_number_of_evaluators_never_holds_the_own_site() -> None:
     sites = [f"S{i}" for i in range(6)]
-    drawn = choose_evaluators(sites, 2, numpy_generator(3, 1))
-    assert drawn == choose_evaluators(sites, 2, numpy_generator(3, 1))
-    assert drawn != choose_evaluators(sites, 2, numpy_generator(3, 2))
+    drawn = feddag.choose_evaluators(sites, 2, numpy_generator(3, 1))
+    assert drawn == feddag.choose_evaluators(sites, 2, numpy_generator(3, 1))
+    assert drawn != feddag.choose_evaluators(sites, 2, numpy_generator(3, 2))
     assert all(len(set(chosen)) == 2 and site not in chosen for site, chosen in drawn.items())
 
 
@@ -252,9 +236,3 @@ def test_generated_images_stay_near_the_originals() -> None:
     assert perturbation.shape == images.shape and perturbation.abs().max() <= 1
     assert (generated(images, perturbation, 0.3) - images).abs().max() <= 0.3 + 1e-6
     assert torch.equal(generated(images, perturbation, 0.0), images)
-    assert generated(images, perturbation, 0.3, (0.0, 1.0)).min() >= 0
-
-
-def test_contract_names() -> None:
-    for name in ("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"):
-        assert getattr(feddag, name) is getattr(feddag_math, name)

@@ -13,13 +13,12 @@ from medflare.core.states import StateDict
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
 from medflare.methods.feddag.sha import CANDIDATE, HierarchicalAggregation, SHAHyper, SHAServer
 from methods import squares
 
 SHASite = get_method("sha").site_class
-SHAMoonSite = get_method("moon", server="sha").site_class
 
 
 def state(value: float) -> StateDict:
@@ -168,9 +167,3 @@ class TestServer:
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
         assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
-
-
-class TestFederation:
-    def test_without_sha_it_is_fedavg(self) -> None:
-        sha = squares.play(squares.server(SHAServer, sha=False), squares.algorithms(SHASite, sha=False))
-        assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.algorithms(FedAvgSite)).model)

@@ -15,8 +15,6 @@ from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.update_validation.suppression import suppress_splits
 from medflare.methods.catalogue import build_deployed, get_method
-from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.fedsm.extra import ExtraSuperModel, FedSMExtraServer, FedSMExtraSite
 from medflare.methods.fedsm.formulas import GAMMAS, adam_step, fitted_temperature, soft_pull, tuned_gamma
 from medflare.methods.fedsm.personalization import adapt, train_apfl, train_per_fedavg, train_pfedme
@@ -32,22 +30,14 @@ from methods.squares import SITES, equal
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
 ONE_UPDATE: dict[str, Any] = {**COMPACT, "selector_updates": 1}
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"personalization": "finetune"},
-    {"personalization": "apfl"},
-    {"personalization": "perfedavg"},
-    {"personalization": "pfedme"},
-    {"selector_updates": 3},
-    {"selector": "ridge", "selector_updates": "auto"},
-]
+PERSONALIZATIONS = squares.one_by_one(personalization=("finetune", "apfl", "perfedavg", "pfedme"))
 
 
 def federation(**options: Any) -> squares.Played:
     return squares.federation(FedSMSite, FedSMServer, **{**ONE_UPDATE, **options})
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS[1:5], {}], ids=str)
+@pytest.mark.parametrize("settings", [*PERSONALIZATIONS, {}], ids=str)
 def test_a_restart_after_every_step_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     once, again = (federation(**settings, store=store) for store in (None, tmp_path))
     first, second = (played.server.configure_final("A") for played in (once, again))
@@ -68,10 +58,6 @@ def test_fedsm_extra_trains_its_selector_after_the_rounds(combine: str, tmp_path
     assert first.meta["combine"] == combine
 
 
-def test_the_global_model_equals_fedavgs() -> None:
-    assert equal(federation().model, squares.federation(FedAvgSite, FedAvgServer).model)
-
-
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_personal_models_are_pulled_by_eq_11(lam: float) -> None:
     log, server, _ = federation(lam=lam)
@@ -89,7 +75,7 @@ def test_the_personal_model_of_an_absent_site_is_kept() -> None:
 
 def test_every_option_changes_what_is_delivered() -> None:
     actual = []
-    for settings in SETTINGS:
+    for settings in ({}, *PERSONALIZATIONS, {"selector_updates": 3}, {"selector": "ridge", "selector_updates": "auto"}):
         delivered = federation(**{"gamma": 0.5, "selection": "last", **settings}).server.configure_final("A")
         actual.append({f"{entry}/{name}": tensor for entry, state in delivered.states.items() for name, tensor in state.items()})
     assert not any(equal(actual[i], actual[j]) for i in range(len(actual)) for j in range(i))
@@ -171,17 +157,9 @@ def test_further_updates_send_the_selector_alone() -> None:
         assert message.states.keys() == {"selector"} and message.meta == {"update": update}
 
 
-def uneven(**options: Any) -> squares.Played:
-    """Site C has eight times the images of the others."""
-    sizes = {"A": (4, 4, 5), "B": (4, 4, 5), "C": (32, 4, 5)}
-    hyper: dict[str, Any] = {**ONE_UPDATE, "gamma": 0.5, **options}
-    algorithms = {name: squares.algorithm(FedSMSite, name, counts=counts, **hyper) for name, counts in sizes.items()}
-    return squares.play(squares.server(FedSMServer, rounds=1, outside=(), algorithms=algorithms), algorithms)
-
-
 def test_sites_have_equal_weights_in_the_selectors_gradient() -> None:
     """Weighted by images, the largest site's name answers for everybody's images."""
-    played = uneven()
+    played = federation(rounds=1, gamma=0.5, counts={"C": (32, 4, 5)})
     gradients = {name: reply.states["selector_gradient"] for name, reply in played.log[0].replies.items()}
     mean = weighted_mean(gradients, dict.fromkeys("ABC", 1.0))
     actual = played.server.memory.states["selector_exp_avg"]  # after one step a tenth of the gradient
@@ -221,9 +199,7 @@ def test_per_fedavg_adapts_the_aggregated_model() -> None:
 
 def test_a_site_with_one_image_trains_the_selector() -> None:
     """The image fills its batch twice, and counts once."""
-    task, counts = squares.task("classification"), {"A": 1, "B": 6, "C": 6}
-    algorithms = {name: squares.algorithm(FedSMSite, name, task, (count, 4, 5), **ONE_UPDATE) for name, count in counts.items()}
-    log = squares.play(squares.server(FedSMServer, task, rounds=1, algorithms=algorithms), algorithms).log
+    log, _, _ = federation(task=squares.task("classification"), rounds=1, counts={"A": (1, 4, 5)})
     assert 0.9 < log[0].replies["A"].meta["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"
 
 

@@ -8,21 +8,7 @@ import pytest
 import torch
 
 from medflare.core.states import weighted_mean
-from medflare.methods.fedsm.formulas import (
-    GAMMAS,
-    TEMPERATURES,
-    apfl_mixture,
-    calibration_losses,
-    choose_model,
-    ensemble_output,
-    extra_labels,
-    fitted_temperature,
-    paired_gain,
-    patient_scores,
-    ridge_solution,
-    soft_pull,
-    tuned_gamma,
-)
+from medflare.methods.fedsm import formulas as fedsm
 
 Golden = Callable[[str], dict[str, np.ndarray]]
 SITES = ("c0", "c1", "c2")
@@ -43,35 +29,35 @@ class TestSoftPull:
     )
     def test_unlike_models_and_shares_beyond_one_are_refused(self, other: dict[str, torch.Tensor], lam: float, offender: str) -> None:
         with pytest.raises(ValueError, match=offender):
-            soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
+            fedsm.soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
 
     def test_reference_numbers(self, golden: Golden) -> None:
         numbers = golden("fedsm")
         case = "K3_l0.7"
         personal = {c: {n: torch.from_numpy(numbers[f"{case}/{c}/person/{n}"]) for n in "wb"} for c in SITES}
-        pulled = soft_pull(personal, float(numbers[f"{case}/lambda"]))
+        pulled = fedsm.soft_pull(personal, float(numbers[f"{case}/lambda"]))
         for c in SITES:
             for name in "wb":
                 np.testing.assert_allclose(pulled[c][name].numpy(), numbers[f"{case}/official/person_{c}/{name}"], rtol=1e-5, atol=1e-6)
                 np.testing.assert_allclose(pulled[c][name].numpy(), numbers[f"{case}/ref64/person_{c}/{name}"], rtol=1e-5, atol=1e-6)
 
     def test_by_hand(self) -> None:
-        pulled = soft_pull({"a": state(0.0), "b": state(3.0), "c": state(9.0)}, 0.5)
+        pulled = fedsm.soft_pull({"a": state(0.0), "b": state(3.0), "c": state(9.0)}, 0.5)
         assert pulled["a"]["w"].item() == pytest.approx(0.5 * 0 + 0.25 * (3 + 9))
         assert pulled["c"]["w"].item() == pytest.approx(0.5 * 9 + 0.25 * 3)
 
     def test_a_single_site_keeps_its_model(self) -> None:
-        assert soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0
+        assert fedsm.soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0
 
     def test_the_mean_stays_and_deviations_shrink_by_the_stated_factor(self) -> None:
         states, lam = {"a": state(0.0), "b": state(3.0), "c": state(9.0)}, 0.7
-        pulled = soft_pull(states, lam)
+        pulled = fedsm.soft_pull(states, lam)
         assert sum(s["w"].item() for s in pulled.values()) == pytest.approx(12.0)
         assert (pulled["c"]["w"].item() - 4) / (9 - 4) == pytest.approx((lam * 3 - 1) / 2)
 
     def test_integer_buffers_stay_the_sites_own(self) -> None:
         states = {s: {"steps": torch.tensor(i)} for i, s in enumerate(SITES)}
-        assert [int(soft_pull(states, 0.5)[s]["steps"]) for s in SITES] == [0, 1, 2]
+        assert [int(fedsm.soft_pull(states, 0.5)[s]["steps"]) for s in SITES] == [0, 1, 2]
 
 
 class TestAggregation:
@@ -89,7 +75,7 @@ class TestChooseModel:
     @pytest.mark.parametrize("gamma", ["0.0", "0.9", "1.0"])
     def test_reference_numbers(self, golden: Golden, gamma: str) -> None:
         numbers = golden("fedsm")
-        choice = choose_model(torch.from_numpy(numbers["selector/prob"]), float(gamma))
+        choice = fedsm.choose_model(torch.from_numpy(numbers["selector/prob"]), float(gamma))
         assert choice.dtype == torch.long
         np.testing.assert_array_equal(choice.numpy(), numbers[f"selector/choice_gamma{gamma}"])
 
@@ -98,18 +84,18 @@ class TestEnsemble:
     def test_reference_numbers(self, golden: Golden) -> None:
         numbers = golden("fedsm")
         outputs, scores = torch.from_numpy(numbers["ensemble/h"]), torch.from_numpy(numbers["ensemble/score"])
-        np.testing.assert_allclose(ensemble_output(outputs, scores).numpy(), numbers["ensemble/out"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(fedsm.ensemble_output(outputs, scores).numpy(), numbers["ensemble/out"], rtol=1e-5, atol=1e-6)
 
     def test_nan_losses_are_ignored(self) -> None:
-        assert extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
+        assert fedsm.extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
 
 
 def gains(**personal: Any) -> dict[str, dict[str, float | None]]:
     """Site -> γ -> gain: one number for every γ below 1, or a number for some γ and 0 for the others."""
     sites: dict[str, dict[str, float | None]] = {}
     for site, gain in personal.items():
-        by_gamma = gain if isinstance(gain, dict) else dict.fromkeys(GAMMAS[:-1], gain)
-        sites[site] = {f"{gamma:g}": by_gamma.get(gamma, None if gain is None else 0.0) for gamma in GAMMAS}
+        by_gamma = gain if isinstance(gain, dict) else dict.fromkeys(fedsm.GAMMAS[:-1], gain)
+        sites[site] = {f"{gamma:g}": by_gamma.get(gamma, None if gain is None else 0.0) for gamma in fedsm.GAMMAS}
     return sites
 
 
@@ -121,7 +107,7 @@ class TestTunedGamma:
             ({"a": {0.0: -0.1, 0.7: 0.05}, "b": {0.0: -0.1, 0.7: 0.04}}, 0.7),
             ({"a": {0.3: 0.1, 0.4: 0.1, 0.5: 0.1}}, 0.3),  # ties: the smallest
             ({"a": 0.0, "b": 0.0, "c": 0.0}, 0.0),
-            ({"a": {gamma: -0.1 for gamma in GAMMAS if gamma < 0.7}}, 1.0),  # personal models lose; no score is above 0.7
+            ({"a": {gamma: -0.1 for gamma in fedsm.GAMMAS if gamma < 0.7}}, 1.0),  # personal models lose; no score is above 0.7
             ({"a": 0.1}, 0.0),
             ({"a": -0.1}, 1.0),
             ({"a": 0.05, "b": -0.3}, 1.0),  # of two sites the mean decides
@@ -131,13 +117,13 @@ class TestTunedGamma:
         ],
     )
     def test_by_hand(self, sites: dict[str, Any], expected: float) -> None:
-        assert tuned_gamma(gains(**sites)) == expected
+        assert fedsm.tuned_gamma(gains(**sites)) == expected
 
     @pytest.mark.parametrize("noise", [0.0, 0.001, -0.002, 0.005, -0.005])
     def test_a_single_site_decides_if_the_others_hardly_differ(self, noise: float) -> None:
-        assert tuned_gamma(gains(a=0.3, b=noise, c=noise, d=noise)) == 0.0
+        assert fedsm.tuned_gamma(gains(a=0.3, b=noise, c=noise, d=noise)) == 0.0
         if noise >= 0:
-            assert tuned_gamma(gains(a=-0.05, b=noise, c=noise, d=noise)) == 1.0
+            assert fedsm.tuned_gamma(gains(a=-0.05, b=noise, c=noise, d=noise)) == 1.0
 
     @pytest.mark.parametrize("others", [3, 4, 9])
     @pytest.mark.parametrize("honest", [0.02, 0.1, -0.02, -0.1])
@@ -146,9 +132,12 @@ class TestTunedGamma:
         """Neither with one candidate praised and all others damned, nor if one honest site gains much more than the rest."""
         for largest in (honest, 5 * honest):
             sites = {"s0": largest, **{f"s{number}": honest for number in range(1, others)}}
-            reports = [dict.fromkeys(GAMMAS[:-1], false), *({**dict.fromkeys(GAMMAS[:-1], -false), gamma: false} for gamma in GAMMAS[:-1])]
+            reports = [
+                dict.fromkeys(fedsm.GAMMAS[:-1], false),
+                *({**dict.fromkeys(fedsm.GAMMAS[:-1], -false), gamma: false} for gamma in fedsm.GAMMAS[:-1]),
+            ]
             for report in reports:
-                chosen = tuned_gamma(gains(liar=report, **sites))
+                chosen = fedsm.tuned_gamma(gains(liar=report, **sites))
                 assert chosen < 1.0 if honest > 0 else chosen == 1.0
 
     def test_the_harm_of_false_gains_is_bounded(self) -> None:
@@ -157,15 +146,15 @@ class TestTunedGamma:
         for _ in range(300):
             values = generator.normal(0.0, 0.05, size=4).tolist()
             for false in (-1.0, 1.0):
-                chosen = tuned_gamma(gains(liar=false, **{f"s{number}": gain for number, gain in enumerate(values)}))
+                chosen = fedsm.tuned_gamma(gains(liar=false, **{f"s{number}": gain for number, gain in enumerate(values)}))
                 lost = sum(values) if chosen == 1.0 else -sum(values)
                 assert lost <= max(map(abs, values)) + 4 * 0.01 + 1e-9
 
 
 def test_gains_are_of_patients_with_both_values() -> None:
     values, reference = torch.tensor([0.9, 0.5, torch.nan, 0.3]), torch.tensor([0.8, 0.6, 0.1, torch.nan])
-    assert paired_gain(values, reference) == pytest.approx(0.0, abs=1e-7)
-    assert paired_gain(values[2:], reference[2:]) is None and paired_gain(values[:0], reference[:0]) is None
+    assert fedsm.paired_gain(values, reference) == pytest.approx(0.0, abs=1e-7)
+    assert fedsm.paired_gain(values[2:], reference[2:]) is None and fedsm.paired_gain(values[:0], reference[:0]) is None
 
 
 class TestTemperature:
@@ -173,35 +162,35 @@ class TestTemperature:
     def site(own: int, confidence: float, right: int, wrong: int) -> list[float]:
         logits = torch.zeros(right + wrong, 2)
         logits[:right, own] = logits[right:, 1 - own] = confidence
-        return calibration_losses(logits, own, None)
+        return fedsm.calibration_losses(logits, own, None)
 
     def test_scores_become_how_often_they_are_right(self) -> None:
         """Always sure at 10, right three times in four: (15 + 1) / (20 + 2) with Laplace's rule, at log-odds near 10 / T."""
-        temperature = fitted_temperature({"A": self.site(0, 10.0, 300, 100), "B": self.site(1, 10.0, 300, 100)})
+        temperature = fedsm.fitted_temperature({"A": self.site(0, 10.0, 300, 100), "B": self.site(1, 10.0, 300, 100)})
         assert torch.tensor(10 / temperature).sigmoid() == pytest.approx(0.75, abs=0.05)
 
     def test_more_cases_without_an_error_are_surer_and_none_are_certain(self) -> None:
-        few, many = (fitted_temperature({"A": self.site(0, 1.0, count, 0)}) for count in (4, 400))
-        assert TEMPERATURES[0] < many < few
+        few, many = (fedsm.fitted_temperature({"A": self.site(0, 1.0, count, 0)}) for count in (4, 400))
+        assert fedsm.TEMPERATURES[0] < many < few
 
     def test_a_patient_is_one_case(self) -> None:
         logits = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-        assert calibration_losses(logits[[0, 2]], 0, None) == pytest.approx(calibration_losses(logits, 0, ["a", "a", "b"]))
+        assert fedsm.calibration_losses(logits[[0, 2]], 0, None) == pytest.approx(fedsm.calibration_losses(logits, 0, ["a", "a", "b"]))
 
     def test_losses_are_finite_however_sure_the_selector_is(self) -> None:
-        losses = calibration_losses(torch.tensor([[1e4, -1e4]]), 1, None)
+        losses = fedsm.calibration_losses(torch.tensor([[1e4, -1e4]]), 1, None)
         assert all(0 <= loss < 14 for loss in losses)
 
 
 def test_a_patients_images_share_their_scores() -> None:
     scores = torch.tensor([[0.6, 0.4], [0.1, 0.9], [0.7, 0.3]])
-    assert patient_scores(scores, ["p", "p", "q"]).argmax(dim=1).tolist() == [1, 1, 0]
-    assert torch.equal(patient_scores(scores, ["p", "q", "r"]), scores) and patient_scores(scores[:0], []).shape == (0, 2)
+    assert fedsm.patient_scores(scores, ["p", "p", "q"]).argmax(dim=1).tolist() == [1, 1, 0]
+    assert torch.equal(fedsm.patient_scores(scores, ["p", "q", "r"]), scores) and fedsm.patient_scores(scores[:0], []).shape == (0, 2)
 
 
 def test_apfl_keeps_what_the_mixture_collected() -> None:
     four, nothing = ({name: torch.tensor(value) for name in ("w", "mean")} for value in (4.0, 0.0))
-    assert apfl_mixture(four, nothing, 0.5, ["mean"]) == {"w": torch.tensor(2.0), "mean": torch.tensor(4.0)}
+    assert fedsm.apfl_mixture(four, nothing, 0.5, ["mean"]) == {"w": torch.tensor(2.0), "mean": torch.tensor(4.0)}
 
 
 class TestRidge:
@@ -212,7 +201,7 @@ class TestRidge:
     def test_it_is_weighted_least_squares_on_one_hot_labels(self) -> None:
         generator = torch.Generator().manual_seed(0)
         classes = [torch.randn(count, 4, generator=generator, dtype=torch.float64) + k for k, count in enumerate((5, 50, 20))]
-        weight, bias = ridge_solution({k: self.statistics(features) for k, features in enumerate(classes)}, 3, 0.0)
+        weight, bias = fedsm.ridge_solution({k: self.statistics(features) for k, features in enumerate(classes)}, 3, 0.0)
         rows = torch.cat([torch.cat([f, torch.ones(len(f), 1)], dim=1) / len(f) ** 0.5 for f in classes])
         targets = torch.cat([torch.eye(3, dtype=torch.float64)[k].expand(len(f), 3) / len(f) ** 0.5 for k, f in enumerate(classes)])
         expected = torch.linalg.lstsq(rows, targets).solution.T.float()
@@ -220,10 +209,10 @@ class TestRidge:
 
     def test_equal_sites_cannot_be_told_apart(self) -> None:
         same = self.statistics(torch.randn(9, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
-        weight, bias = ridge_solution({0: same, 1: same}, 2, 0.01)
+        weight, bias = fedsm.ridge_solution({0: same, 1: same}, 2, 0.01)
         torch.testing.assert_close(weight, torch.zeros(2, 3))
         torch.testing.assert_close(bias, torch.full((2,), 0.5))
 
     def test_constant_features_and_absent_classes_do_no_harm(self) -> None:
-        weight, bias = ridge_solution({0: self.statistics(torch.ones(4, 2, dtype=torch.float64))}, 2, 0.0)
+        weight, bias = fedsm.ridge_solution({0: self.statistics(torch.ones(4, 2, dtype=torch.float64))}, 2, 0.0)
         assert torch.isfinite(weight).all() and bias[0] == 1.0 and bias[1] < -1000

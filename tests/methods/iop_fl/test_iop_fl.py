@@ -1,61 +1,44 @@
-"""IOP-FL's algorithms inside, on small generated images: the local adapted model and what is sent of it."""
+"""IOP-FL on small generated images: local adapted models inside; outside routing, its objective, its gate and comparisons."""
+
+import dataclasses
+from typing import Any
 
 import pytest
+import torch
 
+from helpers.fixture_types import Golden
 from medflare.core.errors import StateError
-from medflare.core.manifest import violation
+from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
 from medflare.core.states import blend, copy_state
-from medflare.methods import iop_fl
+from medflare.federation.final_models import evaluated
 from medflare.methods.base import Step
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.iop_fl import METHOD, outside
 from medflare.methods.iop_fl import formulas as iop_math
+from medflare.methods.iop_fl.formulas import agreeing, image_spread
+from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, summarize, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
-from medflare.methods.iop_fl.site import IOPSite
+from medflare.methods.iop_fl.site import IOPHyper, IOPSite
+from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.site import Site
 from methods import squares
-from methods.squares import equal, play
-
-
-def test_contract_names() -> None:
-    for name in ("local_adapted", "consistency_loss", "shape_loss", "entropy_loss"):
-        assert getattr(iop_fl, name) is getattr(iop_math, name)
-
-
-def test_the_global_model_is_fedavgs() -> None:
-    ours, theirs = squares.server(IOPServer, outside=()), squares.server(FedAvgServer, outside=())
-    play(ours, squares.algorithms(IOPSite))
-    play(theirs, squares.algorithms(FedAvgSite))
-    assert equal(ours.model, theirs.model)
+from methods.squares import CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, site
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_local_models_are_accumulated(tau: float) -> None:
-    server, algorithms = squares.server(IOPServer), squares.algorithms(IOPSite, tau=tau)
-    expected = copy_state(server.model)
-    for step, _, replies in play(server, algorithms).log:
-        if step.phase == "train":
-            expected = blend(expected, replies["B"].states["model"], tau)
-    assert equal(algorithms["B"].adapted, expected)
+    log, _, algorithms = squares.federation(IOPSite, IOPServer, tau=tau)
+    expected = squares.start()
+    for _, _, replies in log[:2]:
+        expected = blend(expected, replies["B"].states["model"], tau)
+    assert equal(algorithms["B"].own, expected)
 
 
-def test_the_personal_model_is_of_the_best_round() -> None:
-    server, algorithms = squares.server(IOPServer, rounds=4), squares.algorithms(IOPSite)
-    log = play(server, algorithms).log
-    for name, algorithm in algorithms.items():
-        values = [replies[name].meta["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
-        assert algorithm.best.round == 1 + values[1:].index(max(values[1:])) and algorithm.best.value == max(values[1:])
-        models = algorithm.finalize(server.configure_final(name))
-        assert equal(models["personal"].states["model"], algorithm.best.state) and models["deployed"] is models["personal"]
-        assert equal(models["global"].states["model"], server.selected[0])
-
-
-def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -> None:
+def test_personal_models_leave_a_site_only_for_outside_sites() -> None:
     assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
-    server, algorithms = squares.server(IOPServer, rounds=1), squares.algorithms(IOPSite)
-    log = play(server, algorithms).log
+    log, server, _ = squares.federation(IOPSite, IOPServer, rounds=1, outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
-    for step, _, replies in log:
-        for reply in replies.values():
-            assert violation(reply, IOPSite.manifest(step.phase, algorithms["A"].plan)) is None
     assert not any(entry.startswith("expert/") for entry in server.configure_final("A").states)
     experts = sorted(entry for entry in server.configure_final("O").states if entry.startswith("expert/"))
     assert experts == ["expert/A", "expert/B", "expert/C"]
@@ -66,3 +49,221 @@ def test_a_site_without_a_round_has_nothing_to_submit() -> None:
     algorithm = squares.algorithms(IOPSite)["A"]
     with pytest.raises(StateError, match="site A"):
         algorithm.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
+
+
+QUICK: dict[str, Any] = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
+PRINTED: dict[str, Any] = {"objective": "paper", "radius": 10}
+
+
+def trained(task: TaskConfig = SEGMENTATION) -> Message:
+    """What an outside site gets after one round."""
+    return squares.federation(IOPSite, IOPServer, task, rounds=1, outside=("O",)).server.configure_final("O")
+
+
+def final_models(task: TaskConfig = SEGMENTATION, images: int = 5, place: Site | None = None, **hyper: Any) -> tuple[Any, Any]:
+    """An outside site's algorithm and its final models."""
+    algorithm = IOPSite(place or site("O", task, (0, 0, images)), plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}))
+    return algorithm, algorithm.finalize(trained(task))
+
+
+@pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
+@pytest.mark.parametrize("images", [1, 5])
+def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> None:
+    algorithm, models = final_models(network, images)
+    assert models.keys() == {"global", "deployed"} and models["deployed"].meta["kind"] == "routed"
+    model: Any = build_deployed(network, models["deployed"])
+    with torch.no_grad():
+        p = model(algorithm.site.data.test.images)
+    assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
+    coefficients = model.report()["coefficients"]
+    assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
+    assert any(abs(value - 1 / 4) > 1e-4 for r in coefficients.values() for value in r) or model.report()["chosen"] == 0
+
+
+def test_the_state_with_the_lowest_loss_is_used() -> None:
+    algorithm, models = final_models(images=8, route_epochs=5, **PRINTED)
+    report = models["deployed"].meta["adaptation"]
+    losses, chosen = report["losses"], report["chosen"]
+    assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
+    assert model.measure(algorithm.site.data.test.images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
+
+
+def test_labels_are_not_used() -> None:
+    correct, wrong = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
+    test = wrong.data.test
+    wrong.data = dataclasses.replace(wrong.data, test=dataclasses.replace(test, targets=1 - test.targets))
+    first, second = (final_models(place=place)[1]["deployed"].states["router"] for place in (correct, wrong))
+    assert equal(first, second)
+
+
+def test_predictions_do_not_depend_on_the_callers_batches() -> None:
+    """Eight images at once are predicted in the same two batches of four."""
+    algorithm, models = final_models(images=8)
+    model, images = build_deployed(SEGMENTATION, models["deployed"]), algorithm.site.data.test.images
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
+
+
+def test_no_epoch_leaves_the_uniform_router() -> None:
+    _, models = final_models(route_epochs=0)
+    values = [value for r in models["deployed"].meta["adaptation"]["coefficients"].values() for value in r]
+    torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
+
+
+def test_adaptation_changes_only_the_routers() -> None:
+    incoming = trained()
+    before = {entry: copy_state(state) for entry, state in incoming.states.items()}
+    algorithm = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
+    models = algorithm.finalize(incoming)
+    assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
+    assert all("router" in name for name in models["deployed"].states["router"])
+
+
+def test_every_option_changes_the_losses() -> None:
+    options = squares.one_by_one(objective="paper", routing="global", bn_statistics="running", noise=0.1, radius=0, beta=1.0)
+    options += squares.one_by_one(use_consistency=False, use_shape=False, use_entropy=False)
+    losses = [final_models(**option)[1]["deployed"].meta["adaptation"]["losses"] for option in ({}, *options)]
+    for option, changed in zip(options, losses[1:], strict=True):
+        assert torch.isfinite(torch.tensor(changed)).all() and changed != losses[0], option
+
+
+def test_classification_has_no_shape_term() -> None:
+    p, noisy = torch.rand(4, 2).softmax(dim=1), torch.rand(4, 2).softmax(dim=1)
+    hyper = build_hyper(IOPHyper, {"beta": 0.5, "objective": "paper"})
+    expected = iop_math.consistency_loss(p, noisy) + 0.5 * iop_math.entropy_loss(p)
+    torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper, start=p), expected)
+
+
+def test_whole_objective_equals_the_reference(golden: Golden) -> None:
+    numbers = golden("iop")
+    task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
+    p, noisy = (torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1) for name in ("logits", "logits_noisy"))
+    loss = test_time_loss(p, noisy, task, build_hyper(IOPHyper, {"objective": "paper", "radius": 10}), start=p)
+    assert loss.item() == pytest.approx(float(numbers["tta/paper_total_mean_normalised_beta0.01_d10"]), rel=1e-5)
+
+
+def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
+    p, noisy = torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8)
+    softmax = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
+    for objective in ("information", "paper"):
+        hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
+        one, other = (torch.cat([1 - q, q], dim=1) for q in (p, noisy))
+        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper, p), test_time_loss(one, other, softmax, hyper, one))
+
+
+def test_comparisons_of_table_two() -> None:
+    algorithm, models = final_models(comparisons=True)
+    with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
+    assert models.keys() == {"global", "deployed", "ensemble", "mixture", "personal/A", "personal/B", "personal/C"} | with_batch_norm
+    assert not with_batch_norm & final_models(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
+    images = algorithm.site.data.test.images
+    with torch.no_grad():
+        single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
+        together = build_deployed(SEGMENTATION, models["ensemble"])(images)
+        torch.testing.assert_close(together, torch.stack(single).mean(dim=0).sigmoid(), rtol=1e-4, atol=1e-5)
+
+
+def test_adapting_again_starts_anew() -> None:
+    algorithm, models = final_models()
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
+    model.adapt([torch.rand(2, 1, 16, 16) * 3])
+    model.adapt([algorithm.site.data.test.images])
+    assert equal(model.network.adapted_state(), models["deployed"].states["router"])
+
+
+def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
+    algorithm, models = final_models(images=8, **hyper)
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    assert isinstance(model, RoutedModel)
+    return model, algorithm.site
+
+
+def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
+    images = torch.stack([torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)])
+    model, _ = routed(route_epochs=0)
+    model._probabilities = model._at_start = lambda images: images  # type: ignore[method-assign]
+    clean, noisy, _ = model._predictions(images, "key")
+    torch.testing.assert_close((noisy - clean).flatten(1).std(dim=1), 0.5 * image_spread(images).flatten(), rtol=0.1, atol=1e-6)
+
+
+def costs(objective: str) -> list[float]:
+    """The losses of a useful prediction, of 0.5 everywhere, and of an empty mask."""
+    torch.manual_seed(0)
+    useful = torch.full((4, 1, 16, 16), 0.03)
+    useful[:, :, 4:9, 4:9] = 0.9
+    noisy = (useful + 0.15 * torch.randn_like(useful)).clamp(0.01, 0.99)
+    hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
+    pairs = [(useful, noisy), *((torch.full_like(useful, value),) * 2 for value in (0.5, 0.001))]
+    return [float(test_time_loss(p, q, SEGMENTATION, hyper, start=useful)) for p, q in pairs]
+
+
+def test_the_default_objective_does_not_reward_collapse() -> None:
+    useful, even, empty = costs("paper")
+    assert even < useful and empty < useful, "the printed objective does"
+    useful, even, empty = costs("information")
+    assert useful < even and useful < empty
+
+
+def test_every_limit_refuses() -> None:
+    start = Summary(1.0, 0.5, 1.0)
+    assert gate_refusal(start, start) == ""
+    assert "0.20" in gate_refusal(Summary(0.1, 0.1, 1.0), start) and "0.50" in gate_refusal(Summary(0.1, 0.5, 0.5), start)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
+    """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
+    logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
+    start, state, _ = (summarize(CLASSIFICATION, [(torch.tensor(1.0), p, p)]) for p in logits.softmax(dim=2))
+    assert 0 <= state.information < 1e-12 and gate_refusal(state, start) == ""
+
+
+@pytest.mark.parametrize("task", [SEGMENTATION, MULTICLASS, MULTILABEL, CLASSIFICATION])
+def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
+    algorithm = squares.algorithm(squares.partner(squares.FedAvgServer), "A", task)
+    batches = list(algorithm.site.ordered("train"))
+    p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
+    loss = torch.tensor(2.0)
+    summary, expected = summarize(task, [(loss, q, q) for q in p]), summarize(task, [(loss, torch.cat(p), torch.cat(p))])
+    assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
+    assert summary.information == pytest.approx(expected.information, abs=1e-6)
+
+
+COLLAPSING: dict[str, Any] = {**PRINTED, "radius": 2, "beta": 1.0, "route_epochs": 6, "route_lr": 0.3}
+
+
+def test_the_gate_prevents_a_collapse() -> None:
+    """The printed objective at a high rate lowers its loss with other masks; with the gate the start's are used."""
+    model, site = routed(**COLLAPSING)
+    report = model.report()
+    assert report["agreement"][report["chosen"]] < 0.9 and not model.notices()
+    images = site.data.test.images
+    model.gated = True
+    model.adapt([images])
+    start, _ = routed(**{**COLLAPSING, "route_epochs": 0})
+    with torch.no_grad():
+        equal, total = agreeing(model(images) > 0.5, start(images) > 0.5)
+    assert equal >= 0.9 * total and len(model.notices()) == 1
+
+
+def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def events(**hyper: Any) -> list[dict[str, Any]]:
+        algorithm, models = final_models(images=8, **hyper)
+        meta = evaluated(algorithm.site, models, lambda *_: None, method=METHOD)
+        return [event for event in meta["events"] if event["kind"] == "reverted"]
+
+    assert not events(route_epochs=0)
+    monkeypatch.setattr(outside, "GATE_AGREEMENT", 1.1)
+    (event,) = events(route_epochs=3, route_lr=0.1)
+    assert event["message"].startswith("deployed: routing uses the start")
+
+
+def test_a_model_stored_by_an_older_release_is_built() -> None:
+    """Without an objective it is the printed one; unknown settings are ignored."""
+    _, models = final_models(**PRINTED)
+    message = models["deployed"]
+    del message.meta["routing"]["objective"]
+    message.meta["routing"]["router_dropout"] = 0.2
+    model: Any = build_deployed(SEGMENTATION, message)
+    assert model.hyper.objective == "paper"

@@ -1,7 +1,6 @@
 """Parts of methods: local entries, the proximal term, normalisation, model selection, the weighted mean."""
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,16 +10,15 @@ from torch import nn
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
-from medflare.core.states import StateDict, batch_norm_entries, copy_state
+from medflare.core.states import batch_norm_entries, copy_state
 from medflare.methods.aggregation import SiteModel, WeightedMean, site_models
 from medflare.methods.base import ServerHyper
+from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.parts.normalisation import batch_statistics, still_statistics
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.proximal import proximal_gradients, proximal_term
 from medflare.methods.parts.selection import Best, ModelSelector, combined_score, plateau
 from methods import squares
-
-# ---- local entries ---------------------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -239,9 +237,6 @@ def test_the_word_of_older_jobs() -> None:
     assert build_hyper(ServerHyper, {"selection": "best"}).selection == "median"
 
 
-# ---- patience ------------------------------------------------------------------------------------------------------------
-
-
 def measured(*rounds: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
     """Site -> model -> metric of round 0, 1, ..."""
     return [
@@ -283,28 +278,15 @@ def test_patience_is_that_of_the_median_and_of_every_model() -> None:
     assert plateau(steps, 1) == 3, "a step that measures nothing is no round"
 
 
-# ---- the weighted mean -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hyper:
-    weighting: str = "samples"
-
-
-def state(value: float, count: int = 0) -> StateDict:
-    return {"w": torch.tensor([value]), "n": torch.tensor(count)}
-
-
-MODELS = {"A": SiteModel(state(1.0, 3), 10.0), "B": SiteModel(state(3.0, 8), 30.0)}
-
-
 def test_weighted_mean_by_hand() -> None:
-    mean = WeightedMean(Hyper()).shared(MODELS, 0)
+    sites = {"A": (1.0, 3, 10.0), "B": (3.0, 8, 30.0)}
+    models = {site: SiteModel({"w": torch.tensor([w]), "n": torch.tensor(n)}, samples) for site, (w, n, samples) in sites.items()}
+    mean = WeightedMean(FedAvgServerHyper()).shared(models, 0)
     assert mean["w"].tolist() == [2.5] and mean["n"].item() == 8, "a counter takes the largest value"
-    assert WeightedMean(Hyper("uniform")).shared(MODELS, 0)["w"].tolist() == [2.0]
+    assert WeightedMean(FedAvgServerHyper(weighting="uniform")).shared(models, 0)["w"].tolist() == [2.0]
 
 
 def test_a_reply_without_samples_is_refused_with_the_remedy() -> None:
-    replies = {"A": Message({"model": state(1.0)}, {"n_samples": 7}), "B": Message({"model": state(1.0)})}
+    replies = {"A": Message({"model": {}}, {"n_samples": 7}), "B": Message({"model": {}})}
     with pytest.raises(UpdateError, match="n_samples"):
         site_models(replies, "model")

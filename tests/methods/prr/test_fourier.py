@@ -33,9 +33,6 @@ def normal(*shape: int, key: str = "weights", dtype: torch.dtype = torch.float64
     return torch.randn(*shape, generator=torch_generator(7, key), dtype=dtype)
 
 
-# ---- Fourier aggregation --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layer", ["conv_8x3x3x3", "fc_10x12", "last_3x64"])
 def test_fourier_aggregation_matches_the_reference(golden: Golden, layer: str, dtype: torch.dtype) -> None:

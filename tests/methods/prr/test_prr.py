@@ -1,7 +1,6 @@
 """PRR on small generated images: rounds, losses and prototypes, aggregation, ablations, absent sites, final models."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.errors import ConfigError
+from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
@@ -19,38 +19,23 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
+from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_logits, class_targets, class_totals, prototype_width
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_totals, prototype_width
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 from methods import squares
-from methods.squares import (
-    BINARY_CLASSIFICATION,
-    CLASSIFICATION,
-    MULTICLASS,
-    MULTILABEL,
-    SEGMENTATION,
-    SITES,
-    VGG,
-    WITHOUT_BATCH_NORM,
-    enrolled,
-    equal,
-    plan_of,
-    play,
-    site,
-)
+from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, equal, site
 
+UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 FEDBN: dict[str, Any] = {"pfa": False, "det": False, "cpa": "off"}
 federation = partial(squares.federation, PRRSite, PRRServer)
 
 
 def server_of(algorithms: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
     return squares.server(PRRServer, rounds=rounds, outside=(), algorithms=algorithms, **hyper)
-
-
-# ---- what leaves a site ---------------------------------------------------------------------------------------------------------
 
 
 def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> None:
@@ -69,10 +54,8 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> No
 
 
 def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
-    algorithms = squares.algorithms(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
-    _, server, _ = play(server_of(algorithms, **FEDBN), algorithms)
-    plain = squares.algorithms(FedAvgSite, WITHOUT_BATCH_NORM, reset_optimizer=True)
-    fedavg = play(squares.server(FedAvgServer, algorithms=plain, rounds=2, weighting="uniform"), plain)
+    server = federation(squares.WITHOUT_BATCH_NORM, **FEDBN).server
+    fedavg = squares.federation(FedAvgSite, FedAvgServer, squares.WITHOUT_BATCH_NORM, weighting="uniform", reset_optimizer=True)
     assert equal(server.mean, fedavg.model)
     assert equal(server.aggregated["B"], fedavg.model)
 
@@ -117,7 +100,7 @@ def test_absent_sites_keep_their_model_and_late_sites_start_from_the_mean() -> N
 # ---- all kinds of tasks, and what data may lack -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, VGG, BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM])
+@pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, squares.VGG, BINARY_CLASSIFICATION, squares.WITHOUT_BATCH_NORM])
 def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     log, server, algorithms = federation(task, outside=("O",))
     losses = [replies["A"].meta["loss"] for step, _, replies in log if step.phase == "train"]
@@ -125,12 +108,11 @@ def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     assert server.prototypes["prototypes"].abs().sum() > 0
     for model in algorithms["A"].finalize(server.configure_final("A")).values():
         assert torch.isfinite(build_deployed(task, model)(algorithms["A"].site.data.test.images)).all()
-    assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
+    assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, squares.WITHOUT_BATCH_NORM))
 
 
 def test_a_class_without_images_is_a_warning() -> None:
-    algorithms = squares.algorithms(PRRSite, CLASSIFICATION, missing=1)
-    log, server, _ = play(server_of(algorithms), algorithms)
+    log, server, _ = federation(CLASSIFICATION, missing=1)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
     assert len(warnings) == 1 and "class medium" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["present"].tolist() == [True, False, True]
@@ -141,18 +123,11 @@ def test_a_class_without_images_is_a_warning() -> None:
 def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
     algorithms = squares.algorithms(PRRSite, CLASSIFICATION)
     algorithms["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), algorithms["B"].plan)
-    log, server, _ = play(server_of(algorithms, rounds=2), algorithms)
+    log, server, _ = squares.play(server_of(algorithms, rounds=2), algorithms)
     sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
     mean, spread = (sent[0][2] + sent[2][2]) / 2, (sent[0][2] - sent[2][2]).abs() / 2  # of two
     noise = torch.randn(3, 8, generator=torch_generator(server.context.seed, "server", 1, "prototypes"))
     torch.testing.assert_close(server.prototypes["prototypes"][2], mean + spread * noise[2])
-
-
-def test_a_site_with_one_image() -> None:
-    algorithms = squares.algorithms(PRRSite)
-    algorithms["C"] = PRRSite(site("C", counts=(1, 1, 1)), algorithms["C"].plan)
-    log, _, _ = play(server_of(algorithms), algorithms)
-    assert math.isfinite(log[1][2]["C"].meta["loss"])
 
 
 # ---- delivery -----------------------------------------------------------------------------------------------------------------
@@ -179,10 +154,8 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
 ) -> None:
     """The deputy is that of the selected round. A model's bias says here what it reaches; -1 is undefined."""
     algorithm = squares.algorithm(PRRSite, selection=selection)
-    start, reached = (
-        algorithm._deputy_state(server_of({"A": algorithm}).configure(Step("train", 0), "A")),
-        {"personal": personal, "global": deputy},
-    )
+    start = algorithm._deputy_state(server_of({"A": algorithm}).configure(Step("train", 0), "A"))
+    reached = {"personal": personal, "global": deputy}
     states = {role: {**start, "head.bias": torch.full_like(start["head.bias"], -1 if v is None else v)} for role, v in reached.items()}
     algorithm.personal = states["personal"]
     for role, state in states.items():
@@ -194,14 +167,10 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
     assert not any("kept" in models[role].meta for role in states), "they were not chosen"
 
 
-def outsider() -> PRRSite:
-    return PRRSite(site("O"), plan_of(PRRSite, PRRServer))
-
-
 def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation() -> None:
     log, server, algorithms = federation(outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share_normalisation"]
-    models = outsider().finalize(server.configure_final("O"))
+    models = squares.algorithm(PRRSite, "O").finalize(server.configure_final("O"))
     assert models.keys() == {"global", "deployed"} and models["global"] is models["deployed"]
     own, shared = split_state(models["global"].states["model"], batch_norm_entries(algorithms["A"].site.network()))
     even = dict.fromkeys(SITES, 1.0)
@@ -211,12 +180,12 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
 
 
 def test_an_outside_site_may_get_the_most_representative_personal_model() -> None:
-    options: dict[str, Any] = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
+    options: dict[str, Any] = {"counts": UNEVEN, "outside_model": "personal", "selection": "last"}
     algorithms = {
         name: squares.algorithm(PRRSite, name, CLASSIFICATION, missing=missing, **options)
         for name, missing in zip(SITES, (1, None, 2), strict=True)
     }
-    log, server, _ = play(squares.server(PRRServer, rounds=2, outside=("O",), algorithms=algorithms), algorithms)
+    log, server, _ = squares.play(squares.server(PRRServer, rounds=2, outside=("O",), algorithms=algorithms), algorithms)
     assert log[-1].step.phase == "share_personal"
     # shares of the classes: everybody (14, 6, 4) / 24, A (6, 0, 2) / 8, B (3, 3, 2) / 8, C (5, 3, 0) / 8; C is nearest
     assert equal(server.configure_final("O").states["model"], algorithms["C"].personal)
@@ -227,9 +196,6 @@ def test_an_inside_site_that_never_trained_gets_the_outside_model() -> None:
     models = algorithms["C"].finalize(server.configure_final("C"))
     assert models.keys() == {"global", "deployed"}
     assert equal(split_state(models["global"].states["model"], algorithms["C"].part.names)[1], server.mean)
-
-
-UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 
 
 # ---- DET ----------------------------------------------------------------------------------------------------------------------
@@ -257,8 +223,8 @@ def test_with_one_epoch_a_round_the_thresholds_decide() -> None:
 
 
 def after_one_round(clip: float | None, epochs: int = 2, **hyper: Any) -> tuple[StateDict, StateDict]:
-    changes = {"local_epochs": epochs} if clip is None else {"local_epochs": epochs, "clip": {"norm": clip}}
-    algorithm = squares.algorithms(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
+    changes: dict[str, Any] = {} if clip is None else {"clip": {"norm": clip}}
+    algorithm = squares.algorithm(PRRSite, task=squares.task(local_epochs=epochs, **changes), cpa="global", **hyper)
     server = server_of({"A": algorithm}, **hyper)
     reply = algorithm.perform("train", 0, server.configure(Step("train", 0), "A"))
     return algorithm.personal, {**algorithm.normalisation, **reply.states["model"]}
@@ -292,9 +258,6 @@ def test_the_paper_halves_the_rate_after_every_25_epochs() -> None:
     assert rates == [0.01] * 10 + [0.01] * 5 + [0.005] * 5 + [0.0025] * 10, "the 25th epoch ends in the middle of a round"
 
 
-# ---- curves -------------------------------------------------------------------------------------------------------------------
-
-
 def test_retrogress_is_measured_on_request() -> None:
     """Fig. 1a: the model before aggregation beside the model that the next round begins with."""
     log, _, algorithms = federation(rounds=3, retrogress=True)
@@ -320,22 +283,6 @@ def test_gamma_has_a_curve_for_every_class() -> None:
     assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].meta
 
 
-# ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
-
-
-def test_every_task_is_groups_of_softmax_problems() -> None:
-    logits = torch.arange(2 * 3 * 2 * 2.0).reshape(2, 3, 2, 2)
-    grouped = class_logits(logits, MULTICLASS)
-    assert grouped.shape == (1, 2, 3, 4) and torch.equal(grouped[0, 1, :, 1], logits[1, :, 0, 1])
-    assert class_targets(torch.arange(8).reshape(2, 2, 2), MULTICLASS).tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-    pairs = class_logits(logits[:, :2], MULTILABEL)
-    assert pairs.shape == (2, 2, 2, 4)
-    torch.testing.assert_close(pairs.softmax(2)[1, 1, 1, 1], logits[1, 1, 0, 1].sigmoid())
-    assert class_targets(torch.tensor([[[[0.0, 1.0]], [[1.0, 1.0]]]]), MULTILABEL).tolist() == [[[0, 1]], [[1, 1]]]
-    assert class_logits(torch.zeros(4, 1), BINARY_CLASSIFICATION).shape == (1, 4, 2, 1)
-    assert class_targets(torch.zeros(4, dtype=torch.long), BINARY_CLASSIFICATION).shape == (1, 4, 1)
-
-
 def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
     sites = {name: site(name, MULTILABEL) for name in SITES}
     totals = class_totals(MULTILABEL, {name: enrolled(data) for name, data in sites.items()})
@@ -349,12 +296,8 @@ def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
 
 def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None) -> Supervision:
     totals = class_totals(data.task, {"A": enrolled(data)}) if totals is None else totals
-    return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_)
-
-
-def dice_of(supervised: Supervision, logits: Tensor, targets: Tensor) -> Tensor:
-    assert supervised._dice is not None
-    return supervised._dice(logits, targets)
+    hyper = build_hyper(PRRSiteHyper, {"cpa": kind} if kind in ("global", "local") else {"cpa": "off", "plain_loss": kind})
+    return Supervision(data, hyper, totals, global_)
 
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, MULTICLASS, CLASSIFICATION, BINARY_CLASSIFICATION])
@@ -369,7 +312,7 @@ def test_without_imbalance_the_loss_is_cross_entropy_and_dice(task: TaskConfig) 
     else:
         expected = functional.binary_cross_entropy_with_logits(logits, targets.reshape(logits.shape).float())
     if task.kind == "segmentation":
-        expected = expected + dice_of(supervision(data, "ce"), logits, targets)
+        expected = expected + data.annotation.loss({"name": "dice"})(logits, targets)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(supervision(data, "ce")(logits, targets), expected)
     torch.testing.assert_close(supervision(data, "task")(logits, targets), data.loss(logits, targets))
@@ -432,52 +375,23 @@ def test_labels_are_resized_to_the_feature_map() -> None:
     assert collected.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and collected.state()["present"].tolist() == [True, True]
 
 
-# ---- options ------------------------------------------------------------------------------------------------------------------
-
 CHANGES: list[dict[str, Any]] = [
-    {"pfa": False},
-    {"r0": 0.1},
-    {"r1": 0.5},
-    {"components": "amplitude"},
-    {"components": "phase"},
-    {"det": False},
-    {"det_steps": "E"},
-    {"det_steps": "RE"},
+    *squares.one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
+    *squares.one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
+    *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
     {"lam1": 0.0, "lam2": 5.0},
-    {"lam2": 5.0},
-    {"cpa": "global"},
-    {"cpa": "local"},
-    {"cpa": "off"},
-    {"cpa": "off", "plain_loss": "ce"},
-    {"cpa": "off", "plain_loss": "focal"},
-    {"cpa": "off", "plain_loss": "fedeamc"},
-    {"beta": 0.2},
-    {"tau": 1.0},
-    {"halve_every": 1},
 ]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Callable[..., StateDict]:
-    """What two rounds of three epochs leave behind, by setting: site A's personal model and the one it would be sent next."""
-    known = {}
-
-    def outcome(**hyper: Any) -> StateDict:
-        key = tuple(sorted(hyper.items()))
-        if key not in known:
-            settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **hyper}
-            _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
-            known[key] = algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
-        return known[key]
-
-    return outcome
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_every_option_changes_the_result(outcomes: Callable[..., StateDict], change: dict[str, Any]) -> None:
-    actual = outcomes(**change)
-    assert all(torch.isfinite(tensor).all() for tensor in actual.values())
-    assert not equal(actual, outcomes())
+def test_every_option_changes_the_result() -> None:
+    """Of two rounds of three epochs: site A's personal model, and the one it would be sent next."""
+    outcomes: list[StateDict] = []
+    for change in ({}, *CHANGES):
+        settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **change}
+        _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), **settings)
+        outcomes.append(algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()})
+        assert all(torch.isfinite(tensor).all() for tensor in outcomes[-1].values()), change
+        assert not (change and equal(outcomes[-1], outcomes[0])), change
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.data.acquisition import TRAINED_ON
-from medflare.inference.deployed import WEIGHTS_FILE, StoredModel, build, load_model
+from medflare.inference.deployed import WEIGHTS_FILE, build, load_model
 from medflare.methods.base import ServerAlgorithm, ServerContext, SiteAlgorithm, SiteHyper, Step
 from medflare.methods.method import Method
 from medflare.networks.weights import find_weights
@@ -65,10 +65,16 @@ class EvaluateServer(ServerAlgorithm[Any]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self._model = _stored_model(self.hyper, context)
+        path = find_weights(self.hyper.file, context.weights)
+        try:
+            self._model = load_model(path.parent)
+        except StateError as error:
+            raise ConfigError(str(error)) from error
+        found, wanted = self._model.card["sha256"], self.hyper.sha256
+        if found != wanted:
+            raise ConfigError(f"{path}: is another model than the run's (sha256 {found[:16]}..., not {wanted[:16]}...)")
 
     def steps(self) -> list[Step]:
-        """None before the final evaluation."""
         return []
 
     def configure(self, step: Step, site: str) -> Message:
@@ -84,18 +90,6 @@ class EvaluateServer(ServerAlgorithm[Any]):
         return Message(self._model.message.states, {**self._model.message.meta, **range_of_images})
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """One row: what was evaluated."""
         card = self._model.card
         origin = {"method": card.get("method"), "kind": self._model.kind, "site": card.get("site") or "all", "seed": card.get("seed")}
         return {"Evaluated model": {str(card.get("role")): {**origin, "sha256": card["sha256"][:16]}}}
-
-
-def _stored_model(hyper: EvaluateHyper, context: ServerContext) -> StoredModel:
-    path = find_weights(hyper.file, context.weights)
-    try:
-        model = load_model(path.parent)
-    except StateError as error:
-        raise ConfigError(str(error)) from error
-    if model.card["sha256"] != hyper.sha256:
-        raise ConfigError(f"{path}: is another model than the run's (sha256 {model.card['sha256'][:16]}..., not {hyper.sha256[:16]}...)")
-    return model

@@ -31,12 +31,11 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        """Every batch-normalisation layer."""
         return LocalPart.of_batch_norm(network)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if the network has no batch normalisation, since the results would be FedAvg's."""
+        """Also raises ConfigError if the network has no batch normalisation."""
         super().check(task, hyper, server_hyper)
         if not cls.local_part(meta_network(task)).names:
             raise ConfigError(

@@ -47,12 +47,10 @@ class FedRepSite(PartialSite[FedRepHyper]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        """The network's head."""
         return LocalPart.of_paths(network, ["head"])
 
     @classmethod
     def needs_features(cls, hyper: FedRepHyper) -> bool:
-        """The head follows the features."""
         return True
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:

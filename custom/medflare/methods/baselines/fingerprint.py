@@ -60,7 +60,6 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
         return Message({}, {FINGERPRINT: {} if fingerprint is None else to_json([fingerprint])["sites"][0]})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """No model."""
         return {}
 
 
@@ -70,11 +69,9 @@ class FingerprintServer(ServerAlgorithm[Any]):
     Hyper: ClassVar[type] = SiteHyper  # none
 
     def steps(self) -> list[Step]:
-        """One request to all sites."""
         return [Step("describe", self.context.rounds, everyone=True)]
 
     def configure(self, step: Step, site: str) -> Message:
-        """An empty request."""
         return Message()
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
@@ -88,11 +85,9 @@ class FingerprintServer(ServerAlgorithm[Any]):
         }
 
     def configure_final(self, site: str) -> Message:
-        """An empty message."""
         return Message()
 
     def documents(self) -> dict[str, Any]:
-        """The file of fingerprints."""
         return {FILE: to_json([from_json(item) for _, item in sorted(self.memory.meta["fingerprints"].items())])}
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:

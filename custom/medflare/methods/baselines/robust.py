@@ -37,7 +37,6 @@ class RobustAggregation(WeightedMean):
     """The robust rule with equal weights."""
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
-        """site -> 1."""
         return dict.fromkeys(models, 1.0)
 
 

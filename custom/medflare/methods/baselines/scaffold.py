@@ -67,24 +67,12 @@ class ScaffoldServerHyper(FedAvgServerHyper):
 
 
 def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
-    """g - c_k + c for every parameter (Alg. 1, line 10).
-
-    Args:
-        gradients: g_k(y).
-        own: c_k.
-        shared: c.
-    """
+    """g_k(y) - c_k + c for every parameter (Alg. 1, line 10), with c_k `own` and c `shared`."""
     return [g - c_k + c for g, c_k, c in zip(gradients, own, shared, strict=True)]
 
 
 class Correction:
-    """A gradient hook for `train_epochs`: corrects the gradients, and averages them as they were before.
-
-    Args:
-        network: is trained.
-        own: c_k, by parameter name.
-        shared: c, by parameter name.
-    """
+    """A gradient hook for `train_epochs`: corrects the gradients by c_k and c, and averages them as they were before."""
 
     def __init__(self, network: nn.Module, own: StateDict, shared: StateDict):
         self.weights = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}

@@ -5,7 +5,7 @@
 The algorithms of most other methods derive from these.
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 from medflare.methods.method import Method
@@ -19,7 +19,4 @@ METHOD = Method(
 )
 
 _PUBLIC = {"FedAvgSite": "site", "FedAvgServer": "server"}
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

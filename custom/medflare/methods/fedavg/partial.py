@@ -92,7 +92,6 @@ class PartialSite(FedAvgSite[F]):
         return reply
 
     def share(self, round: int, incoming: Message) -> Message:
-        """The local part, requested once, after the last round, if there are outside sites."""
         return Message({LOCAL: self.part.kept(self.joined({}))}, self.meta(validation={}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:

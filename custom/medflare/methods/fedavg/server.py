@@ -88,7 +88,6 @@ class FedAvgServer(ServerAlgorithm[G]):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        """The aggregated entries; their weights go into the record."""
         model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
         self.context.note(weight=self.aggregation.weights)
         return model
@@ -104,7 +103,6 @@ class FedAvgServer(ServerAlgorithm[G]):
         return {} if self.hyper.selection == "last" or self.partial else {"global": self.best}
 
     def configure_final(self, site: str) -> Message:
-        """The selected global model and its round."""
         model, round = self.selected
         return Message({GLOBAL: model}, {SELECTED_ROUND: round})
 

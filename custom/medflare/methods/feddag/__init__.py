@@ -6,7 +6,7 @@ features of x (Eq. 4) and its target, and the teacher T is a moving average of S
 any site algorithm.
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 from medflare.methods.method import Method
@@ -27,7 +27,4 @@ SHA = Method(
 )
 
 _PUBLIC = dict.fromkeys(("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"), "formulas")
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

@@ -27,14 +27,7 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import Capability, ServerContext, SiteAlgorithm, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL
-from medflare.methods.feddag.formulas import (
-    centred_scores,
-    choose_evaluators,
-    generalization_scores,
-    sharpness_perturbation,
-    soft_balancing_weights,
-    within_client_average,
-)
+from medflare.methods.feddag import formulas
 from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import selection_metrics
@@ -76,9 +69,6 @@ def _perturbs(server_hyper: Any) -> bool:
     return isinstance(server_hyper, SHAHyper) and server_hyper.sha and server_hyper.rho > 0
 
 
-# -- site ----------------------------------------------------------------------------------------------------------------------
-
-
 class ScoredSite(SiteAlgorithm[Any]):
     """What SHA adds to any site algorithm whose `train` replies with a model: the perturbed model, and the scores of others."""
 
@@ -108,7 +98,6 @@ class ScoredSite(SiteAlgorithm[Any]):
             reply.states[PERTURBED] = perturbed(reply.states[MODEL], gradients, self.plan.server_hyper.rho)
 
     def last_batch(self, round: int) -> Batch:
-        """The last batch of the round's training."""
         return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
 
     def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -132,10 +121,7 @@ class ScoredSite(SiteAlgorithm[Any]):
 
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
     """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed."""
-    return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}
-
-
-# -- server --------------------------------------------------------------------------------------------------------------------
+    return {**state, **moved({name: state[name] for name in gradients}, formulas.sharpness_perturbation(gradients, rho))}
 
 
 class HierarchicalAggregation(WeightedMean):
@@ -165,20 +151,14 @@ class HierarchicalAggregation(WeightedMean):
             history = [*earlier, (models[site].state, math.nan if score is None else float(score))]
             states, values = zip(*history, strict=True)
             kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
-            averaged[site], self.scores[site] = within_client_average(states, values, kappa)
+            averaged[site], self.scores[site] = formulas.within_client_average(states, values, kappa)
             self.history[site] = history[-self.hyper.kappa :] if self.hyper.kappa else []
         scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
-        self.weights = dict(zip(self.scores, soft_balancing_weights(scores, self.hyper.beta).tolist(), strict=True))
+        self.weights = dict(zip(self.scores, formulas.soft_balancing_weights(scores, self.hyper.beta).tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
 
     def companion(self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict) -> StateDict:
-        """The aggregate of states that travel with the models, by the same rule.
-
-        Args:
-            states: site -> state.
-            weights: site -> its model's weight; empty for a robust rule without weights.
-            origin: the state at the start of the round.
-        """
+        """The aggregate of states that travel with the models, by the same rule; `weights` are the models' (empty: the rule has none)."""
         model_weights = self.weights
         state = self.combined(states, {site: weights.get(site, 1.0) for site in states}, origin)
         self.weights = model_weights
@@ -189,13 +169,11 @@ class HierarchicalAggregation(WeightedMean):
         return super().shared(models, 0)
 
     def pack(self, message: Message) -> None:
-        """Add the history to a message that stores an algorithm."""
         for site, past in self.history.items():
             message.states.update({f"history/{site}/{place}": state for place, (state, _) in enumerate(past)})
         message.meta["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
 
     def unpack(self, message: Message) -> None:
-        """Restore the history that `pack` stored."""
         self.history = {
             site: [(message.states.pop(f"history/{site}/{place}"), math.nan if s is None else s) for place, s in enumerate(scores)]
             for site, scores in message.meta.pop("history", {}).items()
@@ -264,7 +242,7 @@ class SHAServer(FedAvgServer[K]):
 
     def _evaluators(self, round: int) -> dict[str, list[str]]:
         generator = numpy_generator(self.context.seed, "server", round, "evaluators")
-        return choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
+        return formulas.choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """After training store the models; after scoring aggregate them (Alg. 2)."""
@@ -305,7 +283,7 @@ class SHAServer(FedAvgServer[K]):
                     metrics[row, column] = value
                 elif value is not None:
                     events.add("rejected", f"score {value!r} for the model of {site} is not in [0, 1]", site=evaluator, round=round)
-        scores = (centred_scores if self.hyper.centred else generalization_scores)(metrics).tolist()
+        scores = (formulas.centred_scores if self.hyper.centred else formulas.generalization_scores)(metrics).tolist()
         for site, score in zip(sites, scores, strict=True):
             if math.isnan(score) and len(sites) > 1:
                 events.add("undefined", "no site scored this model; it counts as an average one", site=site, round=round)

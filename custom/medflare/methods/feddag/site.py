@@ -112,7 +112,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
-        """The losses on generated images compare them."""
         return hyper.ndag
 
     @classmethod
@@ -137,7 +136,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return deviations.view(-1, *[1] * self.site.task.spatial_dims)
 
     def warm_up(self, round: int, incoming: Message) -> Message:
-        """A round of FedAvg."""
         return FedAvgSite.train(self, round, incoming)
 
     def train(self, round: int, incoming: Message) -> Message:
@@ -179,7 +177,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             return run_epochs(self.site, round, "model", step)
 
     def last_batch(self, round: int) -> Batch:
-        """The last batch of the round's training."""
         return cast(Batch, self._last_batch)  # set by `train`
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
@@ -192,9 +189,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             perturbations = self.generator(images.to(self.site.device)).cpu()
         x_hat = generated(images, perturbations, self.hyper.alpha, unit=self.unit.cpu())
         return {"generated": picture_grid(images, perturbations, x_hat)}
-
-
-# -- NDAG ----------------------------------------------------------------------------------------------------------------------
 
 
 class AdversarialGeneration:
@@ -283,7 +277,6 @@ class AdversarialGeneration:
         Args:
             images: the originals (N, C, H, W).
             x_hat: the generated images (N, C, H, W); None without.
-            targets: as in `data.loading.Batch`.
             reference: f, features of the originals (N, D); None without generated images.
 
         Returns:
@@ -306,12 +299,7 @@ class AdversarialGeneration:
 
 
 def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float) -> None:
-    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε as in SHA.
-
-    Args:
-        loss: computes the batch's loss with the current weights.
-        rho: length of ε; 0 for a plain step.
-    """
+    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε of length rho as in SHA."""
     optimizer.zero_grad(set_to_none=True)
     loss().backward()
     if rho > 0:

@@ -3,7 +3,7 @@
 For each image, the personal model of the selector's most probable site predicts if the probability exceeds γ, else the global model.
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 from medflare.methods.method import Method
@@ -28,7 +28,4 @@ EXTRA = Method(
 _PUBLIC = dict.fromkeys(
     ("GAMMAS", "choose_model", "ensemble_output", "extra_labels", "soft_pull", "tuned_gamma", "apfl_mixture", "pfedme_outer"), "formulas"
 )
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

@@ -86,9 +86,6 @@ STATISTICS = TensorSpec(
 )
 
 
-# -- at a site ---------------------------------------------------------------------------------------------------------------
-
-
 class SiteSelector:
     """The selector at one site; `outputs` scores, one for every site, or for the global model too."""
 
@@ -98,11 +95,9 @@ class SiteSelector:
 
     @property
     def label(self) -> int:
-        """The site's class."""
         return self.plan.sites.index(self.algorithm.site.name)
 
     def network(self, state: StateDict) -> nn.Module:
-        """The selector with these weights."""
         return self.algorithm.network("selector", state, selector_spec(self.plan), self.outputs)
 
     @torch.no_grad()
@@ -127,7 +122,9 @@ class SiteSelector:
                 (value * share).backward()
                 values.append(value.detach())
                 shares.append(share)
-        gradients = {name: weight.grad.detach().to("cpu", copy=True) for name, weight in selector.named_parameters() if weight.grad is not None}
+        gradients = {
+            name: weight.grad.detach().to("cpu", copy=True) for name, weight in selector.named_parameters() if weight.grad is not None
+        }
         return {GRADIENT: gradients}, weighted_sum(values, shares)
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -148,9 +145,6 @@ def site_statistics(site: Site) -> StateDict:
     return {"mean": torch.as_tensor(mean / count), "products": torch.as_tensor(products / count)}
 
 
-# -- at the server -----------------------------------------------------------------------------------------------------------
-
-
 class ServerSelector:
     """The selector at the server: weights, Adam moments and step count, in the algorithm's memory."""
 
@@ -167,7 +161,6 @@ class ServerSelector:
 
     @property
     def state(self) -> StateDict:
-        """The selector's weights."""
         return self.memory.states["selector"]
 
     @property

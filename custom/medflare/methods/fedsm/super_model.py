@@ -27,7 +27,6 @@ class SuperModel(nn.Module):
     """Images (N, C, H, W) to probabilities (N, outputs, ...); each image is predicted by one of K + 1 networks.
 
     Args:
-        task: gives the probabilities.
         networks: the global network and the personal ones, K + 1; images (N, C, H, W) -> logits.
         selector: images (N, C, H, W) -> logits (N, K).
         names: "global" and the sites, in the order of the networks.
@@ -51,7 +50,7 @@ class SuperModel(nn.Module):
         self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
-        """Softmax scores of the selector, (N, K)."""
+        """Of the selector, (N, K)."""
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -107,7 +106,6 @@ class SuperModel(nn.Module):
         return answers.gather(1, index).squeeze(1)
 
     def unbranched(self) -> "UnbranchedSuperModel":
-        """The same predictions by one computation for all images."""
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, Any]:
@@ -124,7 +122,6 @@ class UnbranchedSuperModel(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the super model's probabilities."""
         return self.model.combined(self.model.every_answer(images), self.model.scores(images))
 
 
@@ -146,9 +143,6 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
         selector = task_network(task, message.meta["selector"], outputs)
     selector.load_state_dict(message.states["selector"])
     return [network_with(task, message.states[entry]) for entry in entries], selector.eval(), ["global", *sites]
-
-
-# -- tuning γ ----------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Sites train in two steps with feature alignment; the server weights updates by t
 outside sites the global one, on request with test-time adaptation.
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 from medflare.methods.method import Method
@@ -18,7 +18,4 @@ METHOD = Method(
 )
 
 _PUBLIC = dict.fromkeys(("a_distance", "consistency_weights", "consistent_aggregate", "coral", "mmd"), "formulas")
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

@@ -37,12 +37,10 @@ class ConsistencyAggregation(WeightedMean):
         self.parameters: list[str] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
-        """Also finds the trainable entries."""
         super().prepare(task, rounds)
         self.parameters = [name for name, parameter in meta_network(task).named_parameters() if parameter.requires_grad]
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The re-weighted mean (`consistent_aggregate`), or the weighted one without `consistency`."""
         self.weights = {}
         if previous is None or not self.hyper.consistency:
             return super().shared(models, round, previous)

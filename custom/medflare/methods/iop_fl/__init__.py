@@ -5,7 +5,7 @@ training. An outside site receives {P_1, ..., P_K, w_g} and mixes their layers b
 (Eq. 5-10).
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 from medflare.methods.method import Method
@@ -20,7 +20,4 @@ METHOD = Method(
 )
 
 _PUBLIC = dict.fromkeys(("consistency_loss", "entropy_loss", "local_adapted", "shape_loss"), "formulas")
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

@@ -63,9 +63,6 @@ class OutsideHyper(SiteHyper):
     comparisons: bool = param(False, "also deploy each single model, their ensemble and Tent on the global model", source="Table II")
 
 
-# -- the gate ------------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """A state of the routers by its predictions for all images.
@@ -82,11 +79,7 @@ class Summary:
 
 
 def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Summary:
-    """The summary of all batches together.
-
-    Args:
-        batches: (loss, probabilities, probabilities of the start) of each batch.
-    """
+    """The summary of all batches together, each (loss, probabilities, probabilities of the start)."""
     count = agreement = total = 0
     sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
     shares: Tensor | float = 0.0
@@ -122,9 +115,6 @@ def gate_refusal(state: Summary, start: Summary) -> str:
     if state.agreement < GATE_AGREEMENT:
         return f"its agreement with the start is {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
     return ""
-
-
-# -- the routed model ----------------------------------------------------------------------------------------------------------
 
 
 class RoutedModel(nn.Module):
@@ -181,19 +171,16 @@ class RoutedModel(nn.Module):
             if not refused[-1] and summaries[-1].loss < summaries[chosen].loss:
                 selected, chosen = self.network.adapted_state(), epoch + 1
         self.network.load_adapted_state(selected)
+        self.network.eval()
+        by_batch = [self.network.coefficients(images) for images in parts]
         self.adaptation = {
             "losses": [summary.loss for summary in summaries],
             "information": [summary.information for summary in summaries],
             "agreement": [summary.agreement for summary in summaries],
             "refused": refused,
             "chosen": chosen,
-            "coefficients": self._coefficients(parts),
+            "coefficients": {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]},
         }
-
-    def _coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
-        self.network.eval()
-        by_batch = [self.network.coefficients(images) for images in batches]
-        return {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]}
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor]) -> Summary:
@@ -223,7 +210,6 @@ class RoutedModel(nn.Module):
         return clean, noisy, self._at_start(images)  # the start is last, since it ends in evaluation mode
 
     def report(self) -> dict[str, Any]:
-        """The record of `adapt`, see `adaptation`."""
         return self.adaptation
 
     def notices(self) -> list[str]:
@@ -241,8 +227,7 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     """Eq. 10 with the terms and weights of `hyper`, a scalar.
 
     Args:
-        p: the network's probabilities (N, outputs, ...) for the images.
-        p_noisy: those for their noisy copies.
+        p, p_noisy: probabilities (N, outputs, ...) for the images and for their noisy copies.
         start: those of the starting state for the images.
     """
     classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
@@ -302,7 +287,6 @@ class Ensemble(nn.Module):
         self.networks = nn.ModuleList(networks)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the probabilities of the mean logits, (N, outputs, ...)."""
         return self.task.probabilities(torch.stack([network(images) for network in self.networks]).mean(dim=0))
 
 

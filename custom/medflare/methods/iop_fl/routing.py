@@ -35,7 +35,7 @@ ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 class MLPRouter(nn.Module):
     """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, softmax or sigmoid (Eq. 6).
 
-    The last layer starts with weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts for any input.
+    The last layer starts with weight 0 and a bias for which every coefficient is 1/experts: 0, or logit(1/experts) for sigmoids.
     """
 
     def __init__(self, channels: int, experts: int, kind: Coefficients = "softmax"):
@@ -45,12 +45,13 @@ class MLPRouter(nn.Module):
         self.fc2 = nn.Linear(2 * channels, experts)
         self.dropout = nn.Dropout(_DROPOUT)
         nn.init.zeros_(self.fc2.weight)
-        nn.init.constant_(self.fc2.bias, uniform_logit(experts, kind))
+        nn.init.constant_(self.fc2.bias, 0.0 if kind == "softmax" else -math.log(experts - 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1)."""
         pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
-        coefficients = coefficients_of(self.fc2(self.dropout(self.fc1(pooled))), self.kind)
+        logits = self.fc2(self.dropout(self.fc1(pooled)))
+        coefficients = logits.softmax(dim=-1) if self.kind == "softmax" else logits.sigmoid()
         self.coefficients = coefficients.detach()  # of the latest inputs
         return coefficients
 
@@ -62,16 +63,6 @@ class _SharedCoefficients(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.coefficients
-
-
-def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
-    """Coefficients of the experts from a router's logits (..., experts): their softmax, or the sigmoids of Eq. 6."""
-    return logits.softmax(dim=-1) if kind == "softmax" else logits.sigmoid()
-
-
-def uniform_logit(experts: int, kind: Coefficients) -> float:
-    """The common logit of all experts for which `coefficients_of` gives 1/experts: 0, or logit(1/experts) for sigmoids."""
-    return 0.0 if kind == "softmax" else -math.log(experts - 1)
 
 
 class RoutedLayer(nn.Module):
@@ -92,7 +83,8 @@ class RoutedLayer(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The layer's output, with its own weights for every sample."""
-        mixed = self.mixed(self.router(_channels_second(self.layer, inputs)))
+        channels_second = inputs.movedim(-1, 1) if isinstance(self.layer, nn.Linear) else inputs  # in a linear layer they are last
+        mixed = self.mixed(self.router(channels_second))
         if len(inputs) == 1:
             return functional_call(self.layer, {part: mixture[0] for part, mixture in mixed.items()}, (inputs,))
 
@@ -107,26 +99,14 @@ class RoutedLayer(nn.Module):
         return {part: torch.tensordot(coefficients, experts, dims=1) for part, experts in stacked.items()}
 
 
-def _channels_second(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """The inputs with their features second, as a router needs them; in a linear layer they are last."""
-    return inputs.movedim(-1, 1) if isinstance(layer, nn.Linear) else inputs
-
-
 @dataclass(frozen=True)
 class Routing:
-    """Settings of a routed network.
+    """Settings of a routed network."""
 
-    Attributes:
-        per_layer: a router for every layer, or one for all layers, whose input is the image (Table III, "global").
-        coefficients: "softmax", or "sigmoid" as printed.
-        statistics: BatchNorm's: of the test "batch", or the global model's "running" ones.
-        seed: of the routers' initial weights.
-    """
-
-    per_layer: bool = True
-    coefficients: Coefficients = "softmax"
-    statistics: Statistics = "batch"
-    seed: int = 0
+    per_layer: bool = True  # a router for every layer, or one for all layers, whose input is the image (Table III, "global")
+    coefficients: Coefficients = "softmax"  # or "sigmoid" as printed
+    statistics: Statistics = "batch"  # BatchNorm's: of the test batch, or the global model's running ones
+    seed: int = 0  # of the routers' initial weights
 
 
 class RoutedNetwork(nn.Module):
@@ -170,7 +150,6 @@ class RoutedNetwork(nn.Module):
             self._replace(name, routed[layer])
 
     def forward(self, images: Tensor) -> Any:
-        """The network's output for images (N, C, H, W)."""
         if self.router is not None:
             self._shared.coefficients = self.router(images)
         return self.network(images)
@@ -184,7 +163,6 @@ class RoutedNetwork(nn.Module):
         return self
 
     def adaptable(self) -> dict[str, nn.Parameter]:
-        """The routers' parameters, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def adapted_state(self) -> StateDict:

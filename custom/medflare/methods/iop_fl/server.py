@@ -31,11 +31,9 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         return [*super().steps(), *submit]
 
     def configure(self, step: Step, site: str) -> Message:
-        """FedAvg's message; an empty one for "submit"."""
         return Message() if step.phase == "submit" else super().configure(step, site)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Store the submitted P_k; other steps as FedAvg."""
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
             rounds = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
@@ -44,13 +42,11 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
             super().aggregate(step, replies)
 
     def configure_final(self, site: str) -> Message:
-        """FedAvg's message; for an outside site also every P_k."""
         message = super().configure_final(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
         return message
 
     def models(self) -> dict[str, Message]:
-        """The selected global model and every submitted P_k."""
         rounds = self.memory.meta.get(ROUNDS, {})
         return {**super().models(), **{f"personal/{site}": trained_model(state, rounds.get(site)) for site, state in self.experts.items()}}

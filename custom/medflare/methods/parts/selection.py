@@ -17,12 +17,10 @@ from medflare.core.states import StateDict, copy_state
 
 FEW_IMAGES: Final = 10  # of validation: with fewer, one image decides more than the difference between rounds
 
-
-def _renamed(value: object) -> object:
-    return "median" if value == "best" else value  # the name in jobs of older versions
-
-
-Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidator(_renamed)]
+Selection = Annotated[
+    Literal["median", "paired", "mean", "last"],
+    BeforeValidator(lambda value: "median" if value == "best" else value),  # "best" in jobs of older versions
+]
 
 
 class Best:
@@ -31,7 +29,6 @@ class Best:
     Until a metric was defined, it is the latest state, so a federation without validation images still delivers a model.
 
     Args:
-        memory: of the algorithm that selects.
         name: tells several selections of an algorithm apart.
         latest: ties go to the latest.
     """
@@ -57,23 +54,14 @@ class Best:
         return self._memory.meta.get(self._name, {}).get("value")
 
     def chosen(self, selection: Selection, last: StateDict, behind: int | None = None) -> tuple[StateDict, int | None]:
-        """The state that a site delivers and the rounds of training behind it.
+        """The state that a site delivers and the rounds of training behind it: the best one, or `last` with its `behind`.
 
-        Args:
-            selection: "last" takes the last state, all others the best one.
-            last: the last state, also used before the first offer.
-            behind: the rounds behind `last`, if known.
+        The last state is delivered by the selection "last", and before the first offer.
         """
         return (last, behind) if selection == "last" or self.state is None else (self.state, self.round)
 
     def offer(self, value: float | None, round: int, state: StateDict) -> None:
-        """Keeps a copy of a candidate if it is better.
-
-        Args:
-            value: its validation metric; None if undefined.
-            round: rounds of training behind it; the untrained model of round 0 is no candidate.
-            state: the candidate.
-        """
+        """Keeps a copy of a candidate if its metric is better (None: undefined); the untrained model of round 0 is no candidate."""
         if round == 0:
             return
         better = value is not None and (self.value is None or self._beats(value, self.value))
@@ -86,8 +74,6 @@ class ModelSelector(Best):
     """A selection by the metrics of all sites, which are kept for the record.
 
     Args:
-        memory: of the server algorithm.
-        name: of the model that is selected.
         rule: "mean", "paired" or the median, see `combined_score`.
         zero_sum: whether one site's gain is another's loss, as with a network that tells sites apart. The plain mean over the sites then
             decides for any rule: by the median, a network that never recognizes one of three sites would be perfect. Ties, frequent with
@@ -139,8 +125,7 @@ def paired_score(metrics: Mapping[str, float], kept: Mapping[str, float], value:
 
     Args:
         metrics: site -> metric of the candidate.
-        kept: site -> metric of the kept model.
-        value: score of the kept model.
+        kept: site -> metric of the kept model, whose score is `value`.
     """
     gains = [metrics[site] - kept[site] for site in sorted(metrics.keys() & kept.keys())]
     return value + median(gains) if gains else None

@@ -5,7 +5,7 @@ deputy D_k; it and the personal model P_k, which is never overwritten, teach eac
 imbalanced differently at each site. Without the three parts (pfa=false det=false cpa=off) the method is FedBN (Li et al., ICLR 2021).
 """
 
-from typing import Any
+from functools import partial
 
 from medflare.core.facade import public
 from medflare.methods.method import Method
@@ -22,7 +22,4 @@ _PUBLIC = {
     **dict.fromkeys(("conjoint_mask", "cpa_loss", "next_stage", "prototype_gamma"), "formulas"),
     **dict.fromkeys(("fourier_aggregate", "frequency_ratio"), "fourier"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    return public(__name__, _PUBLIC, name)
+__getattr__ = partial(public, __name__, _PUBLIC)

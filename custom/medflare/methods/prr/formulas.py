@@ -45,7 +45,7 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
 
 
 def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int:
-    """How often the learning rate has been split_hyper (PRR, Sec. IV-A: "divided by 2 after every 25 epochs").
+    """How often the learning rate has been halved (PRR, Sec. IV-A: "divided by 2 after every 25 epochs").
 
     Args:
         halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs.

@@ -33,7 +33,7 @@ class PRRSiteHyper(SiteHyper):
 
     @property
     def supervision(self) -> str:
-        """Name of the supervised loss, see `transfer.Supervision`."""
+        """See `transfer.Supervision`."""
         return self.plain_loss if self.cpa == "off" else self.cpa
 
     @property

@@ -97,7 +97,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: PRRSiteHyper) -> bool:
-        """Every batch needs the features of the personal model."""
         return True
 
     @classmethod
@@ -122,14 +121,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes if the loss uses them."""
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
-        supervision = Supervision(
-            self.site,
-            self.hyper.supervision,
-            beta=self.hyper.beta,
-            tau=self.hyper.tau,
-            totals=torch.tensor(incoming.meta[CLASS_TOTALS]),
-            global_=incoming.states.get(PROTOTYPES, {}).get("prototypes"),
-        )
+        totals, prototypes = torch.tensor(incoming.meta[CLASS_TOTALS]), incoming.states.get(PROTOTYPES, {}).get("prototypes")
+        supervision = Supervision(self.site, self.hyper, totals, prototypes)
         transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())
@@ -153,7 +146,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return {GAMMA: {name: curve[-1] for name, curve in by_class.items()}, GAMMAS: by_class}
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the deputy and of the personal model."""
         return Message({}, self.meta(validation=self._measure(round, *self._models(incoming))))
 
     def share_normalisation(self, round: int, incoming: Message) -> Message:
@@ -188,8 +180,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         for role, model in (("global", deputy), ("personal", personal)):
             self.best[role].offer(values[role], round, model.state_dict())
         return values
-
-    # -- final models --------------------------------------------------------------------------------------------------------
 
     def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
         """The site's final deputy and personal model with their rounds: of its best round or of the last one."""

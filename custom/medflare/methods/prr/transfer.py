@@ -13,17 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.prr.formulas import (
-    EXCHANGE,
-    RECOVER,
-    SUBLIMATE,
-    PrototypeMean,
-    cpa_loss,
-    distillation_loss,
-    halvings,
-    next_stage,
-    prototype_gamma,
-)
+from medflare.methods.prr import formulas
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork, example
@@ -91,7 +81,7 @@ class SitePrototypes:
     def __init__(self, task: TaskConfig, width: int, device: torch.device | str):
         self.task = task
         groups, classes = groups_and_classes(task)
-        self._means = [PrototypeMean(classes, width, device) for _ in range(groups)]
+        self._means = [formulas.PrototypeMean(classes, width, device) for _ in range(groups)]
 
     def add(self, features: Tensor, targets: Tensor) -> None:
         """Adds a batch: features (N, D) or (N, D, ...); label maps are resized to the feature map (nearest)."""
@@ -112,25 +102,26 @@ class SitePrototypes:
 class Supervision:
     """L_sup of a round at a site: (logits, targets) -> scalar (PRR, Sec. III-D and IV-A).
 
+    `hyper.supervision` is "both", "global" or "local": the CPA loss, its conjoint objective alone or its refinement alone; or a loss that
+    it is compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
+
     Args:
-        kind: "both", "global" or "local": the CPA loss, its conjoint objective alone or its refinement alone; or a loss that it is
-            compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
         totals: (G, C) class counts over all sites.
         global_: (G C, D) prototypes from the server; None: gamma = 1.
     """
 
-    def __init__(self, site: Site, kind: str, *, beta: float, tau: float, totals: Tensor, global_: Tensor | None):
-        self.site, self.kind, self.beta, self.tau = site, kind, beta, tau
-        self.counts: list[Tensor | None] = list(totals) if kind in ("both", "global") else [None] * len(totals)
-        self.gamma = _inverse_frequencies(site) if kind == "fedeamc" else None
-        self._global = global_ if kind in ("both", "local") else None
+    def __init__(self, site: Site, hyper: PRRSiteHyper, totals: Tensor, global_: Tensor | None):
+        self.site, self.hyper, self.kind = site, hyper, hyper.supervision
+        self.counts: list[Tensor | None] = list(totals) if self.kind in ("both", "global") else [None] * len(totals)
+        self.gamma = _inverse_frequencies(site) if self.kind == "fedeamc" else None
+        self._global = global_ if self.kind in ("both", "local") else None
         self._dice = site.annotation.loss({"name": "dice"}) if site.task.kind == "segmentation" else None
-        self._focal = site.annotation.loss({"name": "focal"}) if kind == "focal" else None
+        self._focal = site.annotation.loss({"name": "focal"}) if self.kind == "focal" else None
 
     def refine(self, local: Tensor | None) -> None:
         """Weights the classes by the distance of the site's prototypes (G C, D) to the global ones (Eq. 11-12)."""
         if local is not None and self._global is not None:
-            gamma = prototype_gamma(local, self._global, self.tau)
+            gamma = formulas.prototype_gamma(local, self._global, self.hyper.tau)
             self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -146,7 +137,7 @@ class Supervision:
         labels = class_targets(annotation.targets(targets), annotation.reduced)
         gamma = [None] * len(self.counts) if self.gamma is None else list(self.gamma)
         counts, gammas = self._annotated(self.counts), self._annotated(gamma)
-        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
+        parts = [formulas.cpa_loss(*group, self.hyper.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
         return torch.stack(parts).mean()
 
     def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -166,9 +157,6 @@ def _inverse_frequencies(site: Site) -> Tensor:
     present = counts > 0
     weight = counts.sum(dim=1, keepdim=True) / (present.sum(dim=1, keepdim=True) * counts.clamp(min=1))
     return torch.where(present, weight, 1.0).to(site.device)
-
-
-# -- a round -----------------------------------------------------------------------------------------------------------------
 
 
 class Transfer:
@@ -234,7 +222,7 @@ class Transfer:
         return weighted_sum(losses_of_personal, sizes) / sum(sizes)
 
     def _halvings(self, round: int, epoch: int) -> int:
-        return halvings(self.hyper.halve_every, round, epoch, self.site.task.local_epochs)
+        return formulas.halvings(self.hyper.halve_every, round, epoch, self.site.task.local_epochs)
 
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
         """Sets the stage and the class weights; returns the collector of this epoch's prototypes, if they are needed."""
@@ -251,14 +239,16 @@ class Transfer:
         """The stage of the coming epoch; `stage` is that of the one before, 0 at the start of a round."""
         hyper, several = self.hyper, self.site.task.local_epochs > 1
         if hyper.det_steps == "E":
-            return EXCHANGE
+            return formulas.EXCHANGE
         if several and stage == 0:
-            return RECOVER
+            return formulas.RECOVER
         metrics = validation if stage == 0 else {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
         phi = {role: math.nan if value is None else value for role, value in metrics.items()}
         # With one epoch a round, the official machine would stay in Recover: the printed thresholds decide.
-        following = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold")
-        return min(following, EXCHANGE) if hyper.det_steps == "RE" else following
+        following = formulas.next_stage(
+            stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold"
+        )
+        return min(following, formulas.EXCHANGE) if hyper.det_steps == "RE" else following
 
     def _metric(self, model: nn.Module) -> float | None:
         metric = self.site.task.metric
@@ -275,8 +265,8 @@ class Transfer:
         deputy_logits = self.deputy(images)
         loss_d = self.supervision(deputy_logits, targets)
         p, d = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, deputy_logits))
-        if self.stages[-1] in (EXCHANGE, SUBLIMATE):
-            loss_p = loss_p + distillation_loss(p, d)
-        if self.stages[-1] in (RECOVER, EXCHANGE):
-            loss_d = loss_d + distillation_loss(d, p)
+        if self.stages[-1] in (formulas.EXCHANGE, formulas.SUBLIMATE):
+            loss_p = loss_p + formulas.distillation_loss(p, d)
+        if self.stages[-1] in (formulas.RECOVER, formulas.EXCHANGE):
+            loss_d = loss_d + formulas.distillation_loss(d, p)
         return [loss_p, loss_d]
