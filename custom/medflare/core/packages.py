@@ -11,9 +11,7 @@ from importlib.util import find_spec
 
 from medflare.core.errors import ConfigError, MedflareError
 
-_RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
-# Names for pip that differ from the import names.
-_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}  # names for pip that differ from the import names
 _LONGEST = 200  # characters of a module's name
 # Packages from which a job, a task or a model's card may not name code, even if a site trusts it.
 NEVER_TRUSTED = frozenset({"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names})
@@ -64,7 +62,7 @@ def end_quickly() -> None:
 
 def installed_versions() -> dict[str, str]:
     """Package -> version, of Python and the packages that a result depends on, if they are installed."""
-    return {"python": platform.python_version()} | versions(_RECORDED)
+    return {"python": platform.python_version()} | versions(["medflare", "nvflare", "torch", "monai", "numpy"])
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
