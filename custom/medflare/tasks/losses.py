@@ -50,12 +50,7 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
 
 
 def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
-    """Targets in the shape (N, outputs, ...) and dtype of the logits.
-
-    Args:
-        targets: class indices (N, ...) (multiclass), or 0 and 1 of every output.
-        logits: (N, outputs, ...).
-    """
+    """Targets, class indices (N, ...) (multiclass) or 0 and 1 of every output, in shape (N, outputs, ...) and dtype of the logits."""
     truth = functional.one_hot(targets, logits.shape[1]).movedim(-1, 1) if multiclass else targets.reshape(logits.shape)
     return truth.to(logits.dtype)
 
@@ -63,8 +58,7 @@ def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
 class CrossEntropy(nn.Module):
     """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs (binary, multilabel).
 
-    Args:
-        weights: factor of every class (multiclass) or of every label's positives (binary, multilabel).
+    `weights` are factors of every class (multiclass) or of every label's positives (binary, multilabel).
     """
 
     weights: Tensor | None

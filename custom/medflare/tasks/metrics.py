@@ -98,11 +98,7 @@ class Measured:
         return _constant_class(self.parts["probabilities"], self.parts["targets"], self.task)
 
     def scores(self, patients: Sequence[str]) -> Scores:
-        """The metrics.
-
-        Args:
-            patients: patient of every image.
-        """
+        """The metrics; `patients` has the patient of every image."""
         if not len(patients):
             return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the split holds no image"))
         if not self.finite.all():
@@ -153,12 +149,9 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
-    """Predicted masks of the foreground classes, bool (N, C, ...).
+    """Predicted masks of the foreground classes, bool (N, C, ...), from probabilities (N, outputs, ...).
 
     Binary and multilabel: probability above 0.5. Multiclass: the most probable class, without class 0, the background.
-
-    Args:
-        probabilities: (N, outputs, ...).
 
     Examples:
         >>> from types import SimpleNamespace
@@ -169,10 +162,7 @@ def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, ...), from targets as in `data.loading.Split`.
-
-    Args:
-        targets: (N, ...), multilabel (N, C, ...).
+    """True masks of the foreground classes, bool (N, C, ...), from targets (N, ...), multilabel (N, C, ...).
 
     Examples:
         >>> from types import SimpleNamespace

@@ -58,11 +58,7 @@ class Metric:
 
 
 def dice(counts: "Tensor") -> "Tensor":
-    """2 TP / (2 TP + FP + FN).
-
-    Args:
-        counts: (..., 4): true positive, false positive, true negative, false negative.
-    """
+    """2 TP / (2 TP + FP + FN) of counts (..., 4): true positive, false positive, true negative, false negative."""
     return 2 * counts[..., 0] / (2 * counts[..., 0] + counts[..., 1] + counts[..., 3])
 
 
@@ -78,15 +74,10 @@ def volume_error(counts: "Tensor") -> "Tensor":
 
 
 def boundary_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None) -> "Tensor":
-    """95th percentile Hausdorff distance of every image and class, float64 (N, C).
+    """95th percentile Hausdorff distance, float64 (N, C), of masks, bool (N, C, ...); in pixels without a spacing.
 
     The larger of the two directed 95th percentiles; NaN unless truth and prediction both have pixels. The parts of MONAI's
     `compute_hausdorff_distance` without its slow cropping.
-
-    Args:
-        predicted: bool (N, C, ...).
-        truth: bool (N, C, ...).
-        spacing: None: distances in pixels.
 
     Examples:
         >>> import torch
@@ -121,14 +112,10 @@ def _of_surfaces(summary: Callable[..., "Tensor"], predicted: "Tensor", truth: "
 
 
 def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
-    """F1 of lesions, the connected components with all neighbours, of every image and class, float64 (N, C).
+    """F1 of lesions, the connected components with all neighbours, float64 (N, C), of masks, bool (N, C, ...).
 
     2 TP / (2 TP + FP + FN): TP true lesions that the prediction overlaps, FN the others, FP predicted lesions that overlap no true one
     (the ISLES challenge: Hernandez Petzsche et al., Scientific Data 9, 2022). NaN without any lesion.
-
-    Args:
-        predicted: bool (N, C, ...).
-        truth: bool (N, C, ...).
 
     Examples:
         >>> import torch
@@ -154,15 +141,9 @@ def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
 
 
 def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float], tolerance: float) -> "Tensor":
-    """Share of the surfaces of truth and prediction that lie within `tolerance` of each other, float64 (N, C).
+    """Share of the surfaces of truth and prediction, bool (N, C, X, Y, Z), that lie within `tolerance` of each other, float64 (N, C).
 
-    NaN if both are empty, 0 if one is.
-
-    Args:
-        predicted: bool (N, C, X, Y, Z).
-        truth: bool (N, C, X, Y, Z).
-        spacing: in millimetres.
-        tolerance: in millimetres.
+    NaN if both are empty, 0 if one is. Spacing and tolerance are in millimetres.
 
     Examples:
         >>> import torch
@@ -257,10 +238,7 @@ def metric_table() -> dict[str, Metric]:
 
 
 def metrics_of(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
-    """Names of the metrics that a task of this kind can have, in the order of the table.
-
-    Args:
-        kind: "segmentation" or "classification".
+    """Names of the metrics that a task of this kind ("segmentation", "classification") can have, in the order of the table.
 
     Examples:
         >>> metrics_of("segmentation")[:5]
