@@ -28,14 +28,13 @@ def samples_in(count: int, size: int) -> int:
     return 2 if count == 1 and size > 1 else count
 
 
-def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
+def in_random_order(count: int, size: int, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
     """The rows of `count` images in an order drawn by (seed, keys), in batches of `size`.
 
     Batch normalization cannot train on one sample: a last batch of one image joins the batch before it, and a single image fills a batch
     twice. `size` 1 is taken literally.
 
     Args:
-        drop_last: leave out a last batch that is not full (unless it is the only one).
         weights: (count,), of each image in a draw of `count` with replacement; None: every image once.
 
     Returns:
@@ -47,8 +46,6 @@ def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Ke
     else:
         order = torch.multinomial(weights, count, replacement=True, generator=generator)
     batches = _batches(order, size)
-    if drop_last and len(batches) > 1 and len(batches[-1]) < size:
-        return batches[:-1]
     if size > 1 and batches and len(batches[-1]) == 1:
         last = batches.pop()
         batches.append(torch.cat([batches.pop(), last]) if batches else last.repeat(samples_in(1, size)))

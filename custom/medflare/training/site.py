@@ -97,13 +97,7 @@ class Site:
     # -- training ----------------------------------------------------------------------------------------------------------------
 
     def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`.
-
-        Args:
-            purpose: key of its initial weights.
-            spec: the network; None: the task's.
-            outputs: output channels; None: the task's.
-        """
+        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`."""
         return self.computing.placed(initial_network(self.task, self.seed, purpose, spec, outputs, self.start))
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
@@ -116,9 +110,7 @@ class Site:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.loading.Split`. See `Annotation.loss`."""
         return self._loss(logits, targets)
 
-    def batches(
-        self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True, drop_last: bool = False
-    ) -> Iterator[Batch]:
+    def batches(self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True) -> Iterator[Batch]:
         """One pass over a split in random order; equal (seed, name, keys) give equal batches, see `batches.in_random_order`.
 
         Args:
@@ -126,12 +118,11 @@ class Site:
             keys: of this pass, by convention round, purpose, epoch.
             batch_size: other than the task's; `batch_limit` applies too.
             augment: whether the task's random transforms are applied.
-            drop_last: leave out a last batch that is not full (unless it is the only one).
         """
         data, size = self.data.split(split), self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         count, weights = len(data) * self.image_mode.per_image, self._sampling_weights.get(split)
-        orders = in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=weights)
+        orders = in_random_order(count, size, self.seed, self.name, *keys, "order", weights=weights)
         logged = counted(orders, len(orders), f"site {self.name}, batches of {split} images in this epoch")
         for index, images in read_ahead(data, (order % len(data) for order in logged), lambda rows: self.image_mode.read(data, rows)):
             batch = self._batch(index, *self.image_mode.samples(images, random))
@@ -171,10 +162,7 @@ class Site:
         return counted(predictions, len(data), f"site {self.name}, {split} images measured", size=lambda prediction: len(prediction[2]))
 
     def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split.
-
-        `metrics` None: those of the task; except on the test split only those by which models can be selected.
-        """
+        """Metrics of a model on a split: by default the task's; except on the test split only those by which models can be selected."""
         names = self.task.test_metrics if split == "test" else set(self.task.test_metrics).intersection(selection_metrics(self.task.kind))
         return self.measure(self.predictions(predictor, split), split, metrics or sorted(names)).scores(self.data.split(split).patients)
 
