@@ -125,8 +125,5 @@ def test_our_networks_in_three_dimensions(name: str) -> None:
     network = build_network({"name": name}, 2, 3, 3).eval().to("meta")
     features, logits = network.features_and_output(torch.rand(2, 2, 32, 32, 32, device="meta"))
     assert logits.shape == ((2, 3, 32, 32, 32) if name == "unet" else (2, 3)) and len(features) == 2
-
-
-def test_vgg11_is_for_2d_images_only() -> None:
     with pytest.raises(ConfigError, match="vgg11"):
         build_network({"name": "vgg11"}, 1, 1, 3)

@@ -73,14 +73,11 @@ def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
     torch.testing.assert_close(both, 0.5 * dice + 2 * entropy)
 
 
-def test_focal_loss_of_fed_isic(make_task: TaskOf, golden: Golden) -> None:
+def test_focal_loss_of_fed_isic_and_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     reference = golden("flamby_isic_focal")
     task = _multiclass(make_task, 8, loss={"name": "focal", "gamma": float(reference["gamma"]), "weights": reference["alpha"].tolist()})
     loss = build_loss(task)(torch.tensor(reference["logits"]), torch.tensor(reference["targets"]))
     assert loss.item() == pytest.approx(float(reference["loss"]), rel=1e-5)
-
-
-def test_focal_loss_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     reference = golden("baselines")
     loss = build_loss(_multiclass(make_task, 3, loss={"name": "focal"}))
     value = loss(torch.tensor(reference["bs/logits"], dtype=torch.float32), torch.tensor(reference["y"]))
