@@ -23,14 +23,9 @@ def installed(module: str) -> bool:
 
 
 def require(module: str, purpose: str, error: type[MedflareError] = ConfigError) -> None:
-    """Check that an optional package is installed.
+    """Raise `error`, with the command that installs it, if an optional package is missing.
 
-    Args:
-        module: its top-level module.
-        purpose: what needs it, the beginning of the message.
-
-    Raises:
-        error: with the command that installs it.
+    `purpose` says what needs it, the beginning of the message.
     """
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)

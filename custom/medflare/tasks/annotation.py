@@ -44,13 +44,7 @@ class Annotation:
     """The structures of a segmentation task that a site annotated.
 
     Structures that are not annotated are neither learned nor measured: a softmax is marginal over them, see `marginal_logits`; sigmoid
-    outputs are left out.
-
-    Args:
-        names: labels of the structures; None: all.
-
-    Raises:
-        ConfigError: no structure, an unknown name, or names for a classification task.
+    outputs are left out. ConfigError for no structure, an unknown name, or names for a classification task; None: all are annotated.
 
     Attributes:
         names: the annotated structures in the task's order.
@@ -108,11 +102,7 @@ class Annotation:
         return masks if self.complete else masks[:, self._columns]
 
     def loss(self, spec: Mapping[str, Any] | None = None) -> nn.Module:
-        """The loss of a site with these annotations, see `losses.build_loss`; class weights are those of the remaining classes.
-
-        Args:
-            spec: of the loss; None: the task's.
-        """
+        """The loss by `spec` (default: the task's) of a site with these annotations; class weights are those of the remaining classes."""
         if self.complete:
             return build_loss(self.task, spec)
         settings, scale = _for_outputs(dict(spec or self.task.loss), self), 1.0
@@ -122,14 +112,13 @@ class Annotation:
 
 
 class _Marginal(nn.Module):
-    """A loss of the annotated structures."""
+    """A loss of the annotated structures, of logits (N, outputs, ...) of the whole task."""
 
     def __init__(self, annotation: Annotation, loss: nn.Module, scale: float):
         super().__init__()
         self._annotation, self._loss, self._scale = annotation, loss, scale
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits (N, outputs, ...) of the whole task, a scalar."""
         value: Tensor = self._loss(self._annotation.logits(logits), self._annotation.targets(targets))
         return self._scale * value
 

@@ -189,7 +189,7 @@ class Area(NamedTuple):
 
 
 def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area:
-    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1].
+    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1], of scores (cases,) and whether each case is positive.
 
     With m positive scores X_i and n negative scores Y_j of a classifier (DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988):
 
@@ -199,10 +199,6 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
 
     V10 and V01 come from midranks in O(n log n) (Sun and Xu, IEEE Signal Processing Letters 21, 2014, Eqs. 8-12).
     Cases are assumed to be independent: several images of one patient make the interval too narrow.
-
-    Args:
-        scores: (cases,).
-        truth: (cases,), whether each is positive.
 
     Examples:
         >>> area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
@@ -226,9 +222,7 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
 def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:
     """Numbers of patients behind confusion counts and curves: for every class the patients with it, and the patients without it.
 
-    Args:
-        targets: (images,), multilabel (images, labels).
-        labels: number of the task's labels.
+    Targets are (images,), multilabel (images, labels), of so many labels.
 
     Examples:
         >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), "multiclass", 3)

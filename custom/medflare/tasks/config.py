@@ -289,10 +289,7 @@ class TaskConfig:
         ignored = [name for name, (read, default) in used.items() if not read and getattr(self, name) != default]
         mode = f"kind {self.kind}, spatial_dims {self.spatial_dims}, image_mode {self.image_mode}"
         for wrong, reason in (
-            (
-                len(self.size) != self.spatial_dims,
-                f"size {list(self.size)} has {len(self.size)} sides, spatial_dims is {self.spatial_dims}",
-            ),
+            (len(self.size) != self.spatial_dims, f"size {list(self.size)} does not have spatial_dims {self.spatial_dims} sides"),
             (ignored, f"{', '.join(ignored)}: not used with {mode}"),
             (self.embedded and (volumes or self.channels not in (1, 3)), f"embedded {self.embedded!r} needs 2-D images of 1 or 3 channels"),
             (patches and not masks, "image_mode 'patch' is for segmentation only"),

@@ -21,10 +21,7 @@ _SIDE: Final = 16  # pixels of the images that a loss of MONAI is tried on; stru
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
-    """The loss named by `spec` (default: the task's), for example {"name": "dice_ce", "ce_weight": 0.5}.
-
-    Args:
-        spec: "name", of `LOSSES` or of a class in `monai.losses`, and arguments of the loss; None: the task's.
+    """The loss by `spec` (default: the task's): "name", of `LOSSES` or of a class in `monai.losses`, and arguments.
 
     Raises:
         ConfigError: unknown name or argument, or a loss that does not accept the task's logits and targets.
@@ -187,12 +184,9 @@ def monai_losses() -> dict[str, Any]:
 
 
 class MonaiLoss(nn.Module):
-    """A loss of MONAI. Activation, one-hot masks and dimensions follow from the task.
+    """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions follow from the task.
 
     Logits and targets of a classification task are passed as images of one pixel.
-
-    Args:
-        arguments: of the class; an activation among them replaces that of the task's target.
     """
 
     def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):

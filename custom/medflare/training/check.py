@@ -123,7 +123,6 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
 
     Args:
         root: has a datalist.json, or folders that do.
-        task: of the images.
         out: folder for the contact sheet `thumbnails.png`, or None.
         local: the site's local settings: its bounds, and the folders that a datalist may name files in.
 
@@ -244,11 +243,7 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
 
 
 def intensity_problem(stored: np.ndarray, transformed: np.ndarray) -> str:
-    """Why the intensity transform does not suit an image, or "".
-
-    Args:
-        stored: intensities (C, ...).
-        transformed: the same after the task's transform.
+    """Why the intensity transform does not suit an image, or ""; intensities (C, ...) as stored and after the task's transform.
 
     Examples:
         >>> steps = np.arange(100.0)

@@ -49,12 +49,7 @@ def _image(site: Site, row: int, masks: Sequence[Tensor]) -> bytes:
 
 
 def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
-    """A PNG with a row of training images for each site; all intensities have one scale, so that shift is visible.
-
-    Args:
-        data: site -> its splits; a site without training images shows its test images.
-        task: decides how masks are drawn.
-    """
+    """A PNG with a row of training (else test) images for each site; all intensities have one scale, so that shift is visible."""
     splits = [site.train if len(site.train) else site.test for site in data.values()]
     sample = [split.image(row).numpy().ravel() for split in splits for row in range(0, len(split), max(1, len(split) // 50))]
     limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))

@@ -29,9 +29,6 @@ def open_site(
     """A site with its data.
 
     Args:
-        name: the site's name.
-        task: what is learnt.
-        seed: of the run.
         role: "inside" (trains) or "outside" (needs a test split only).
         data_root: of the data; comes before the local settings and MEDFLARE_DATA_ROOT.
         local: the site's settings, or the content of its local/medflare.json.

@@ -32,12 +32,7 @@ from medflare.training.scoring import BatchPrediction, Predictor, measure_split,
 class Site:
     """One hospital: its name, task and data, and everything that a method needs to train and score models there.
 
-    Args:
-        name: the site's, a key of its random draws.
-        task: what is learnt.
-        data: its three splits.
-        seed: of the run.
-        device: of networks and batches.
+    Name and seed (of the run) are keys of its random draws.
 
     Attributes:
         abort: called before every batch; if it returns True, `Aborted` is raised.
@@ -114,10 +109,8 @@ class Site:
         """One pass over a split in random order; equal (seed, name, keys) give equal batches, see `batches.in_random_order`.
 
         Args:
-            split: "train", "validation" or "test".
             keys: of this pass, by convention round, purpose, epoch.
             batch_size: other than the task's; `batch_limit` applies too.
-            augment: whether the task's random transforms are applied.
         """
         data, size = self.data.split(split), self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
