@@ -41,9 +41,11 @@ class FeatureNetwork(nn.Module):
     Attributes:
         settings: the arguments of `catalogue.build_network` that build an equal network; empty if it was built otherwise.
         precision: dtype of autocast (the weights stay float32); None: no autocast.
+        has_features: whether `features_and_output` works.
     """
 
     precision: torch.dtype | None = None
+    has_features = True
 
     def __init_subclass__(cls, **options: Any):
         """Decorates what a subclass overrides."""
@@ -56,11 +58,6 @@ class FeatureNetwork(nn.Module):
         self.body, self.head = body, head
         self.settings: dict[str, Any] = {}
         self._frozen: tuple[str, ...] = ()
-
-    @property
-    def has_features(self) -> bool:
-        """Whether `features_and_output` works."""
-        return True
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
         """As of every module; frozen parts stay in evaluation mode."""
@@ -138,15 +135,10 @@ class WholeNetwork(FeatureNetwork):
     def __init__(self, network: nn.Module, last: str | None):
         layer = nn.Identity() if last is None else network.get_submodule(last)
         super().__init__(network, layer)
-        self.last = last
+        self.last, self.has_features = last, last is not None
         if last is not None:
             parent, _, name = last.rpartition(".")
             setattr(network.get_submodule(parent), name, _LastLayer(layer))
-
-    @property
-    def has_features(self) -> bool:
-        """Whether there is a last layer."""
-        return self.last is not None
 
     def forward(self, images: Tensor) -> Tensor:
         """The network's main output."""

@@ -49,6 +49,7 @@ class Annotation:
     Attributes:
         names: the annotated structures in the task's order.
         missing: the others.
+        complete: whether there are no others.
         outputs: outputs of the network that remain; with a softmax the background's first.
     """
 
@@ -64,14 +65,10 @@ class Annotation:
         self.task = task
         self.names = structures if names is None else tuple(name for name in structures if name in names)
         self.missing = tuple(name for name in structures if name not in self.names)
+        self.complete = not self.missing
         self._columns = [column for column, name in enumerate(structures) if name in self.names]
         background = task.target == "multiclass" and task.kind == "segmentation"
         self.outputs = (0, *(column + 1 for column in self._columns)) if background else tuple(self._columns)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all structures are annotated."""
-        return not self.missing
 
     @cached_property
     def reduced(self) -> TaskConfig:

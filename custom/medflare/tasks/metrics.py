@@ -94,8 +94,20 @@ class Measured:
         if not len(self.finite) or not self.finite.all():
             return ()
         if self.task.kind == "segmentation":
-            return _constant_structures(self.parts[_COUNTS], self.structures)
-        return _constant_class(self.parts["probabilities"], self.parts["targets"], self.task)
+            hit, false, right, missed = self.parts[_COUNTS].sum(dim=0).unbind(dim=-1)
+            never, everywhere = (hit + false == 0) & (missed > 0), (right + missed == 0) & (false > 0)
+            none = [f"no pixel of {name}" for name, lost in zip(self.structures, never, strict=True) if lost]
+            return (*none, *(f"all pixels as {name}" for name, full in zip(self.structures, everywhere, strict=True) if full))
+        probabilities, targets = self.parts["probabilities"], self.parts["targets"]
+        if self.task.target == "multiclass":
+            chosen, truth = probabilities.argmax(dim=1, keepdim=True), targets.reshape(-1, 1)
+        else:
+            chosen, truth = probabilities > 0.5, targets.reshape(len(targets), -1) > 0.5
+        if len(chosen) < 2 or bool((chosen != chosen[0]).any()) or bool((chosen == truth).all()):
+            return ()
+        if self.task.target == "multilabel":
+            return (", ".join(name for name, shown in zip(self.task.labels, chosen[0], strict=True) if shown) or "no label",)
+        return (self.task.classes[int(chosen[0, 0])],)
 
     def scores(self, patients: Sequence[str]) -> Scores:
         """The metrics; `patients` has the patient of every image."""
@@ -173,26 +185,6 @@ def structures(targets: Tensor, task: TaskConfig) -> Tensor:
     if task.target == "multiclass":
         return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(-1, *[1] * (targets.ndim - 1))
     return (targets[:, None] if task.target == "binary" else targets) > 0.5
-
-
-def _constant_structures(counts: Tensor, names: Sequence[str]) -> tuple[str, ...]:
-    """See `Measured.constant_outputs`; pixel counts (N, C, 4) of C names."""
-    hit, false, right, missed = counts.sum(dim=0).unbind(dim=-1)
-    never = [f"no pixel of {name}" for name, lost in zip(names, (hit + false == 0) & (missed > 0), strict=True) if lost]
-    return (*never, *(f"all pixels as {name}" for name, full in zip(names, (right + missed == 0) & (false > 0), strict=True) if full))
-
-
-def _constant_class(probabilities: Tensor, targets: Tensor, task: TaskConfig) -> tuple[str, ...]:
-    """See `Measured.constant_outputs`; probabilities (N, outputs)."""
-    if task.target == "multiclass":
-        chosen, truth = probabilities.argmax(dim=1, keepdim=True), targets.reshape(-1, 1)
-    else:
-        chosen, truth = probabilities > 0.5, targets.reshape(len(targets), -1) > 0.5
-    if len(chosen) < 2 or bool((chosen != chosen[0]).any()) or bool((chosen == truth).all()):
-        return ()
-    if task.target == "multilabel":
-        return (", ".join(name for name, shown in zip(task.labels, chosen[0], strict=True) if shown) or "no label",)
-    return (task.classes[int(chosen[0, 0])],)
 
 
 def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str], structures: Sequence[str]) -> Scores:

@@ -25,7 +25,7 @@ from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training.batches import in_random_order, read_ahead, sampling_weights
 from medflare.training.computing import Computing
-from medflare.training.patches import image_mode_of
+from medflare.training.patches import Patches, WholeImages
 from medflare.training.scoring import BatchPrediction, Predictor, measure_split, predict_split, scoring_batch
 
 
@@ -56,7 +56,7 @@ class Site:
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
-        self.image_mode = image_mode_of(task)
+        self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
         self._augmentation = Augmentation(task)
         self._loss = self.annotation.loss().to(self.device)
