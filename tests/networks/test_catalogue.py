@@ -1,12 +1,11 @@
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError
 from medflare.networks.catalogue import build_network, initial_network
-from medflare.tasks.config import TaskConfig
 
 # spec, feature channels
 SEGMENTERS = [
@@ -86,7 +85,7 @@ def test_second_derivatives_exist() -> None:
         torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
 
 
-def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: Callable[..., TaskConfig]) -> None:
+def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: TaskOf) -> None:
     task = make_task()
     torch.manual_seed(1)
     first = initial_network(task, 7).state_dict()

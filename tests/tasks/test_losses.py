@@ -1,20 +1,16 @@
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from monai import losses
 from torch.nn import functional
 
+from helpers.fixture_types import Golden, TaskOf
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import LOSSES, build_loss, example, pools_images
-
-TaskOf = Callable[..., TaskConfig]
-Golden = Callable[[str], dict[str, np.ndarray]]
 
 
 def _multiclass(make_task: TaskOf, classes: int, **settings: object) -> TaskConfig:

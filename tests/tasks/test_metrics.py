@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from scipy.spatial.distance import cdist
 from sklearn import metrics
 from torch.nn import functional as F
 
+from helpers.fixture_types import TaskOf
 from helpers.small_tasks import score, small_task
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
@@ -26,7 +26,6 @@ from medflare.tasks.metrics_table import (
 )
 from medflare.tasks.summaries import summarize
 
-TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
 CLASSIFICATION = ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")
 

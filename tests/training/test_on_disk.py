@@ -1,6 +1,5 @@
 """A site whose images stay on disk has bit-identical batches, scores and models."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fixture_types import SiteOf, TaskOf
 from helpers.small_tasks import predicted, small_task, tiny_phantom
 from helpers.volume_sites import PATCHES, cube_task, make_volumes
 from medflare.core.errors import Aborted
@@ -20,8 +20,6 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 AUGMENTED: dict[str, Any] = {"augment": [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]}
 TASKS = {
     "masks": small_task(sampling="balanced", **AUGMENTED),

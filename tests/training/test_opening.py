@@ -1,19 +1,16 @@
 """Opening a site: local settings, data, bounds."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.fixture_types import SiteOf, TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.loading import ENVIRONMENT, FOLDERS
 from medflare.data.local import LocalSettings, local_settings
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """A site as a method uses it: batches, networks, optimizer, loss, predictions and scores."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,15 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.fixture_types import TaskOf
 from helpers.picture_sites import numbered_site
 from helpers.small_tasks import predicted, score
 from medflare.core.errors import Aborted
 from medflare.data.loading import SiteData, Split
-from medflare.tasks.config import TaskConfig
 from medflare.training.scoring import evaluating, scoring_batch
 from medflare.training.site import Site
-
-TaskOf = Callable[..., TaskConfig]
 
 RANDOM = np.random.RandomState(0)
 
