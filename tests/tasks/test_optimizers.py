@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
-from medflare.tasks.config import load_task
 from medflare.tasks.optimizers import SCHEDULES, build_optimizer, build_schedule, check_optimizer
 from medflare.training.epochs import pack_optimizer, unpack_optimizer
 
@@ -89,18 +87,3 @@ def test_after_the_last_round_the_factor_stays_and_a_warm_up_may_take_all_rounds
     cosine = build_schedule({"name": "cosine"})
     assert cosine.rate_factor(9, 4) == cosine.rate_factor(3, 4) and cosine.rate_factor(0, 0) == 1
     assert factors(2, name="cosine", warmup_rounds=3) == [0.25, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "named"),
-    [
-        ({"name": "cosin"}, "cosin"),
-        ({"name": "cosine", "every": 2}, "every"),
-        ({"name": "step", "every": 0}, "every"),
-        ({"every": 2}, "schedule"),
-        ("step", "schedule"),
-    ],
-)
-def test_a_wrong_schedule_is_refused(schedule: object, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load_task({**SEGMENTATION, "schedule": schedule})

@@ -80,12 +80,6 @@ def test_an_image_of_several_labels_has_the_share_of_each() -> None:
     assert weights is not None and weights.tolist() == pytest.approx([1.0, 0.5, 1.5])
 
 
-@pytest.mark.parametrize("sampling", ["balance", "weighted", {"name": "balanced", "weights": [1.0]}])
-def test_wrong_sampling(sampling: object) -> None:
-    with pytest.raises(ConfigError, match="sampling"):
-        small_task(sampling=sampling)
-
-
 # -- reading ahead
 
 

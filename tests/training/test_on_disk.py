@@ -10,7 +10,6 @@ from torch import Tensor
 from helpers.fixture_types import SiteOf, TaskOf
 from helpers.small_tasks import predicted, small_task, tiny_phantom
 from helpers.volume_sites import PATCHES, cube_task, make_volumes
-from medflare.core.errors import Aborted
 from medflare.core.rng import numpy_random_state
 from medflare.data.loading import joined, load_site_data
 from medflare.data.local import CacheSettings
@@ -92,12 +91,3 @@ def test_memory_gb_decides_what_stays_on_disk(make_site: SiteOf, make_task: Task
     for images, resident in ((10.1, True), (9.9, False)):
         cache = CacheSettings(str(tmp_path / "cache"), memory_gb=images * bytes_of_an_image / 10**9)
         assert load_site_data("A", make_task(), folder, cache=cache).train.in_memory == resident
-
-
-def test_abort_stops_reading(make_site: SiteOf, tmp_path: Path) -> None:
-    _, site = _both(TASKS["masks"], make_site(), tmp_path / "cache")
-    batches = site.batches("train", 0, batch_size=2)
-    next(batches)
-    site.abort = lambda: True
-    with pytest.raises(Aborted):
-        next(batches)

@@ -112,13 +112,6 @@ def test_a_limit_bounds_every_batch(make_task: TaskOf) -> None:
     assert site.batch_size == 8 and site.scoring_batch == scoring_batch(site.task) == 8
 
 
-def test_the_loss_is_the_tasks(make_task: TaskOf) -> None:
-    site = numbered_site(make_task("classification"))
-    logits, targets = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([0])
-    assert site.loss(logits, targets).item() == pytest.approx(-torch.log_softmax(logits, 1)[0, 0].item())
-    assert site.predictor(nn.Identity())(logits).sum().item() == pytest.approx(1)
-
-
 def test_the_rate_factor_multiplies_every_learning_rate(make_task: TaskOf) -> None:
     site = numbered_site(make_task(optimizer={"name": "sgd", "lr": 0.5}))
     weights = [nn.Parameter(torch.ones(1))]

@@ -312,12 +312,11 @@ def _classification(sites: Sequence[DatasetFingerprint], modality: Modality, hin
         {"name": "RandAffine", "prob": 0.5, "rotate_range": rotation, "scale_range": [0.1] * dims, "padding_mode": "border"},
     ]
     sampling = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
+    network, reason = "small_cnn" if small else "resnet18", f"{images} training images{', too few for a large network' * small}"
     choices: tuple[Choice, ...] = (
         size,
         _intensity(sites, modality),
-        Choice(
-            "network", {"name": "small_cnn" if small else "resnet18"}, f"{images} training images{', too few for a large network' * small}"
-        ),
+        Choice("network", {"name": network}, reason),
         Choice("augment", augment, "mirrored, turned and scaled a little; take RandFlip out if left and right differ"),
         Choice("sampling", "balanced" if balanced else "shuffle", f"{sampling}{'; every class is drawn equally often' * balanced}"),
         Choice("loss", {"name": "ce"}, "cross entropy"),
