@@ -106,12 +106,6 @@ class Sampling:
     name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
     weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Sampling":
-        if bool(self.weights) != (self.name == "weighted"):
-            raise ValueError("weights are needed with the name weighted, and only then")
-        return self
-
 
 @dataclass(frozen=True, config=STRICT)
 class Freeze:
@@ -119,12 +113,6 @@ class Freeze:
 
     parts: tuple[str, ...] = ()
     rounds: Annotated[int, Field(ge=0)] = 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Freeze":
-        if bool(self.parts) != bool(self.rounds):
-            raise ValueError("parts and rounds are needed together")
-        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -299,6 +287,8 @@ class TaskConfig:
             (self.target == "multiclass" and len(self.labels) < 2, f"a multiclass task needs two labels or more, got {list(self.labels)}"),
             (not masks and self.slices.keep == "foreground", "slices.keep 'foreground' is for segmentation only"),
             (missing, f"label_values lacks {', '.join(missing)}"),
+            (bool(self.sampling.weights) != (self.sampling.name == "weighted"), "sampling: weights and the name weighted need each other"),
+            (bool(self.freeze.parts) != bool(self.freeze.rounds), "freeze: parts and rounds are needed together"),
         ):
             if wrong:
                 raise ValueError(reason)

@@ -66,7 +66,6 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weights", _weights(task, weights), persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of logits (N, outputs, ...), a scalar."""
         if self._multiclass:
             return functional.cross_entropy(logits, targets, weight=self.weights)
         positive = self.weights
@@ -104,7 +103,6 @@ class SoftDice(nn.Module):
         self._multiclass = multiclass
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """1 - soft Dice of logits (N, outputs, H, W), a scalar between 0 and 1."""
         return self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
 
 
@@ -134,7 +132,6 @@ class Focal(nn.Module):
         self._loss = FocalLoss(gamma=gamma, use_softmax=self._multiclass, weight=_weights(task, weights))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean focal loss of logits (N, outputs, ...), a scalar."""
         value: Tensor = self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
         # MONAI averages over the classes too; all but one of the terms are 0.
         return value * logits.shape[1] if self._multiclass else value
@@ -158,7 +155,6 @@ class DiceCE(nn.Module):
         self._dice_weight, self._ce_weight = dice_weight, ce_weight
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The weighted sum of both, a scalar."""
         return self._dice_weight * self._dice(logits, targets) + self._ce_weight * self._cross_entropy(logits, targets)
 
 
@@ -205,7 +201,6 @@ class MonaiLoss(nn.Module):
         self._loss = cls(**values)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits (N, outputs, ...), a scalar."""
         truth = like_logits(targets, logits, multiclass=self._multiclass)
         if logits.ndim == 2:
             logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))
