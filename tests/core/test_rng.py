@@ -29,14 +29,12 @@ def test_every_key_counts_and_so_do_their_order_and_type() -> None:
 
 
 def test_generators_repeat_themselves() -> None:
-    draws = {
-        "torch": lambda *keys: torch.rand(4, generator=torch_generator(*keys)).tolist(),
-        "numpy": lambda *keys: numpy_generator(*keys).random(4).tolist(),
-        "legacy": lambda *keys: numpy_random_state(*keys).random(4).tolist(),
-    }
-    for draw in draws.values():
-        assert draw(1, "A") == draw(1, "A")
-        assert draw(1, "A") != draw(1, "B")
+    for draw in (
+        lambda *keys: torch.rand(4, generator=torch_generator(*keys)).tolist(),
+        lambda *keys: numpy_generator(*keys).random(4).tolist(),
+        lambda *keys: numpy_random_state(*keys).random(4).tolist(),
+    ):
+        assert draw(1, "A") == draw(1, "A") != draw(1, "B")
 
 
 def test_seeded_gives_the_same_initial_weights_and_leaves_the_global_generator_alone() -> None:

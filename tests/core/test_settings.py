@@ -5,7 +5,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, DataError
@@ -79,22 +79,6 @@ def test_an_unknown_or_missing_setting_is_named() -> None:
         checked(Settings, {}, "job", remedy="see the examples")
     with pytest.raises(DataError, match=r"^list\[3\]: name"):
         checked(Settings, {"rounds": 1, "name": 3}, "list[3]", error=DataError)
-
-
-def test_a_validator_of_several_settings_raises_its_text() -> None:
-    @dataclass(frozen=True, config=STRICT)
-    class Range:
-        low: int
-        high: int
-
-        @model_validator(mode="after")
-        def _ordered(self) -> "Range":
-            if self.low > self.high:
-                raise ValueError("low is above high")
-            return self
-
-    with pytest.raises(ConfigError, match=r"^job: low is above high$"):
-        checked(Range, {"low": 2, "high": 1}, "job")
 
 
 def test_an_argument_that_a_function_does_not_have_raises() -> None:

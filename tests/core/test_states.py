@@ -74,20 +74,17 @@ def test_weight_zero_leaves_a_site_out_and_the_mean_of_one_site_is_its_state() -
 @pytest.mark.parametrize(
     "weights", [{"A": 0, "B": 0}, {"A": 2, "B": -1}, {"A": math.nan, "B": 1}, {"A": math.inf, "B": 1}, {"A": 1}], ids=str
 )
-def test_weighted_mean_refuses_weights(weights: dict[str, float]) -> None:
+def test_weighted_mean_refuses_weights_and_no_state(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
         weighted_mean({"A": state([1.0]), "B": state([2.0])}, weights)
+    with pytest.raises(ValueError, match="at least one"):
+        weighted_mean({}, {})
 
 
 @pytest.mark.parametrize("odd", [{"weight": torch.ones(1)}, {**state([1.0]), "more": torch.ones(1)}, state([1.0, 2.0])])
 def test_weighted_mean_names_the_site_whose_state_differs(odd: StateDict) -> None:
     with pytest.raises(ValueError, match="A and B differ in"):
         weighted_mean({"A": state([1.0]), "B": odd}, {"A": 1, "B": 1})
-
-
-def test_weighted_mean_without_states_raises() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        weighted_mean({}, {})
 
 
 def test_parameters_of_a_network_have_a_mean() -> None:

@@ -1,7 +1,13 @@
 """Types of the fixtures that several folders share."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from medflare.tasks.config import TaskConfig
+
 Golden = Callable[[str], dict[str, np.ndarray]]  # conftest.py: a file of reference numbers by its name
+TaskOf = Callable[..., TaskConfig]  # picture_sites.make_task
+SiteOf = Callable[..., Path]  # picture_sites.make_site
+Edit = Callable[..., None]  # picture_sites.edit

@@ -94,24 +94,35 @@ def make_volumes(folder: Path, shape: tuple[int, int, int] = SHAPE, patients: di
     return folder
 
 
+def _dicom(path: Path, kind: UID, series: str = "1.2.3") -> FileDataset:
+    """A DICOM object of a series, to be filled and written."""
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
+    meta.MediaStorageSOPInstanceUID = generate_uid()
+    file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = kind, meta.MediaStorageSOPInstanceUID, series
+    return file
+
+
+def _dicom_image(path: Path, kind: UID, modality: str, number: int, slices: Iterable[int]) -> FileDataset:
+    """The same with slices of 6 rows and 5 columns whose values tell column, row and slice."""
+    file = _dicom(path, kind)
+    file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2", modality, number
+    file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
+    file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+    file.Rows, file.Columns, file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 6, 5, 16, 16, 15, 0
+    rows, columns = np.mgrid[:6, :5]
+    file.PixelData = np.stack([columns + 10 * rows + 100 * place for place in slices]).astype(np.uint16).tobytes()
+    return file
+
+
 def dicom_series(folder: Path, slices: int = 4) -> Path:
     """Axial CT slices of 6 rows and 5 columns, 2 mm thick; pixel values tell column, row and slice."""
     folder.mkdir()
     for number in range(slices):
-        meta = FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
-        meta.MediaStorageSOPInstanceUID = generate_uid()
-        file = FileDataset(str(folder / f"{number}.dcm"), {}, file_meta=meta, preamble=b"\0" * 128)
-        file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
-        file.SeriesInstanceUID, file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "1.2", "CT", number + 1
-        file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
-        file.Rows, file.Columns, file.PixelSpacing, file.SliceThickness = 6, 5, [0.5, 0.25], 2
+        file = _dicom_image(folder / f"{number}.dcm", CTImageStorage, "CT", number + 1, [number])
+        file.PixelSpacing, file.SliceThickness = [0.5, 0.25], 2
         file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 2 * number]
-        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
-        file.BitsAllocated = file.BitsStored = 16
-        file.HighBit, file.PixelRepresentation = 15, 0
-        rows, columns = np.mgrid[:6, :5]
-        file.PixelData = (columns + 10 * rows + 100 * number).astype(np.uint16).tobytes()
         pydicom.dcmwrite(folder / f"{number}.dcm", file)
     return folder
 
@@ -130,19 +141,8 @@ def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: 
             setattr(made, tag, value)
         return Sequence([made])
 
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, EnhancedMRImageStorage
-    meta.MediaStorageSOPInstanceUID = generate_uid()
-    file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
-    file.SOPClassUID, file.SOPInstanceUID = EnhancedMRImageStorage, meta.MediaStorageSOPInstanceUID
-    file.SeriesInstanceUID, file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "1.2", "MR", 1
-    file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
-    file.Rows, file.Columns, file.NumberOfFrames = 6, 5, len(order)
-    file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
-    file.BitsAllocated = file.BitsStored = 16
-    file.HighBit, file.PixelRepresentation = 15, 0
-    rows, columns = np.mgrid[:6, :5]
-    file.PixelData = np.stack([columns + 10 * rows + 100 * number for number in order]).astype(np.uint16).tobytes()
+    file = _dicom_image(path, EnhancedMRImageStorage, "MR", 1, order)
+    file.NumberOfFrames = len(order)
     file.SharedFunctionalGroupsSequence = group(
         PixelMeasuresSequence=group(PixelSpacing=[0.5, 0.25], SliceThickness=2),
         PlaneOrientationSequence=group(ImageOrientationPatient=[1, 0, 0, 0, 1, 0]),
@@ -159,11 +159,6 @@ def beside_a_series(folder: Path) -> Path:
     kinds = {"DICOMDIR": MediaStorageDirectoryStorage, "PR1.dcm": GrayscaleSoftcopyPresentationStateStorage, "SR": BasicTextSRStorage}
     kinds["CSA"] = UID("1.3.12.2.1107.5.9.1")  # "Non-Image" of Siemens
     for number, (name, kind) in enumerate(kinds.items()):
-        meta = FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
-        meta.MediaStorageSOPInstanceUID = generate_uid()
-        file = FileDataset(str(folder / name), {}, file_meta=meta, preamble=b"\0" * 128)
-        file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = kind, meta.MediaStorageSOPInstanceUID, f"1.2.5.{number}"
-        pydicom.dcmwrite(folder / name, file)
+        pydicom.dcmwrite(folder / name, _dicom(folder / name, kind, f"1.2.5.{number}"))
     (folder / "README.TXT").write_text("insert the disc")
     return folder

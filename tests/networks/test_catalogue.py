@@ -1,13 +1,11 @@
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError
 from medflare.networks.catalogue import build_network, initial_network
-from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
 
 # spec, feature channels
 SEGMENTERS = [
@@ -34,26 +32,13 @@ CLASSIFIERS = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "width"), SEGMENTERS, ids=str)
-def test_segmentation_networks(spec: dict[str, Any], width: int) -> None:
-    network = build_network(spec, 3, 2)
-    images = torch.randn(2, 3, 32, 48)
+@pytest.mark.parametrize(("spec", "width"), [*SEGMENTERS, *CLASSIFIERS], ids=str)
+def test_every_parameter_takes_part_and_the_head_turns_features_into_the_output(spec: dict[str, Any], width: int) -> None:
+    size = (32, 48) if spec["name"] in ("unet", "deeplab") else (32, 32)
+    area = size if spec["name"] in ("unet", "deeplab") else ()
+    network, images = build_network(spec, 1, 5, size=size), torch.randn(3, 1, *size)
     features, logits = network.features_and_output(images)
-    assert features.shape == (2, width, 32, 48) and logits.shape == (2, 2, 32, 48)
-    _check(network, images, features, logits)
-
-
-@pytest.mark.parametrize(("spec", "width"), CLASSIFIERS, ids=str)
-def test_classification_networks(spec: dict[str, Any], width: int) -> None:
-    network = build_network(spec, 1, 5, size=(32, 32))
-    images = torch.randn(3, 1, 32, 32)
-    features, logits = network.features_and_output(images)
-    assert features.shape == (3, width) and logits.shape == (3, 5)
-    _check(network, images, features, logits)
-
-
-def _check(network: FeatureNetwork, images: torch.Tensor, features: torch.Tensor, logits: torch.Tensor) -> None:
-    """Every parameter takes part, and the head alone turns features into the output."""
+    assert features.shape == (3, width, *area) and logits.shape == (3, 5, *area)
     logits.square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in network.parameters())
     network.eval()
@@ -76,9 +61,6 @@ def test_published_sizes() -> None:
     assert _size({"name": "efficientnet_b0"}, 3, 1000) == 5_288_548
     assert _size({"name": "efficientnet_lite0"}, 3, 1000) == 4_652_008
     assert _size({"name": "compact_selector"}, 3, 4) < 30_000
-
-
-def test_vgg11_shapes() -> None:
     with torch.device("meta"):  # half a gigabyte of weights that need not exist
         features, logits = build_network({"name": "vgg11"}, 1, 3).features_and_output(torch.zeros(1, 1, 32, 32))
     assert features.shape == (1, 4096) and logits.shape == (1, 3)
@@ -103,7 +85,7 @@ def test_second_derivatives_exist() -> None:
         torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
 
 
-def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: Callable[..., TaskConfig]) -> None:
+def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: TaskOf) -> None:
     task = make_task()
     torch.manual_seed(1)
     first = initial_network(task, 7).state_dict()
@@ -127,6 +109,11 @@ def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: Callable[..
         ({"name": "unet", "channels": "wide"}, "unet"),
         ({"name": "unet", "norm": "layer"}, "layer"),
         ({"name": "unet", "in_channels": 3}, "in_channels"),
+        ({"name": "SegResNet", "init_filter": 8}, "init_filter"),
+        ({"name": "SegResNet", "out_channels": 8}, "out_channels"),
+        ({"name": "UNet", "channels": [4, 8]}, "strides"),
+        ({"name": "UNet", "channels": [4, 8], "strides": [2, 2, 2], "kernel_size": "x"}, "UNet"),
+        ({"name": "DenseNet121", "pretrained": True}, "DenseNet121"),
     ],
 )
 def test_a_wrong_network_is_refused(spec: dict[str, Any], named: str) -> None:

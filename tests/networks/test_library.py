@@ -99,22 +99,6 @@ def test_without_a_last_layer_methods_that_need_features_are_refused_by_name() -
     get_method("grace").check({"client": "erm"}, task)
 
 
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        ({"name": "SegResNett"}, "SegResNett"),
-        ({"name": "SegResNet", "init_filter": 8}, "init_filter"),
-        ({"name": "SegResNet", "out_channels": 8}, "out_channels"),
-        ({"name": "UNet", "channels": [4, 8]}, "strides"),
-        ({"name": "UNet", "channels": [4, 8], "strides": [2, 2, 2], "kernel_size": "x"}, "UNet"),
-        ({"name": "DenseNet121", "pretrained": True}, "DenseNet121"),
-    ],
-)
-def test_a_name_or_argument_that_monai_lacks_is_refused(spec: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        build_network(spec, 1, 1)
-
-
 def test_only_networks_of_images_with_channels_are_known() -> None:
     assert {"SegResNet", "UNet", "ViT", "resnet34", "DenseNet169", "Classifier"} <= set(monai_networks())
     assert not {"BertOutput", "drop_connect", "MILModel", "Discriminator", "Unet", "os"} & set(monai_networks())
@@ -125,8 +109,5 @@ def test_our_networks_in_three_dimensions(name: str) -> None:
     network = build_network({"name": name}, 2, 3, 3).eval().to("meta")
     features, logits = network.features_and_output(torch.rand(2, 2, 32, 32, 32, device="meta"))
     assert logits.shape == ((2, 3, 32, 32, 32) if name == "unet" else (2, 3)) and len(features) == 2
-
-
-def test_vgg11_is_for_2d_images_only() -> None:
     with pytest.raises(ConfigError, match="vgg11"):
         build_network({"name": "vgg11"}, 1, 1, 3)

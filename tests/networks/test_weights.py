@@ -19,13 +19,17 @@ from medflare.networks.weights import ENVIRONMENT, PACKAGE, starting_state
 from medflare.tasks.config import TaskConfig
 
 NETWORK: dict[str, Any] = {"name": "SegResNet", "init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}
+RESNET: dict[str, Any] = {"name": "resnet18"}
+PICTURES: dict[str, Any] = {"size": [32, 32], "channels": 3}
 
 
-def task_with(path: Path, format: str, part: str = "all", network: dict[str, Any] = NETWORK, **changes: Any) -> TaskConfig:
+def task_with(
+    path: Path, format: str, part: str = "all", network: dict[str, Any] = NETWORK, kind: str = "segmentation", **changes: Any
+) -> TaskConfig:
     """A task with the file as it is now."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "0" * 64
     weights = {"file": path.name, "sha256": digest, "format": format, "part": part}
-    return small_task(network={**network, "weights": weights}, **changes)
+    return small_task(kind, network={**network, "weights": weights}, **changes)
 
 
 def other_state() -> dict[str, torch.Tensor]:
@@ -133,40 +137,35 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_layers_of_torchvision_are_matched_by_their_order(tmp_path: Path) -> None:
     """ResNet-18 as torchvision names it: the same layers as MONAI's, old files without the counters of batch normalisation."""
-    task = small_task("classification", network={"name": "resnet18"}, size=[32, 32], channels=3)
+    task = small_task("classification", network=RESNET, **PICTURES)
     state = initial_network(task, 5).state_dict()
     names = {name: f"fc.{name[5:]}" if name.startswith("head.") else name[5:] for name in state if not name.endswith("num_batches_tracked")}
     theirs = {name: state[ours] for ours, name in names.items()}
     theirs |= {"fc.weight": torch.zeros(1000, 512), "fc.bias": torch.zeros(1000)}
     torch.save(theirs, path := tmp_path / "resnet18.pth")
-    task_now = task_with(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task))
-    actual = starting_state(task_now, 0, path)
+    actual = starting_state(task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path)
     assert actual is not None and all(torch.equal(actual[name], state[name]) for name in names if name.startswith("body."))
     torch.save(dict(reversed(theirs.items())), path)
     with pytest.raises(ConfigError, match="resnet18"):
-        starting_state(task_with(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task)), 0, path)
+        starting_state(task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path)
 
 
 @pytest.mark.parametrize("part", ["all", "body"])
 @pytest.mark.parametrize("network", [{"name": "efficientnet_b0"}, {"name": "EfficientNetBN", "model_name": "efficientnet-b0"}], ids=str)
 def test_weights_of_torchvisions_efficientnet_are_refused(tmp_path: Path, network: dict[str, Any], part: str) -> None:
     """Its shapes are those of MONAI's, its padding is not."""
-    task = small_task("classification", network=network, size=[32, 32], channels=3)
+    task = small_task("classification", network=network, **PICTURES)
     state = [tensor for name, tensor in initial_network(task, 5).state_dict().items() if not name.endswith("num_batches_tracked")]
     middle = [f"features.1.{number}.weight" for number in range(len(state) - 3)]
     path = tmp_path / "efficientnet_b0.pth"
     for names in (["features.0.0.weight", *middle, "classifier.1.weight", "classifier.1.bias"], ["_conv_stem.weight", *middle, "w", "b"]):
         torch.save(dict(zip(names, state, strict=True)), path)
-        task_now = task_with(path, "torchvision", part, network, kind="classification", **_of(task))
+        task_now = task_with(path, "torchvision", part, network, "classification", **PICTURES)
         if "_conv_stem.weight" in names:
             assert starting_state(task_now, 0, path) is not None
         else:
             with pytest.raises(ConfigError, match="EfficientNet"):
                 starting_state(task_now, 0, path)
-
-
-def _of(task: TaskConfig) -> dict[str, Any]:
-    return {name: value for name, value in task.to_dict().items() if name not in ("network", "kind")}
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ def test_classes_that_are_not_annotated_join_the_background() -> None:
     assert marginal_logits(p, [0, 1, 2, 3]) is p
 
 
-@pytest.mark.parametrize("kept", [[], [0], [1, 2]])
-def test_the_background_and_a_structure_must_remain(kept: list[int]) -> None:
-    with pytest.raises(ValueError, match=str(kept).replace("[", r"\[")):
-        marginal_logits(torch.zeros(1, 4), kept)
-
-
 def test_cross_entropy_by_hand() -> None:
     annotation = Annotation(organs(loss={"name": "ce"}), ["liver"])
     p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2).T[None].log()  # one image of two pixels
@@ -112,12 +106,9 @@ def test_a_focal_loss_of_one_sigmoid_keeps_its_weight() -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["background"], ["heart"], ["liver", "heart"]])
-def test_no_structure_or_an_unknown_name_is_refused(names: list[str]) -> None:
+def test_no_structure_an_unknown_name_or_a_classification_is_refused(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=names[-1] if "heart" in names else "annotated"):
         Annotation(organs(), names)
-
-
-def test_a_classification_task_has_no_annotated_structures() -> None:
     with pytest.raises(ConfigError, match="annotated"):
         Annotation(small_task("classification"), ["dark"])
 

@@ -53,12 +53,8 @@ def test_round_trip_and_fingerprint(tmp_path: Path) -> None:
     reordered = dict(reversed(task.to_dict().items()))
     assert load_task(reordered).fingerprint() == task.fingerprint()
     assert load_task({**task.to_dict(), "batch_size": 3}).fingerprint() != task.fingerprint()
-    assert len(task.fingerprint()) == 16
-
-
-def test_defaults_count_in_the_fingerprint() -> None:
-    written_out = {**SEGMENTATION, "slices": {"axis": 2}, "augment": []}
-    assert load_task(written_out).fingerprint() == load_task(SEGMENTATION).fingerprint()
+    written_out = {**SEGMENTATION, "slices": {"axis": 2}, "augment": [], "schedule": {"name": "constant", "warmup_rounds": 0}}
+    assert load_task(written_out).fingerprint() == load_task(SEGMENTATION).fingerprint(), "defaults count too"
 
 
 VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
@@ -68,24 +64,17 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
     ("changes", "named"),
     [
         ({"chanels": 1}, "chanels"),
-        ({"kind": "detection"}, "kind"),
-        ({"channels": 0}, "channels"),
         ({"channels": True}, "channels"),
         ({"channels": ["t1", "t1"]}, "channels"),
         ({"orientation": "RAX"}, "orientation"),
         ({"codes": {"circle": {"value": "1", "meaning": "x"}}}, "circle"),
-        ({"codes": {"square": {"value": "1"}}}, "meaning"),
         ({"codes": {"square": {"value": "1", "meaning": "x", "color": "red"}}}, "color"),
-        ({"codes": {"square": {"value": "1", "meaning": "x", "category": {"value": ""}}}}, "category"),
-        ({**VOLUME, "spacing": [1, 0, 1]}, "spacing"),
         ({"spatial_dims": 3}, "spatial_dims"),
         ({**VOLUME, "slices": {"axis": 0, "keep": "foreground"}}, "slices"),
         ({"surface_tolerance": 9.0}, "surface_tolerance"),
         ({"patches_per_image": 2}, "patches_per_image"),
         ({"missing_channels": "zeros"}, "missing_channels"),
-        ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share"),
         ({"size": [64]}, "size"),
-        ({"size": 64}, "size"),
         ({"labels": ["a", "a"]}, "labels"),
         ({"labels": []}, "labels"),
         ({"labels": ["a", "b"]}, "binary"),
@@ -95,19 +84,20 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"network": "unet"}, "network"),
         ({"loss": {"ce_weight": 1}}, "loss"),
         ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.lr"),
-        ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "optimizer.lr"),
         ({"optimizer": {"name": "lion", "lr": 1}}, "lion"),
         ({"optimizer": {"name": "adam"}}, "optimizer.lr"),
         ({"optimizer": "adam"}, "optimizer"),
-        ({"clip": {"norm": 0}}, "clip.norm"),
         ({"freeze": {"parts": ["body"]}}, "freeze"),
+        ({"sampling": "balance"}, "sampling"),
         ({"sampling": {"name": "weighted"}}, "sampling"),
-        ({"batch_size": 0}, "batch_size"),
+        ({"sampling": {"name": "balanced", "weights": [1.0]}}, "sampling"),
+        ({"schedule": {"name": "cosin"}}, "cosin"),
+        ({"schedule": {"name": "cosine", "every": 2}}, "every"),
+        ({"schedule": {"every": 2}}, "schedule"),
+        ({"schedule": "step"}, "schedule"),
         ({"augment": [{"prob": 1}]}, "augment"),
         ({"slices": {"axes": 2}}, "axes"),
-        ({"slices": 2}, "slices"),
         ({"label_values": {"square": ["1"]}}, "label_values.square"),
-        ({"label_values": {"square": []}}, "label_values.square"),
         ({"label_values": {"square": [3, 0]}}, "square"),
         ({"label_values": {"sqare": [1]}}, "sqare"),
         ({"target": "multilabel", "labels": ["disc", "cup"], "label_values": {"disc": [1]}}, "cup"),
@@ -120,12 +110,9 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"augment": [{"name": "RandFlip", "keys": ["image"]}]}, "RandFlip"),
     ],
 )
-def test_a_wrong_setting_is_named(changes: dict[str, Any], named: str) -> None:
+def test_a_wrong_or_missing_setting_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         load_task({**SEGMENTATION, **changes})
-
-
-def test_a_missing_setting_is_named() -> None:
     with pytest.raises(ConfigError, match="loss"):
         load_task({key: value for key, value in SEGMENTATION.items() if key != "loss"})
 
@@ -154,6 +141,8 @@ def test_an_unknown_preset_or_unreadable_file_is_named(tmp_path: Path) -> None:
     for name in ("nowhere", "broken", "list"):
         with pytest.raises(ConfigError, match=name):
             load_task(tmp_path / f"{name}.json")
+    with pytest.raises(ConfigError, match=r"brokn\.json.*broken\.json"):
+        load_task(tmp_path / "brokn.json")
 
 
 def test_probabilities_and_outputs() -> None:
@@ -168,14 +157,5 @@ def test_probabilities_and_outputs() -> None:
 def test_a_changed_task_is_validated_too() -> None:
     task = load_task(SEGMENTATION)
     assert replace(task) == task and replace(task, batch_size=7).batch_size == 7
-    with pytest.raises(AttributeError):
-        task.name = "other"  # type: ignore[misc]
     with pytest.raises(ValidationError):
         replace(task, batch_size=0)
-
-
-def test_a_misspelt_task_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("task.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"task\.jsn.*task\.json"):
-        load_task("task.jsn")

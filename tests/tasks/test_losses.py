@@ -1,24 +1,15 @@
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from monai import losses
 from torch.nn import functional
 
+from helpers.fixture_types import Golden, TaskOf
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
-from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import LOSSES, build_loss, example, pools_images
-
-TaskOf = Callable[..., TaskConfig]
-Golden = Callable[[str], dict[str, np.ndarray]]
-
-
-def _multiclass(make_task: TaskOf, classes: int, **settings: object) -> TaskConfig:
-    return make_task("classification", labels=[f"c{number}" for number in range(classes)], **settings)
 
 
 def test_cross_entropy(make_task: TaskOf) -> None:
@@ -73,16 +64,14 @@ def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
     torch.testing.assert_close(both, 0.5 * dice + 2 * entropy)
 
 
-def test_focal_loss_of_fed_isic(make_task: TaskOf, golden: Golden) -> None:
+def test_focal_loss_of_fed_isic_and_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     reference = golden("flamby_isic_focal")
-    task = _multiclass(make_task, 8, loss={"name": "focal", "gamma": float(reference["gamma"]), "weights": reference["alpha"].tolist()})
+    focal = {"name": "focal", "gamma": float(reference["gamma"]), "weights": reference["alpha"].tolist()}
+    task = make_task("classification", labels=list("abcdefgh"), loss=focal)
     loss = build_loss(task)(torch.tensor(reference["logits"]), torch.tensor(reference["targets"]))
     assert loss.item() == pytest.approx(float(reference["loss"]), rel=1e-5)
-
-
-def test_focal_loss_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     reference = golden("baselines")
-    loss = build_loss(_multiclass(make_task, 3, loss={"name": "focal"}))
+    loss = build_loss(make_task("classification", loss={"name": "focal"}))
     value = loss(torch.tensor(reference["bs/logits"], dtype=torch.float32), torch.tensor(reference["y"]))
     assert value.item() == pytest.approx(float(reference["focal/gamma2"]), rel=1e-5)
 
@@ -116,13 +105,11 @@ def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
         ("classification", {"name": "ce", "weights": 2}, "ce"),
         ("classification", {"name": "focal", "gamma": -1.0}, "gamma"),
         ("classification", {"name": "focal", "gamma": 0.5}, "gamma"),
-        ("segmentation", {"name": "focal", "gamma": -0.5}, "gamma"),
         ("segmentation", {"name": "focal", "weights": [2.0]}, "focal"),
         ("segmentation", {"name": "DiceLos"}, "DiceLos"),
         ("segmentation", {"name": "DiceLoss", "batched": True}, "batched"),
         ("segmentation", {"name": "DiceLoss", "to_onehot_y": True}, "to_onehot_y"),
         ("segmentation", {"name": "DiceLoss", "reduction": "none"}, "DiceLoss"),
-        ("segmentation", {"name": "TverskyLoss", "reduction": "most"}, "TverskyLoss"),
         ("segmentation", {"name": "PerceptualLoss"}, "PerceptualLoss"),
         ("segmentation", {"name": "BoxGIoULoss"}, "BoxGIoULoss"),
     ],

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,27 +8,24 @@ from scipy.spatial.distance import cdist
 from sklearn import metrics
 from torch.nn import functional as F
 
-from helpers.small_tasks import score
+from helpers.fixture_types import TaskOf
+from helpers.small_tasks import score, small_task
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import foreground, mean_by_patient, measure, overlap_counts, structures, sum_by_patient
+from medflare.tasks.metrics import foreground, measure, structures
 from medflare.tasks.metrics_table import (
     METRICS,
     average_surface_distance,
     boundary_distance,
     default_metrics,
-    dice,
-    iou,
     lesion_f1,
     metrics_of,
     selection_metrics,
-    volume_error,
 )
 from medflare.tasks.summaries import summarize
 
-TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
 CLASSIFICATION = ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")
 
@@ -37,6 +33,12 @@ CLASSIFICATION = ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")
 def _masks(*rows: list[int]) -> torch.Tensor:
     """One image of one row per list: (N, 1, 1, W)."""
     return torch.tensor(rows).bool()[:, None, None]
+
+
+def _by_patient(predicted: torch.Tensor, truth: torch.Tensor, patients: str, *metrics: str) -> list[list[float]]:
+    """Each metric's values of the patients, of masks (N, 1, ...)."""
+    values = score(predicted.float(), truth[:, 0].long(), list(patients), small_task(), metrics).cases.values
+    return [values[metric].tolist() for metric in metrics]
 
 
 def test_every_metric_belongs_to_one_kind_of_task() -> None:
@@ -55,18 +57,16 @@ def test_an_unknown_metric_is_refused(make_task: TaskOf, kind: str) -> None:
 def test_overlap_is_pooled_over_a_patients_images() -> None:
     predicted = _masks([1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1])
     truth = _masks([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1])
-    counts = sum_by_patient(overlap_counts(predicted, truth), torch.tensor([0, 0, 1]), 2)
-    # patient 0: 4 hits of 6 predicted and 4 true; patient 1: 1 hit of 1 and 2
-    torch.testing.assert_close(dice(counts), torch.tensor([[2 * 4 / 10], [2 / 3]], dtype=torch.float64))
-    torch.testing.assert_close(iou(counts), torch.tensor([[4 / 6], [1 / 2]], dtype=torch.float64))
+    dice, iou = _by_patient(predicted, truth, "aab", "dice", "iou")
+    # patient a: 4 hits of 6 predicted and 4 true; patient b: 1 hit of 1 and 2
+    assert dice == pytest.approx([2 * 4 / 10, 2 / 3]) and iou == pytest.approx([4 / 6, 1 / 2])
 
 
 def test_empty_slices_of_a_patient_count_only_with_false_positives() -> None:
     empty, half = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 0, 0, 0])
-    assert dice(sum_by_patient(overlap_counts(empty, empty), torch.tensor([0, 0]), 1)).item() == 1
-    apart = dice(sum_by_patient(overlap_counts(empty, empty), torch.tensor([0, 1]), 2))
-    assert apart[0].item() == 1 and apart[1].isnan()
-    assert dice(overlap_counts(half, half & False)).item() == 0
+    assert _by_patient(empty, empty, "aa", "dice") == [[1]]
+    assert _by_patient(empty, empty, "ab", "dice") == [pytest.approx([1, math.nan], nan_ok=True)]
+    assert _by_patient(half, half & False, "a", "dice") == [[0]]
 
 
 def test_boundary_distance_against_definition() -> None:
@@ -126,9 +126,8 @@ def test_boundary_distance_per_patient() -> None:
     empty = torch.zeros_like(square)
     truth = torch.stack([square, square, square, square, empty])[:, None]
     predicted = torch.stack([square.roll(2, 0), square.roll(4, 0), empty, square, square])[:, None]
-    distances = mean_by_patient(boundary_distance(predicted, truth), torch.tensor([0, 0, 1, 0, 2]), 3)
-    assert distances[0].item() == pytest.approx((2 + 4 + 0) / 3)
-    assert distances[1:].isnan().all()  # an empty mask has no boundary to measure from
+    # An empty mask has no boundary to measure from.
+    assert _by_patient(predicted, truth, "aabac", "hd95") == [pytest.approx([(2 + 4 + 0) / 3, math.nan, math.nan], nan_ok=True)]
 
 
 def test_segmentation_scores(make_task: TaskOf) -> None:
@@ -156,24 +155,14 @@ def test_multiclass_masks_leave_the_background_out(make_task: TaskOf) -> None:
 
 
 def test_a_single_class_has_no_auc(make_task: TaskOf) -> None:
-    scores = score(
-        torch.tensor([[0.9, 0.1, 0], [0.4, 0.6, 0]]), torch.tensor([0, 0]), ["a", "b"], make_task("classification"), CLASSIFICATION
-    )
+    probabilities = torch.tensor([[0.9, 0.1, 0], [0.4, 0.6, 0]])
+    scores = score(probabilities, torch.tensor([0, 0]), ["a", "b"], make_task("classification"), CLASSIFICATION)
     assert scores.values["auc_macro"] is None
     assert scores.values["accuracy"] == 0.5 and set(scores.undefined) == {"auc_macro"}
-
-
-def test_binary_and_multilabel_classification(make_task: TaskOf) -> None:
-    binary = make_task("classification", target="binary", labels=["sick"])
-    probabilities, truth = torch.tensor([[0.9], [0.2], [0.6], [0.4]]), torch.tensor([1, 0, 0, 1])
-    scores = score(probabilities, truth, list("abcd"), binary, CLASSIFICATION)
-    assert scores.values["accuracy"] == 0.5 and scores.values["auc_macro"] == pytest.approx(0.75)
     several = make_task("classification", target="multilabel", labels=["a", "b"])
-    both = score(
-        probabilities.repeat(1, 2), torch.stack([truth, torch.ones(4, dtype=torch.long)], 1).float(), list("abcd"), several, CLASSIFICATION
-    )
-    assert both.values["auc_macro"] == pytest.approx(0.75)  # label b has one class only and is left out
-    assert both.values["accuracy"] == 0.5
+    probabilities, truth = torch.tensor([[0.9], [0.2], [0.6], [0.4]]).repeat(1, 2), torch.tensor([[1, 1], [0, 1], [0, 1], [1.0, 1]])
+    both = score(probabilities, truth, list("abcd"), several, CLASSIFICATION).values
+    assert both["auc_macro"] == pytest.approx(0.75) and both["accuracy"] == 0.5, "label b has one class only and is left out"
 
 
 def test_metrics_are_undefined_without_images_and_with_nan(make_task: TaskOf) -> None:
@@ -240,10 +229,7 @@ def test_no_pixel_of_a_structure_in_all_images(make_task: TaskOf) -> None:
 
     assert constant(truth) == () and constant(torch.zeros_like(truth)) == ("no pixel of disc", "no pixel of cup")
     assert constant(truth.clamp(max=1)) == ("no pixel of cup",)
-    assert constant(torch.ones_like(truth)) == (
-        "no pixel of cup",
-        "all pixels as disc",
-    )
+    assert constant(torch.ones_like(truth)) == ("no pixel of cup", "all pixels as disc")
     assert constant(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"
 
 
@@ -274,8 +260,10 @@ def test_lesions_and_volumes_by_hand(make_task: TaskOf) -> None:
     truth, predicted = _masks([1, 0, 1, 0, 0, 0, 1, 1]), _masks([1, 1, 1, 0, 1, 1, 0, 0])
     task = make_task(metrics=["lesion_f1", "volume_error"])
     assert lesion_f1(predicted, truth).item() == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
-    assert volume_error(overlap_counts(predicted, truth)).item() == pytest.approx(1 / 4)
-    assert lesion_f1(truth & False, truth & False).isnan().all() and volume_error(overlap_counts(truth, truth & False)).isnan().all()
+    assert _by_patient(predicted, truth, "a", "volume_error") == [[1 / 4]]
+    assert lesion_f1(truth & False, truth & False).isnan().all() and math.isnan(
+        _by_patient(truth, truth & False, "a", "volume_error")[0][0]
+    )
     assert lesion_f1(truth & False, truth).item() == 0 and task.test_metrics == (task.metric, "lesion_f1", "volume_error")
     corners = torch.eye(4, dtype=torch.bool)[None, None]
     assert lesion_f1(corners, corners).item() == 1, "neighbours across a corner are one lesion"

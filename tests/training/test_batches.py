@@ -10,7 +10,7 @@ from torch import Tensor
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.data.loading import Split
-from medflare.training.batches import in_order, in_random_order, read_ahead, sampling_groups, sampling_weights
+from medflare.training.batches import in_order, in_random_order, read_ahead, sampling_weights
 
 LABELS = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])
 
@@ -21,29 +21,26 @@ def test_in_order() -> None:
 
 
 def test_every_row_once_in_an_order_of_the_keys() -> None:
-    order = torch.cat(in_random_order(10, 4, False, 0, "A", 1)).tolist()
+    order = torch.cat(in_random_order(10, 4, 0, "A", 1)).tolist()
     assert sorted(order) == list(range(10)) != order
-    assert order == torch.cat(in_random_order(10, 3, False, 0, "A", 1)).tolist(), "whatever the size"
-    others = [in_random_order(10, 4, False, *keys) for keys in ((1, "A", 1), (0, "B", 1), (0, "A", 2), (0, "A", 1, "more"))]
+    assert order == torch.cat(in_random_order(10, 3, 0, "A", 1)).tolist(), "whatever the size"
+    others = [in_random_order(10, 4, *keys) for keys in ((1, "A", 1), (0, "B", 1), (0, "A", 2), (0, "A", 1, "more"))]
     assert all(torch.cat(other).tolist() != order for other in others)
 
 
 @pytest.mark.parametrize(
-    ("images", "size", "drop_last", "expected"),
+    ("images", "size", "expected"),
     [
-        (10, 4, False, [4, 4, 2]),
-        (9, 4, False, [4, 5]),  # a lone last image joins the batch before it
-        (9, 4, True, [4, 4]),
-        (8, 4, True, [4, 4]),
-        (3, 4, True, [3]),  # the only batch is never dropped
-        (1, 4, False, [2]),  # the only image fills a batch twice
-        (1, 1, False, [1]),
-        (3, 1, False, [1, 1, 1]),
-        (0, 4, False, []),
+        (10, 4, [4, 4, 2]),
+        (9, 4, [4, 5]),  # a lone last image joins the batch before it
+        (1, 4, [2]),  # the only image fills a batch twice
+        (1, 1, [1]),
+        (3, 1, [1, 1, 1]),
+        (0, 4, []),
     ],
 )
-def test_sizes(images: int, size: int, drop_last: bool, expected: list[int]) -> None:
-    assert [len(part) for part in in_random_order(images, size, drop_last, 0, "A")] == expected
+def test_sizes(images: int, size: int, expected: list[int]) -> None:
+    assert [len(part) for part in in_random_order(images, size, 0, "A")] == expected
 
 
 # -- sampling
@@ -54,9 +51,9 @@ def test_classes_are_drawn_equally_often() -> None:
     weights = sampling_weights(small_task("classification", sampling="balanced"), LABELS)
     assert weights is not None
     torch.testing.assert_close(torch.stack([weights[label == LABELS].sum() for label in range(3)]), torch.ones(3, dtype=torch.float64))
-    drawn = torch.cat([torch.cat(in_random_order(9, 4, False, seed, weights=weights)) for seed in range(200)])
+    drawn = torch.cat([torch.cat(in_random_order(9, 4, seed, weights=weights)) for seed in range(200)])
     assert torch.bincount(LABELS[drawn], minlength=3).float().div(len(drawn)).sub(1 / 3).abs().max() < 0.05
-    first, again = (torch.cat(in_random_order(9, 4, False, 5, "A", weights=weights)) for _ in range(2))
+    first, again = (torch.cat(in_random_order(9, 4, 5, "A", weights=weights)) for _ in range(2))
     assert torch.equal(first, again) and len(first) == 9
 
 
@@ -79,15 +76,8 @@ def test_images_with_and_without_foreground() -> None:
 
 def test_an_image_of_several_labels_has_the_share_of_each() -> None:
     task = small_task("classification", target="multilabel", labels=["a", "b"], sampling="balanced")
-    assert sampling_groups(task) == ("no label", "a", "b")
     weights = sampling_weights(task, torch.tensor([[0.0, 0], [1, 0], [1, 1]]))
     assert weights is not None and weights.tolist() == pytest.approx([1.0, 0.5, 1.5])
-
-
-@pytest.mark.parametrize("sampling", ["balance", "weighted", {"name": "balanced", "weights": [1.0]}])
-def test_wrong_sampling(sampling: object) -> None:
-    with pytest.raises(ConfigError, match="sampling"):
-        small_task(sampling=sampling)
 
 
 # -- reading ahead

@@ -1,6 +1,5 @@
 """A site whose images stay on disk has bit-identical batches, scores and models."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fixture_types import SiteOf, TaskOf
 from helpers.small_tasks import predicted, small_task, tiny_phantom
 from helpers.volume_sites import PATCHES, cube_task, make_volumes
-from medflare.core.errors import Aborted
 from medflare.core.rng import numpy_random_state
 from medflare.data.loading import joined, load_site_data
 from medflare.data.local import CacheSettings
@@ -20,8 +19,6 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 AUGMENTED: dict[str, Any] = {"augment": [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]}
 TASKS = {
     "masks": small_task(sampling="balanced", **AUGMENTED),
@@ -94,12 +91,3 @@ def test_memory_gb_decides_what_stays_on_disk(make_site: SiteOf, make_task: Task
     for images, resident in ((10.1, True), (9.9, False)):
         cache = CacheSettings(str(tmp_path / "cache"), memory_gb=images * bytes_of_an_image / 10**9)
         assert load_site_data("A", make_task(), folder, cache=cache).train.in_memory == resident
-
-
-def test_abort_stops_reading(make_site: SiteOf, tmp_path: Path) -> None:
-    _, site = _both(TASKS["masks"], make_site(), tmp_path / "cache")
-    batches = site.batches("train", 0, batch_size=2)
-    next(batches)
-    site.abort = lambda: True
-    with pytest.raises(Aborted):
-        next(batches)

@@ -1,19 +1,16 @@
 """Opening a site: local settings, data, bounds."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.fixture_types import SiteOf, TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.loading import ENVIRONMENT, FOLDERS
 from medflare.data.local import LocalSettings, local_settings
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
@@ -88,24 +85,12 @@ def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.Monke
     assert open_site("site-1", load_task("phantom")).n["train"] > 30
 
 
-@pytest.mark.parametrize(
-    ("local", "named"),
-    [
-        ({"device": "gpu"}, "'gpu'"),
-        ({"batchsize": 4}, "'batchsize'"),
-        ({"outbound": {"bytez": 4}}, "bytez"),
-        ({"privacy": {"epsilon": 8}}, r"privacy\.delta"),
-    ],
-)
-def test_wrong_local_settings(make_task: TaskOf, make_site: SiteOf, local: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        open_site("A", make_task(), data_root=make_site(), local=local)
-
-
 def test_arguments_come_before_local_settings(make_task: TaskOf, make_site: SiteOf) -> None:
     folder = make_site()
     site = open_site("A", make_task(), data_root=folder, local={"data_root": "/nowhere", "device": "cuda:77"}, device="cpu:0")
     assert str(site.device) == "cpu:0" and site.n["train"] == 5
+    with pytest.raises(ConfigError, match="'batchsize'"):
+        open_site("A", make_task(), data_root=folder, local={"batchsize": 4})
 
 
 def test_the_sites_batch_limit_is_a_note(make_task: TaskOf, make_site: SiteOf) -> None:

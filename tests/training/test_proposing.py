@@ -54,8 +54,6 @@ def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
 
 
 def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:
-    from PIL import Image
-
     for file in classes(tmp_path, patients=6).rglob("*.png"):
         Image.open(file).convert("RGB").save(file)
     assert proposed(tmp_path)[0].channels == 1

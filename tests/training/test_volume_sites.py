@@ -1,6 +1,5 @@
 """Sites of volumes from their files to splits: channels, geometry, labels, and what is wrong with them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from nibabel import orientations
 
+from helpers.fixture_types import Edit, SiteOf
 from helpers.volume_sites import NAMES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
 from medflare.core.errors import DataError
 from medflare.data.decoding import _decoded_sites
@@ -19,8 +19,6 @@ from medflare.data.local import CacheSettings
 from medflare.data.reading import series_grid
 from medflare.tasks.config import load_task
 from medflare.training.check import check_site
-
-Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 
 
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
@@ -67,7 +65,7 @@ def test_a_missing_channel_is_an_error_or_zeros(tmp_path: Path, edit: Edit) -> N
         load_site_data("A", cube_task(), folder)
 
 
-def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(tmp_path: Path, edit: Edit, make_site: Callable[..., Path]) -> None:
+def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(tmp_path: Path, edit: Edit, make_site: SiteOf) -> None:
     folder = make_volumes(tmp_path / "B")
     write(folder / "p0_mask.nii.gz", np.zeros(SHAPE, np.uint8), affine(spacing=(2, 1, 2.5)))
     with pytest.raises(DataError, match="p0_mask"):
@@ -119,7 +117,7 @@ def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
         load_site_data("A", task, folder)
 
 
-def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
+def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_site: SiteOf, edit: Edit) -> None:
     """The series is numbered from head to feet, the mask runs upwards."""
     folder, task = make_site(), load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]})
     series = dicom_series(folder / "series")

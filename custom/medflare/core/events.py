@@ -63,7 +63,7 @@ class EventLog:
         self.extend(events)
 
     def of(self, *kinds: str, site: str | None = None) -> list[Event]:
-        """The events of these kinds (by default all) and of this site (by default all)."""
+        """The events of these kinds and of this site, by default of all."""
         return [event for event in self if (not kinds or event["kind"] in kinds) and site in (None, event["site"])]
 
     def to_list(self) -> list[Event]:

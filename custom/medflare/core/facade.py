@@ -6,11 +6,7 @@ from typing import Any
 
 
 def public(package: str, names: Mapping[str, str], name: str) -> Any:
-    """What the `__getattr__` of a package answers.
-
-    Raises:
-        AttributeError: the package offers no such name.
-    """
+    """What the `__getattr__` of a package answers; AttributeError if it offers no such name."""
     if name not in names:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     module = names[name]

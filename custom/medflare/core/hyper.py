@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 from pydantic import Field
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import checked, no_such
+from medflare.core.settings import checked, unknown
 
 H = TypeVar("H")
 ALGORITHMS: Final = ("site", "server")
@@ -88,27 +88,25 @@ def split_hyper(values: Mapping[str, Any], owners: Mapping[str, type], method: s
     fields = {algorithm: described(owners[algorithm]) for algorithm in ALGORITHMS}
     split: SplitHyper = {algorithm: {} for algorithm in ALGORITHMS}
     for name, value in values.items():
+        algorithm, dot, bare = name.partition(".")
+        having = [algorithm for algorithm in ALGORITHMS if name in fields[algorithm]]
         if name in ALGORITHMS and isinstance(value, Mapping):
             split[name].update(value)
-            continue
-        algorithm, dot, bare = name.partition(".")
-        if dot and algorithm in ALGORITHMS:
+        elif dot and algorithm in ALGORITHMS:
             split[algorithm][bare] = value
-            continue
-        having = [algorithm for algorithm in ALGORITHMS if name in fields[algorithm]]
-        if len(having) > 1:
-            meanings = " and ".join(f"{algorithm}.{name} ({fields[algorithm][name].text})" for algorithm in ALGORITHMS)
+        elif len(having) == 1:
+            split[having[0]][name] = value
+        elif not having:
+            raise unknown("hyper-parameter", name, {*fields["site"], *fields["server"]}, f"method {method}")
+        else:
+            meanings = " and ".join(f"{algorithm}.{name} ({fields[algorithm][name].text})" for algorithm in having)
             raise ConfigError(
                 f"hyper-parameter {name!r} of method {method!r} has two meanings, {meanings}; write site.{name} or server.{name}"
             )
-        if not having:
-            raise ConfigError(no_such("hyper-parameter", name, {*fields["site"], *fields["server"]}, f"method {method}"))
-        split[having[0]][name] = value
     for algorithm in ALGORITHMS:
-        for name in split[algorithm]:
-            if name not in fields[algorithm]:
-                names = [f"{algorithm}.{field}" for field in fields[algorithm]]
-                raise ConfigError(no_such("hyper-parameter", f"{algorithm}.{name}", names, f"method {method}"))
+        if strange := [name for name in split[algorithm] if name not in fields[algorithm]]:
+            names = [f"{algorithm}.{field}" for field in fields[algorithm]]
+            raise unknown("hyper-parameter", f"{algorithm}.{strange[0]}", names, f"method {method}")
     return split
 
 

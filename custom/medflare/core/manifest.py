@@ -5,17 +5,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import Self
 
 from medflare.core.message import Message
 from medflare.core.settings import first_problem
 from medflare.core.text import is_name
-
-_VARIANCE: Final = "running_var"  # torch's name of running variances, in every layer
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StateSpec:
     @classmethod
     def like(cls, state: Mapping[str, Tensor], purpose: str, nonnegative: bool = False) -> "StateSpec":
         """The spec of `state` (any device, meta included); running variances are always nonnegative."""
-        squares = frozenset(name for name in state if nonnegative or name.rpartition(".")[2] == _VARIANCE)
+        squares = frozenset(name for name in state if nonnegative or name.rpartition(".")[2] == "running_var")
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose, squares)
 
 
@@ -48,18 +47,23 @@ PerClass = Literal["", "values", "counts"]
 # -- declarations ------------------------------------------------------------------------------------------------------------
 
 
-def _always(plan: Any) -> bool:
-    return True
+class _Declared(str):
+    """A name with its declaration as attributes."""
+
+    optional: bool
+
+    def __new__(cls, name: str, *args: Any, **more: Any) -> Self:
+        return super().__new__(cls, name)
+
+    def as_optional(self) -> Self:
+        """The same, in a message that may lack it."""
+        declared = copy.copy(self)
+        declared.optional = True
+        return declared
 
 
-def _network(plan: Any) -> Mapping[str, Tensor]:
-    return plan.template()
-
-
-class TensorSpec(str):
-    """A named state of a message: a str (the name) with its declaration as attributes.
-
-    A name that ends in "/" is a family: "personal/" for "personal/A", "personal/B".
+class TensorSpec(_Declared):
+    """A named state of a message. A name that ends in "/" is a family: "personal/" for "personal/A", "personal/B".
 
     Attributes:
         purpose: why it leaves the site; may be empty if only the server sends it.
@@ -74,15 +78,12 @@ class TensorSpec(str):
             tensors) in all rows. Zeros must mean "no such class" to the server.
     """
 
-    def __new__(cls, name: str, *args: Any, **more: Any) -> "TensorSpec":
-        return super().__new__(cls, name)
-
     def __init__(
         self,
         name: str,
         purpose: str = "",
-        template: Callable[[Any], Mapping[str, Tensor]] = _network,
-        when: Callable[[Any], bool] = _always,
+        template: Callable[[Any], Mapping[str, Tensor]] = lambda plan: plan.template(),
+        when: Callable[[Any], bool] = lambda plan: True,
         *,
         nonnegative: bool = False,
         optional: bool = False,
@@ -101,10 +102,6 @@ class TensorSpec(str):
         """Whether a name in a message is this state or a member of this family."""
         return name.startswith(self) if self.endswith("/") else name == self
 
-    def as_optional(self) -> "TensorSpec":
-        """The same, in a message that may lack it."""
-        return _optional(self)
-
     def of(self, site: str) -> str:
         """The family's state of one site."""
         return f"{self}{site}"
@@ -119,8 +116,8 @@ class TensorSpec(str):
         return {name.removeprefix(self): states[name] for name in sorted(states) if name.startswith(self)}
 
 
-class MetaSpec(str):
-    """A named metadata item of a message: a str (the name) with its declaration as attributes.
+class MetaSpec(_Declared):
+    """A named metadata item of a message.
 
     Attributes:
         about: what it is, a few words.
@@ -130,9 +127,6 @@ class MetaSpec(str):
         per_class: whether it is a table by class name or a list by class, at any depth, see `PerClass`. For a class with fewer patients of
             the split than `minimum_patients` the participant sends no "values"; it sends no "counts" at all.
     """
-
-    def __new__(cls, name: str, *args: Any, **more: Any) -> "MetaSpec":
-        return super().__new__(cls, name)
 
     def __init__(
         self, name: str, about: str = "", type: Any = Any, measured: str = "", *, optional: bool = False, per_class: PerClass = ""
@@ -156,16 +150,6 @@ class MetaSpec(str):
     def _adapter(self) -> TypeAdapter[Any]:
         kind: Any = self.type
         return TypeAdapter(kind)
-
-    def as_optional(self) -> "MetaSpec":
-        """The same, in a message that may lack it."""
-        return _optional(self)
-
-
-def _optional(spec: Any) -> Any:
-    spec = copy.copy(spec)
-    spec.optional = True
-    return spec
 
 
 # -- types of metadata -------------------------------------------------------------------------------------------------------
@@ -193,18 +177,15 @@ def table(values: Any = Any) -> Any:
     return dict[str, values]
 
 
-def _check_model_name(name: str) -> str:
-    if not is_name(name) or "$" in name:  # matplotlib reads text between dollar signs as mathematics
-        raise ValueError("not a name of a model")
-    return name
-
-
-_ModelName = Annotated[str, AfterValidator(_check_model_name)]
-
-
 def models(values: Any = Any, most: int = 16) -> Any:
     """Tables, model -> value, of at most `most` models with names that tables and figures can show."""
-    return Annotated[dict[_ModelName, values], Field(max_length=most)]
+
+    def check(name: str) -> str:
+        if not is_name(name) or "$" in name:  # matplotlib reads text between dollar signs as mathematics
+            raise ValueError("not a name of a model")
+        return name
+
+    return Annotated[dict[Annotated[str, AfterValidator(check)], values], Field(max_length=most)]
 
 
 def listing(items: Any = Any, most: int | None = None) -> Any:
@@ -252,10 +233,10 @@ def merged_phases(first: tuple[Phase, ...], second: tuple[Phase, ...]) -> tuple[
         earlier = merged.get(phase.name, Phase(phase.name))
         merged[phase.name] = Phase(
             phase.name,
-            request=(*earlier.request, *phase.request),
-            reply=(*earlier.reply, *phase.reply),
-            request_meta=(*earlier.request_meta, *phase.request_meta),
-            reply_meta=(*earlier.reply_meta, *phase.reply_meta),
+            earlier.request + phase.request,
+            earlier.reply + phase.reply,
+            earlier.request_meta + phase.request_meta,
+            earlier.reply_meta + phase.reply_meta,
         )
     return tuple(merged.values())
 
@@ -288,14 +269,10 @@ def non_finite(message: Message) -> str | None:
     """The first tensor that holds NaN or infinity, in words, or None."""
     for entry, state in sorted(message.states.items()):
         for name, tensor in state.items():
-            if tensor.is_floating_point() and not _all_finite(tensor):
+            # A finite sum is ten times as fast to check; the sum of finite values may overflow.
+            if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
                 return f"{entry}/{name} holds NaN or infinity"
     return None
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    """A finite sum is ten times as fast to check; the sum of finite values may overflow."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def negative(message: Message, manifest: Manifest) -> str | None:

@@ -11,9 +11,7 @@ from importlib.util import find_spec
 
 from medflare.core.errors import ConfigError, MedflareError
 
-_RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
-# Names for pip that differ from the import names.
-_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}  # names for pip that differ from the import names
 _LONGEST = 200  # characters of a module's name
 # Packages from which a job, a task or a model's card may not name code, even if a site trusts it.
 NEVER_TRUSTED = frozenset({"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names})
@@ -25,14 +23,9 @@ def installed(module: str) -> bool:
 
 
 def require(module: str, purpose: str, error: type[MedflareError] = ConfigError) -> None:
-    """Check that an optional package is installed.
+    """Raise `error`, with the command that installs it, if an optional package is missing.
 
-    Args:
-        module: its top-level module.
-        purpose: what needs it, the beginning of the message.
-
-    Raises:
-        error: with the command that installs it.
+    `purpose` says what needs it, the beginning of the message.
     """
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)
@@ -64,7 +57,7 @@ def end_quickly() -> None:
 
 def installed_versions() -> dict[str, str]:
     """Package -> version, of Python and the packages that a result depends on, if they are installed."""
-    return {"python": platform.python_version()} | versions(_RECORDED)
+    return {"python": platform.python_version()} | versions(["medflare", "nvflare", "torch", "monai", "numpy"])
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

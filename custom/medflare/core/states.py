@@ -75,11 +75,7 @@ def copy_state(state: Mapping[str, Tensor]) -> StateDict:
 
 
 def check_same_shapes(states: Mapping[str, StateDict]) -> None:
-    """Check that the states of all sites have the same names and shapes.
-
-    Raises:
-        ValueError: two differ, with the sites and the first names.
-    """
+    """Raises ValueError, with the sites and the first names, if states differ in names or shapes."""
     sites = sorted(states)
     for site in sites[1:]:
         if names := _different(states[sites[0]], states[site]):

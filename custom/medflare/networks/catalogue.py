@@ -53,14 +53,11 @@ def build_network(
     spec = dict(settings)
     name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
+    network: Any
     if name in NETWORKS:
         network = _ours(name, settings, in_channels, out_channels, {"spatial_dims": spatial_dims, "size": sides})
-    else:
-        whole = _theirs(name, settings, in_channels, out_channels, spatial_dims, sides)
-        if isinstance(whole, FeatureNetwork):
-            network = whole
-        else:
-            network = WholeNetwork(whole, _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides))
+    elif not isinstance(network := _theirs(name, settings, in_channels, out_channels, spatial_dims, sides), FeatureNetwork):
+        network = WholeNetwork(network, _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides))
     network.settings = {"spec": spec, "in_channels": in_channels, "out_channels": out_channels}
     network.settings |= {"spatial_dims": spatial_dims, "size": list(sides)}
     return network
@@ -112,11 +109,9 @@ def parameters_of(build: Any) -> dict[str, inspect.Parameter]:
     makers = build.__mro__ if inspect.isclass(build) else (build, *[cls for cls in [_returned_class(build)] if cls])
     for maker in makers:
         parameters = inspect.signature(maker).parameters
-        collected = {
-            **{name: parameter for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD},
-            **collected,
-        }
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        named = {name: parameter for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+        collected = named | collected
+        if len(named) == len(parameters):
             break
     return collected
 
@@ -133,11 +128,8 @@ def _theirs(
     name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int, size: Sequence[int]
 ) -> nn.Module:
     """A network of MONAI or of a trusted package, from its own arguments and what the task fixes."""
-    if own_module({"name": name}):
-        build = imported(name)
-    elif name in monai_networks():
-        build = monai_networks()[name]
-    else:
+    build = imported(name) if own_module({"name": name}) else monai_networks().get(name)
+    if build is None:
         raise unknown("network", name, {*NETWORKS, *monai_networks()}, "network")
     fixed = {
         **dict.fromkeys(_CHANNELS, in_channels),
@@ -190,12 +182,7 @@ def _on_meta(build: Callable[[], nn.Module]) -> Any:
 
 
 def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The task's network, or one by `spec` for its images, with random weights.
-
-    Args:
-        spec: the network; None: the task's.
-        outputs: output channels; None: the task's.
-    """
+    """The task's network, or one by `spec` and with other output channels for its images, with random weights."""
     return build_network(spec or task.network, task.image_channels, outputs or task.outputs, task.spatial_dims, task.size)
 
 

@@ -29,14 +29,10 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
 
 
 def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64, spatial_dims: int = 2) -> FeatureNetwork:
-    """A small model selector: two linear layers on a thumbnail, 28 thousand parameters for RGB.
+    """A small model selector: two linear layers on a thumbnail of `side` pixels, 28 thousand parameters for RGB, `hidden` features.
 
     A thumbnail shows the differences between sites (brightness, contrast, color, framing), and the shallow network trains in tens of
     steps: one a round.
-
-    Args:
-        side: of the thumbnail in pixels, along every dimension.
-        hidden: width of the feature.
     """
     from monai.networks.layers.factories import Pool
 
@@ -46,11 +42,7 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
 
 
 class ImageStatistics(nn.Module):
-    """Features of cameras and scanners without weights: a thumbnail, intensity quantiles and edge strength of every channel.
-
-    Args:
-        side: of the thumbnail in pixels, along every dimension.
-    """
+    """Features of cameras and scanners without weights: a thumbnail (`side` pixels), intensity quantiles, edges of every channel."""
 
     QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -71,8 +63,7 @@ class ImageStatistics(nn.Module):
 def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_dims: int = 2) -> FeatureNetwork:
     """A linear model selector on fixed features (`ImageStatistics`); its weights are solved by ridge regression, not trained.
 
-    Args:
-        side: of the thumbnail; 0: 12 pixels, of volumes 6.
+    `side` is that of the thumbnail; 0: 12 pixels, of volumes 6.
     """
     side = side or (12 if spatial_dims == 2 else 6)
     width = in_channels * (side**spatial_dims + len(ImageStatistics.QUANTILES) + spatial_dims)
@@ -82,12 +73,7 @@ def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_d
 def small_cnn(
     in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False, spatial_dims: int = 2
 ) -> FeatureNetwork:
-    """Convolutions of stride 2 and global average pooling, 24 thousand parameters: a classifier for trials on a CPU.
-
-    Args:
-        channels: feature maps of the convolutions.
-        batch_norm: after every convolution.
-    """
+    """Convolutions (`channels`) of stride 2 and global average pooling, 24 thousand parameters: a classifier for trials on a CPU."""
     from monai.networks.layers.factories import Conv, Norm, Pool
 
     layers: list[nn.Module] = []
@@ -102,12 +88,7 @@ def small_cnn(
 def mlp(
     in_channels: int, out_channels: int, hidden: Sequence[int] = (64,), batch_norm: bool = False, size: Sequence[int] = (64, 64)
 ) -> FeatureNetwork:
-    """Linear layers on all numbers of an image, for images that are features (`medflare data features`).
-
-    Args:
-        hidden: widths of the layers before the last one.
-        batch_norm: after every one of them.
-    """
+    """Linear layers (`hidden`: their widths) on all numbers of an image, for images that are features (`medflare data features`)."""
     layers: list[nn.Module] = [nn.Flatten()]
     widths = [in_channels * math.prod(size), *hidden]
     for width_in, width_out in itertools.pairwise(widths):

@@ -40,10 +40,7 @@ def check_network(task: TaskConfig) -> FeatureNetwork:
 def step_bytes(task: TaskConfig, batch: int) -> int:
     """Approximate bytes of a training step: the outputs of all layers, weights, gradients and Adam's moments.
 
-    If the network does not run on the meta device, only images and weights count.
-
-    Args:
-        batch: images or patches of a step.
+    `batch` is the number of images or patches. If the network does not run on the meta device, only images and weights count.
     """
     network = meta_network(task).train()
     outputs: dict[UntypedStorage, int] = {}

@@ -1,8 +1,9 @@
 """The class of all networks: a body that computes features and a head that turns them into logits; any other module as such a network."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -40,9 +41,11 @@ class FeatureNetwork(nn.Module):
     Attributes:
         settings: the arguments of `catalogue.build_network` that build an equal network; empty if it was built otherwise.
         precision: dtype of autocast (the weights stay float32); None: no autocast.
+        has_features: whether `features_and_output` works.
     """
 
     precision: torch.dtype | None = None
+    has_features = True
 
     def __init_subclass__(cls, **options: Any):
         """Decorates what a subclass overrides."""
@@ -52,15 +55,9 @@ class FeatureNetwork(nn.Module):
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
-        self.body = body
-        self.head = head
+        self.body, self.head = body, head
         self.settings: dict[str, Any] = {}
         self._frozen: tuple[str, ...] = ()
-
-    @property
-    def has_features(self) -> bool:
-        """Whether `features_and_output` works."""
-        return True
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
         """As of every module; frozen parts stay in evaluation mode."""
@@ -71,11 +68,7 @@ class FeatureNetwork(nn.Module):
 
     @contextmanager
     def frozen(self, paths: Sequence[str]) -> Iterator[None]:
-        """Inside, some modules do not change: no gradients, no running statistics, no dropout.
-
-        Args:
-            paths: of the modules, for example "body".
-        """
+        """Inside, the modules with these paths ("body") do not change: no gradients, no running statistics, no dropout."""
         weights = [weight for path in paths for weight in self.get_submodule(path).parameters() if weight.requires_grad]
         self._frozen = tuple(paths)
         for weight in weights:
@@ -103,8 +96,7 @@ class Probabilities(nn.Module):
 
     def __init__(self, network: nn.Module, task: TaskConfig):
         super().__init__()
-        self.network = network
-        self.task = task
+        self.network, self.task = network, task
 
     def forward(self, images: Tensor) -> Tensor:
         """Probabilities, (N, outputs, H, W) or (N, outputs), of images (N, C, H, W)."""
@@ -143,15 +135,10 @@ class WholeNetwork(FeatureNetwork):
     def __init__(self, network: nn.Module, last: str | None):
         layer = nn.Identity() if last is None else network.get_submodule(last)
         super().__init__(network, layer)
-        self.last = last
+        self.last, self.has_features = last, last is not None
         if last is not None:
             parent, _, name = last.rpartition(".")
             setattr(network.get_submodule(parent), name, _LastLayer(layer))
-
-    @property
-    def has_features(self) -> bool:
-        """Whether there is a last layer."""
-        return self.last is not None
 
     def forward(self, images: Tensor) -> Tensor:
         """The network's main output."""
@@ -215,30 +202,21 @@ def last_layer(network: nn.Module, images: Tensor) -> str | None:
     """Path of the convolution or linear layer whose output, possibly resized or reshaped, is the network's output; None if there is none.
 
     Args:
-        network: in any mode, on any device (meta included); unchanged afterwards.
+        network: on any device (meta included); it keeps hooks and evaluation mode.
         images: (N, C, ...) on that device.
     """
     outputs: dict[Any, tuple[str, Tensor]] = {}
-    calls: dict[str, int] = {}
+    calls: Counter[str] = Counter()
 
-    def note(name: str) -> Any:
-        def hook(_layer: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> None:
-            calls[name] = calls.get(name, 0) + 1
-            outputs[result.grad_fn] = (name, inputs[0])
+    def note(name: str, _layer: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> None:
+        calls[name] += 1
+        outputs[result.grad_fn] = (name, inputs[0])
 
-        return hook
-
-    layers = [(name, layer) for name, layer in network.named_modules() if name and isinstance(layer, _LAYERS)]
-    hooks = [layer.register_forward_hook(note(name)) for name, layer in layers]
-    modes = {module: module.training for module in network.modules()}
-    try:
-        with torch.enable_grad():
-            node = main_output(network.eval()(images), images).grad_fn
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
+    for name, layer in network.named_modules():
+        if name and isinstance(layer, _LAYERS):
+            layer.register_forward_hook(partial(note, name))
+    with torch.enable_grad():
+        node = main_output(network.eval()(images), images).grad_fn
     while node is not None and node not in outputs and node.name().startswith(_SHAPING):
         node = node.next_functions[0][0]
     if node not in outputs:

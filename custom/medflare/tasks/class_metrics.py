@@ -142,11 +142,7 @@ ONE_CLASS: Final[dict[str, OneClass]] = {metric.__name__: metric for metric in (
 
 
 def macro(metric: OneClass, negative_of: Sequence[str] = ()) -> ClassMetric:
-    """The mean over the classes; of no and yes only that of yes.
-
-    Args:
-        negative_of: targets ("binary", "multilabel") where the class no counts too.
-    """
+    """The mean over the classes; of no and yes only that of yes, unless the target ("binary", "multilabel") is in `negative_of`."""
 
     def mean(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
         predicted = probabilities.argmax(axis=1)

@@ -6,7 +6,7 @@ A curve is reported as its sensitivities on a fixed grid of false positive rates
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def _listed(values: "Mapping[str, Tensor]") -> dict[str, list[float | None]]:
 
 def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
     """The classes of each problem with exclusive classes: the task itself, or every label of a multilabel task."""
-    return [(f"not {label}", label) for label in task.labels] if task.target == "multilabel" else [task.classes]
+    return list(matrix_names(task.target, task.labels).values())
 
 
 def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -148,23 +148,6 @@ def reliability_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) ->
     return [(float(scores[bins == place].mean()), float(truth[bins == place].mean())) for place in np.unique(bins)]
 
 
-def sensitivities(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[float]:
-    """Sensitivities at `FALSE_ALARMS`, interpolated linearly between the corners of the ROC curve; on a vertical part its upper end.
-
-    Args:
-        scores: (cases,), at least one positive and one negative.
-        truth: (cases,), whether each is positive.
-
-    Examples:
-        >>> sensitivities(np.array([0.9, 0.2, 0.6, 0.1]), np.array([True, True, False, False]))[::10]
-        [0.5, 1.0, 1.0]
-    """
-    from sklearn.metrics import roc_curve
-
-    false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
-    return [round(float(value), _DIGITS) for value in np.interp(FALSE_ALARMS, false_alarms, hits)]
-
-
 def most_wrong(cases: Cases, task: TaskConfig, most: int = 6) -> dict[int, str]:
     """The wrongly classified images with the lowest probability of the truth: row -> truth and prediction in words.
 
@@ -197,14 +180,8 @@ def most_wrong(cases: Cases, task: TaskConfig, most: int = 6) -> dict[int, str]:
     return {int(row): texts[row] for row in sorted(texts, key=lambda row: (of_truth[row], row))[:most]}
 
 
-@dataclass(frozen=True)
-class Area:
-    """An area under the ROC curve.
-
-    Attributes:
-        value: the area; NaN if all cases are positive or all negative.
-        low, high: its 95 % interval; NaN if a single case is positive or a single case is negative.
-    """
+class Area(NamedTuple):
+    """An area under the ROC curve, NaN if all cases are positive or all negative, and its 95 % interval, NaN if a single one is."""
 
     value: float
     low: float
@@ -212,7 +189,7 @@ class Area:
 
 
 def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area:
-    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1].
+    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1], of scores (cases,) and whether each case is positive.
 
     With m positive scores X_i and n negative scores Y_j of a classifier (DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988):
 
@@ -222,10 +199,6 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
 
     V10 and V01 come from midranks in O(n log n) (Sun and Xu, IEEE Signal Processing Letters 21, 2014, Eqs. 8-12).
     Cases are assumed to be independent: several images of one patient make the interval too narrow.
-
-    Args:
-        scores: (cases,).
-        truth: (cases,), whether each is positive.
 
     Examples:
         >>> area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
@@ -249,9 +222,7 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
 def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:
     """Numbers of patients behind confusion counts and curves: for every class the patients with it, and the patients without it.
 
-    Args:
-        targets: (images,), multilabel (images, labels).
-        labels: number of the task's labels.
+    Targets are (images,), multilabel (images, labels), of so many labels.
 
     Examples:
         >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), "multiclass", 3)
@@ -266,11 +237,16 @@ def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: 
 
 
 def _curve(scores: NDArray[np.float64], truth: NDArray[np.bool_], independent: bool) -> dict[str, Any]:
+    """A curve of `class_report`. Between its corners it is linear; on a vertical part the upper end counts."""
     if truth.all() or not truth.any():
         return {"auc": None, "low": None, "high": None, "sensitivity": []}
+    from sklearn.metrics import roc_curve
+
+    false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
+    sensitivity = [round(float(value), _DIGITS) for value in np.interp(FALSE_ALARMS, false_alarms, hits)]
     area = area_interval(scores, truth)
     low, high = (area.low, area.high) if independent else (math.nan, math.nan)
-    return {"auc": _rounded(area.value), "low": _rounded(low), "high": _rounded(high), "sensitivity": sensitivities(scores, truth)}
+    return {"auc": _rounded(area.value), "low": _rounded(low), "high": _rounded(high), "sensitivity": sensitivity}
 
 
 def _rounded(value: float) -> float | None:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _REMEDY: Final = "see app_configs/ for working examples"
+_PRESETS: Final = resources.files("medflare.tasks") / "presets"
 _EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
 
 
 def _valid_name(value: str) -> str:
-    if not value.strip() or not is_name(value):
+    if not is_name(value):
         raise ValueError(f"a name of 1 to {NAME} printable characters, not . or ..")
     return value
 
@@ -105,12 +106,6 @@ class Sampling:
     name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
     weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Sampling":
-        if bool(self.weights) != (self.name == "weighted"):
-            raise ValueError("weights are needed with the name weighted, and only then")
-        return self
-
 
 @dataclass(frozen=True, config=STRICT)
 class Freeze:
@@ -118,12 +113,6 @@ class Freeze:
 
     parts: tuple[str, ...] = ()
     rounds: Annotated[int, Field(ge=0)] = 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Freeze":
-        if bool(self.parts) != bool(self.rounds):
-            raise ValueError("parts and rounds are needed together")
-        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -288,10 +277,7 @@ class TaskConfig:
         ignored = [name for name, (read, default) in used.items() if not read and getattr(self, name) != default]
         mode = f"kind {self.kind}, spatial_dims {self.spatial_dims}, image_mode {self.image_mode}"
         for wrong, reason in (
-            (
-                len(self.size) != self.spatial_dims,
-                f"size {list(self.size)} has {len(self.size)} sides, spatial_dims is {self.spatial_dims}",
-            ),
+            (len(self.size) != self.spatial_dims, f"size {list(self.size)} does not have spatial_dims {self.spatial_dims} sides"),
             (ignored, f"{', '.join(ignored)}: not used with {mode}"),
             (self.embedded and (volumes or self.channels not in (1, 3)), f"embedded {self.embedded!r} needs 2-D images of 1 or 3 channels"),
             (patches and not masks, "image_mode 'patch' is for segmentation only"),
@@ -301,6 +287,8 @@ class TaskConfig:
             (self.target == "multiclass" and len(self.labels) < 2, f"a multiclass task needs two labels or more, got {list(self.labels)}"),
             (not masks and self.slices.keep == "foreground", "slices.keep 'foreground' is for segmentation only"),
             (missing, f"label_values lacks {', '.join(missing)}"),
+            (bool(self.sampling.weights) != (self.sampling.name == "weighted"), "sampling: weights and the name weighted need each other"),
+            (bool(self.freeze.parts) != bool(self.freeze.rounds), "freeze: parts and rounds are needed together"),
         ):
             if wrong:
                 raise ValueError(reason)
@@ -337,11 +325,7 @@ class TaskConfig:
         return tuple(dict.fromkeys([self.metric, *self.metrics])) if self.metrics else default_metrics(self.kind, self.spatial_dims)
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
-        """Probabilities of the same shape: softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel).
-
-        Args:
-            logits: (N, outputs, ...).
-        """
+        """Probabilities of logits (N, outputs, ...): softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel)."""
         return logits.softmax(dim=1) if self.target == "multiclass" else logits.sigmoid()
 
     def to_dict(self) -> dict[str, Any]:
@@ -363,41 +347,15 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
     if isinstance(source, TaskConfig):
         return load_task(source.to_dict())
     if isinstance(source, Mapping):
-        return _checked(source, f"task {source.get('name', '(unnamed)')!r:.60}")
-    text, place = _read(source)
-    try:
-        content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}")
-    return _checked(content, place)
-
-
-def presets() -> tuple[str, ...]:
-    """Names of the tasks of the package; those of the papers begin with "papers/"."""
-    files = [f"{place}{entry.name}" for place in ("", "papers/") for entry in (_preset_folder() / place).iterdir()]
-    return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
-
-
-def _preset_folder() -> Any:
-    return resources.files("medflare.tasks") / "presets"
-
-
-def _read(source: str | Path) -> tuple[str, str]:
-    path = Path(source)
-    if isinstance(source, str) and source in presets():
-        return (_preset_folder() / f"{source}.json").read_text(encoding="utf-8"), f"preset {source}"
-    if path.is_file():
+        content, place = source, f"task {source.get('name', '(unnamed)')!r:.60}"
+    else:
+        text, place = _read(source)
         try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not readable as text ({error}); {_REMEDY}") from error
-    files = get_close_matches(str(path), map(str, path.parent.glob("*.json")), n=1)
-    raise unknown("task file or preset", str(source), {*presets(), *files})
-
-
-def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
+            content = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}")
     try:
         printable_json(content)
     except ValueError as error:
@@ -407,3 +365,22 @@ def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
         optimizer_class(task.optimizer["name"], place)
     check_transforms(task.intensity, task.augment, place)
     return task
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the tasks of the package; those of the papers begin with "papers/"."""
+    files = [f"{place}{entry.name}" for place in ("", "papers/") for entry in (_PRESETS / place).iterdir()]
+    return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    path = Path(source)
+    if isinstance(source, str) and source in presets():
+        return (_PRESETS / f"{source}.json").read_text(encoding="utf-8"), f"preset {source}"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not readable as text ({error}); {_REMEDY}") from error
+    files = get_close_matches(str(path), map(str, path.parent.glob("*.json")), n=1)
+    raise unknown("task file or preset", str(source), {*presets(), *files})

@@ -21,10 +21,7 @@ _SIDE: Final = 16  # pixels of the images that a loss of MONAI is tried on; stru
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
-    """The loss named by `spec` (default: the task's), for example {"name": "dice_ce", "ce_weight": 0.5}.
-
-    Args:
-        spec: "name", of `LOSSES` or of a class in `monai.losses`, and arguments of the loss; None: the task's.
+    """The loss by `spec` (default: the task's): "name", of `LOSSES` or of a class in `monai.losses`, and arguments.
 
     Raises:
         ConfigError: unknown name or argument, or a loss that does not accept the task's logits and targets.
@@ -50,12 +47,7 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
 
 
 def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
-    """Targets in the shape (N, outputs, ...) and dtype of the logits.
-
-    Args:
-        targets: class indices (N, ...) (multiclass), or 0 and 1 of every output.
-        logits: (N, outputs, ...).
-    """
+    """Targets, class indices (N, ...) (multiclass) or 0 and 1 of every output, in shape (N, outputs, ...) and dtype of the logits."""
     truth = functional.one_hot(targets, logits.shape[1]).movedim(-1, 1) if multiclass else targets.reshape(logits.shape)
     return truth.to(logits.dtype)
 
@@ -63,8 +55,7 @@ def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
 class CrossEntropy(nn.Module):
     """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs (binary, multilabel).
 
-    Args:
-        weights: factor of every class (multiclass) or of every label's positives (binary, multilabel).
+    `weights` are factors of every class (multiclass) or of every label's positives (binary, multilabel).
     """
 
     weights: Tensor | None
@@ -75,7 +66,6 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weights", _weights(task, weights), persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of logits (N, outputs, ...), a scalar."""
         if self._multiclass:
             return functional.cross_entropy(logits, targets, weight=self.weights)
         positive = self.weights
@@ -113,7 +103,6 @@ class SoftDice(nn.Module):
         self._multiclass = multiclass
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """1 - soft Dice of logits (N, outputs, H, W), a scalar between 0 and 1."""
         return self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
 
 
@@ -143,7 +132,6 @@ class Focal(nn.Module):
         self._loss = FocalLoss(gamma=gamma, use_softmax=self._multiclass, weight=_weights(task, weights))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean focal loss of logits (N, outputs, ...), a scalar."""
         value: Tensor = self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
         # MONAI averages over the classes too; all but one of the terms are 0.
         return value * logits.shape[1] if self._multiclass else value
@@ -167,7 +155,6 @@ class DiceCE(nn.Module):
         self._dice_weight, self._ce_weight = dice_weight, ce_weight
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The weighted sum of both, a scalar."""
         return self._dice_weight * self._dice(logits, targets) + self._ce_weight * self._cross_entropy(logits, targets)
 
 
@@ -193,12 +180,9 @@ def monai_losses() -> dict[str, Any]:
 
 
 class MonaiLoss(nn.Module):
-    """A loss of MONAI. Activation, one-hot masks and dimensions follow from the task.
+    """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions follow from the task.
 
     Logits and targets of a classification task are passed as images of one pixel.
-
-    Args:
-        arguments: of the class; an activation among them replaces that of the task's target.
     """
 
     def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):
@@ -217,7 +201,6 @@ class MonaiLoss(nn.Module):
         self._loss = cls(**values)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits (N, outputs, ...), a scalar."""
         truth = like_logits(targets, logits, multiclass=self._multiclass)
         if logits.ndim == 2:
             logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))

@@ -94,22 +94,35 @@ class Measured:
         if not len(self.finite) or not self.finite.all():
             return ()
         if self.task.kind == "segmentation":
-            return _constant_structures(self.parts[_COUNTS], self.structures)
-        return _constant_class(self.parts["probabilities"], self.parts["targets"], self.task)
+            hit, false, right, missed = self.parts[_COUNTS].sum(dim=0).unbind(dim=-1)
+            never, everywhere = (hit + false == 0) & (missed > 0), (right + missed == 0) & (false > 0)
+            none = [f"no pixel of {name}" for name, lost in zip(self.structures, never, strict=True) if lost]
+            return (*none, *(f"all pixels as {name}" for name, full in zip(self.structures, everywhere, strict=True) if full))
+        probabilities, targets = self.parts["probabilities"], self.parts["targets"]
+        if self.task.target == "multiclass":
+            chosen, truth = probabilities.argmax(dim=1, keepdim=True), targets.reshape(-1, 1)
+        else:
+            chosen, truth = probabilities > 0.5, targets.reshape(len(targets), -1) > 0.5
+        if len(chosen) < 2 or bool((chosen != chosen[0]).any()) or bool((chosen == truth).all()):
+            return ()
+        if self.task.target == "multilabel":
+            return (", ".join(name for name, shown in zip(self.task.labels, chosen[0], strict=True) if shown) or "no label",)
+        return (self.task.classes[int(chosen[0, 0])],)
 
     def scores(self, patients: Sequence[str]) -> Scores:
-        """The metrics.
-
-        Args:
-            patients: patient of every image.
-        """
+        """The metrics; `patients` has the patient of every image."""
         if not len(patients):
             return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the split holds no image"))
         if not self.finite.all():
             return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the model's output holds NaN or infinite values"))
         if self.task.kind == "segmentation":
             return _score_segmentation(self.parts, patients, self.metrics, self.structures)
-        return _score_classification(self.parts["probabilities"], self.parts["targets"], patients, self.metrics)
+        probabilities, targets = self.parts["probabilities"], self.parts["targets"]
+        scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
+        for metric in self.metrics:
+            compute = metric_table()[metric].compute
+            scores.set(metric, float(of_outputs(compute, probabilities.numpy(), targets.numpy(), np.ones(len(targets)))))
+        return scores
 
 
 def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str], annotation: Annotation | None = None) -> Measured:
@@ -132,11 +145,15 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
     for probabilities, targets, spacing in portions:
         finite.append(torch.isfinite(probabilities).flatten(1).all(dim=1).cpu())
         if task.kind == "segmentation":
+            from monai.metrics.confusion_matrix import get_confusion_matrix
+
             predicted = annotation.masks(foreground(probabilities.cpu(), task))
             truth = annotation.masks(structures(targets, task))
             costly = [metric for metric in metrics if table[metric].source == "masks"]
             distances = {metric: table[metric].compute(predicted, truth, spacing, task) for metric in costly}
-            parts.append({_COUNTS: overlap_counts(predicted, truth), **distances})
+            # Pixels of every image and class: true positive, false positive, true negative, false negative, (B, C, 4).
+            counts = get_confusion_matrix(predicted.float(), truth.float(), include_background=True)
+            parts.append({_COUNTS: counts, **distances})
         else:
             parts.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
     joined = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
@@ -144,12 +161,9 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
-    """Predicted masks of the foreground classes, bool (N, C, ...).
+    """Predicted masks of the foreground classes, bool (N, C, ...), from probabilities (N, outputs, ...).
 
     Binary and multilabel: probability above 0.5. Multiclass: the most probable class, without class 0, the background.
-
-    Args:
-        probabilities: (N, outputs, ...).
 
     Examples:
         >>> from types import SimpleNamespace
@@ -160,10 +174,7 @@ def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, ...), from targets as in `data.loading.Split`.
-
-    Args:
-        targets: (N, ...), multilabel (N, C, ...).
+    """True masks of the foreground classes, bool (N, C, ...), from targets (N, ...), multilabel (N, C, ...).
 
     Examples:
         >>> from types import SimpleNamespace
@@ -176,83 +187,16 @@ def structures(targets: Tensor, task: TaskConfig) -> Tensor:
     return (targets[:, None] if task.target == "binary" else targets) > 0.5
 
 
-def overlap_counts(predicted: Tensor, truth: Tensor) -> Tensor:
-    """Pixels of every image and class: true positive, false positive, true negative, false negative, float (N, C, 4).
-
-    Args:
-        predicted: bool (N, C, ...).
-        truth: bool (N, C, ...).
-    """
-    from monai.metrics.confusion_matrix import get_confusion_matrix
-
-    return get_confusion_matrix(predicted.float(), truth.float(), include_background=True)
-
-
-def sum_by_patient(counts: Tensor, groups: Tensor, number: int) -> Tensor:
-    """Sum over each patient's images, float64 (number, C, 4).
-
-    Args:
-        counts: (N, C, 4), see `overlap_counts`.
-        groups: long (N,), the patient of every image, 0 to number - 1.
-    """
-    return torch.zeros(number, *counts.shape[1:], dtype=torch.float64).index_add_(0, groups.cpu(), counts.cpu().double())
-
-
-def mean_by_patient(values: Tensor, groups: Tensor, number: int) -> Tensor:
-    """Mean over each patient's images, float64 (number, C); NaN where a patient has no defined value.
-
-    Args:
-        values: float64 (N, C); NaN where undefined.
-        groups: long (N,), the patient of every image, 0 to number - 1.
-
-    Examples:
-        >>> values = torch.tensor([[1.0], [math.nan], [3.0]], dtype=torch.float64)
-        >>> mean_by_patient(values, torch.tensor([0, 1, 0]), 2)
-        tensor([[2.],
-                [nan]], dtype=torch.float64)
-    """
-    total = torch.zeros(number, values.shape[1], dtype=torch.float64)
-    count = total.index_add(0, groups.cpu(), (~values.isnan()).double())
-    return total.index_add(0, groups.cpu(), values.nan_to_num()) / count
-
-
-def patient_mean(values: Tensor) -> float:
-    """Mean over each patient's defined classes, then over patients with any; NaN where nothing is defined.
-
-    Args:
-        values: (patients, C); NaN where undefined.
-
-    Examples:
-        >>> patient_mean(torch.tensor([[1.0, 0.0], [math.nan, 0.75], [math.nan, math.nan]]))
-        0.625
-    """
-    return float(values.nanmean(dim=1).nanmean())
-
-
-def _constant_structures(counts: Tensor, names: Sequence[str]) -> tuple[str, ...]:
-    """See `Measured.constant_outputs`; counts (N, C, 4) as of `overlap_counts`, of C names."""
-    hit, false, right, missed = counts.sum(dim=0).unbind(dim=-1)
-    never = [f"no pixel of {name}" for name, lost in zip(names, (hit + false == 0) & (missed > 0), strict=True) if lost]
-    return (*never, *(f"all pixels as {name}" for name, full in zip(names, (right + missed == 0) & (false > 0), strict=True) if full))
-
-
-def _constant_class(probabilities: Tensor, targets: Tensor, task: TaskConfig) -> tuple[str, ...]:
-    """See `Measured.constant_outputs`; probabilities (N, outputs)."""
-    if task.target == "multiclass":
-        chosen, truth = probabilities.argmax(dim=1, keepdim=True), targets.reshape(-1, 1)
-    else:
-        chosen, truth = probabilities > 0.5, targets.reshape(len(targets), -1) > 0.5
-    if len(chosen) < 2 or bool((chosen != chosen[0]).any()) or bool((chosen == truth).all()):
-        return ()
-    if task.target == "multilabel":
-        return (", ".join(name for name, shown in zip(task.labels, chosen[0], strict=True) if shown) or "no label",)
-    return (task.classes[int(chosen[0, 0])],)
-
-
 def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str], structures: Sequence[str]) -> Scores:
+    """Counts are summed, distances averaged over a patient's images; a metric is the mean of its patients' means over defined classes."""
     names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([names[patient] for patient in patients])
-    counts = sum_by_patient(parts[_COUNTS], groups, len(names))
+
+    def by_patient(values: Tensor) -> Tensor:
+        """The sum over each patient's images, float64 (patients, ...)."""
+        return torch.zeros(len(names), *values.shape[1:], dtype=torch.float64).index_add_(0, groups, values.double())
+
+    counts = by_patient(parts[_COUNTS])
     per_patient: dict[str, Tensor] = {}
     by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in structures}
     cases = Cases(tuple(names), per_patient, structures=by_structure)
@@ -261,19 +205,11 @@ def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metri
         if metric_table()[metric].source == "counts":
             values = metric_table()[metric].compute(counts)
         else:
-            values = mean_by_patient(parts[metric], groups, len(names))
+            values = by_patient(parts[metric].nan_to_num()) / by_patient(~parts[metric].isnan())
         if metric.startswith("hd95"):
             scores.hd95_left_out = int(values.isnan().sum())
         per_patient[metric] = values.nanmean(dim=1)
         for column, name in enumerate(structures):
             by_structure[name][metric] = values[:, column]
-        scores.set(metric, patient_mean(values))
-    return scores
-
-
-def _score_classification(probabilities: Tensor, targets: Tensor, patients: Sequence[str], metrics: Sequence[str]) -> Scores:
-    scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
-    for metric in metrics:
-        compute = metric_table()[metric].compute
-        scores.set(metric, float(of_outputs(compute, probabilities.numpy(), targets.numpy(), np.ones(len(targets)))))
+        scores.set(metric, float(per_patient[metric].nanmean()))
     return scores

@@ -8,13 +8,13 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.core.errors import ConfigError
 from medflare.core.packages import installed
-from medflare.tasks import class_metrics
+from medflare.tasks import class_metrics as classes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,11 +58,7 @@ class Metric:
 
 
 def dice(counts: "Tensor") -> "Tensor":
-    """2 TP / (2 TP + FP + FN).
-
-    Args:
-        counts: (..., 4): true positive, false positive, true negative, false negative.
-    """
+    """2 TP / (2 TP + FP + FN) of counts (..., 4): true positive, false positive, true negative, false negative."""
     return 2 * counts[..., 0] / (2 * counts[..., 0] + counts[..., 1] + counts[..., 3])
 
 
@@ -78,15 +74,10 @@ def volume_error(counts: "Tensor") -> "Tensor":
 
 
 def boundary_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None) -> "Tensor":
-    """95th percentile Hausdorff distance of every image and class, float64 (N, C).
+    """95th percentile Hausdorff distance, float64 (N, C), of masks, bool (N, C, ...); in pixels without a spacing.
 
     The larger of the two directed 95th percentiles; NaN unless truth and prediction both have pixels. The parts of MONAI's
     `compute_hausdorff_distance` without its slow cropping.
-
-    Args:
-        predicted: bool (N, C, ...).
-        truth: bool (N, C, ...).
-        spacing: None: distances in pixels.
 
     Examples:
         >>> import torch
@@ -121,14 +112,10 @@ def _of_surfaces(summary: Callable[..., "Tensor"], predicted: "Tensor", truth: "
 
 
 def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
-    """F1 of lesions, the connected components with all neighbours, of every image and class, float64 (N, C).
+    """F1 of lesions, the connected components with all neighbours, float64 (N, C), of masks, bool (N, C, ...).
 
     2 TP / (2 TP + FP + FN): TP true lesions that the prediction overlaps, FN the others, FP predicted lesions that overlap no true one
     (the ISLES challenge: Hernandez Petzsche et al., Scientific Data 9, 2022). NaN without any lesion.
-
-    Args:
-        predicted: bool (N, C, ...).
-        truth: bool (N, C, ...).
 
     Examples:
         >>> import torch
@@ -154,15 +141,9 @@ def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
 
 
 def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float], tolerance: float) -> "Tensor":
-    """Share of the surfaces of truth and prediction that lie within `tolerance` of each other, float64 (N, C).
+    """Share of the surfaces of truth and prediction, bool (N, C, X, Y, Z), that lie within `tolerance` of each other, float64 (N, C).
 
-    NaN if both are empty, 0 if one is.
-
-    Args:
-        predicted: bool (N, C, X, Y, Z).
-        truth: bool (N, C, X, Y, Z).
-        spacing: in millimetres.
-        tolerance: in millimetres.
+    NaN if both are empty, 0 if one is. Spacing and tolerance are in millimetres.
 
     Examples:
         >>> import torch
@@ -180,75 +161,60 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
     return shares.double()
 
 
-def _in_pixels(distance: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
-    return lambda predicted, truth, spacing, task: distance(predicted, truth) if installed("scipy") else _nan(predicted)
+def _of_masks(measure: Callable[..., "Tensor"], *settings: str, millimetres: bool = False) -> Callable[..., "Tensor"]:
+    """`measure` as `Metric.compute`, with some settings of the task; NaN without SciPy, or without the spacing that millimetres need."""
+
+    def compute(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
+        if not installed("scipy") or (millimetres and spacing is None):
+            import torch
+
+            return torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
+        return measure(predicted, truth, *([spacing] if millimetres else []), *(getattr(task, name) for name in settings))
+
+    return compute
 
 
-def _in_millimetres(distance: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
-    def measured(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-        return distance(predicted, truth, spacing) if spacing is not None and installed("scipy") else _nan(predicted)
-
-    return measured
-
-
-def _surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
-    if spacing is None or not installed("scipy"):
-        return _nan(predicted)
-    return surface_dice(predicted, truth, spacing, task.surface_tolerance)
-
-
-def _nan(masks: "Tensor") -> "Tensor":
-    import torch
-
-    return torch.full(masks.shape[:2], math.nan, dtype=torch.float64)
-
-
+_in_millimetres: Final = partial(_of_masks, millimetres=True)
 _EMPTY: Final = "no image has a foreground pixel, true or predicted (0/0)"
 _NOT_BOTH: Final = "no image has both true and predicted foreground"
 _ONE_CLASS: Final = "the true labels hold a single class"
+_NO_LABEL: Final = "no image has a label"
 _NO_SPACING: Final = ", or the voxel spacing is unknown"
-_DISTANCE: Final[Mapping[str, Any]] = {"lower_is_better": True, "bounds": (0.0, 1e6), "digits": 1}
+_ERROR: Final[Mapping[str, Any]] = {"lower_is_better": True, "bounds": (0.0, 1e6)}
+_DISTANCE: Final[Mapping[str, Any]] = {**_ERROR, "digits": 1}
 METRICS: Final[Mapping[str, Metric]] = {
     "dice": Metric("counts", "Dice", dice, _EMPTY, default=True),
     "iou": Metric("counts", "IoU", iou, _EMPTY, default=True),
-    "hd95": Metric("masks", "HD95 (px)", _in_pixels(boundary_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2, default=True),
+    "hd95": Metric("masks", "HD95 (px)", _of_masks(boundary_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2, default=True),
     "hd95_mm": Metric(
         "masks", "HD95 (mm)", _in_millimetres(boundary_distance), _NOT_BOTH + _NO_SPACING, **_DISTANCE, spatial_dims=3, default=True
     ),
-    "surface_dice": Metric("masks", "surface Dice", _surface_dice, _EMPTY + _NO_SPACING, spatial_dims=3, default=True),
-    "assd": Metric("masks", "ASSD (px)", _in_pixels(average_surface_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2),
+    "surface_dice": Metric(
+        "masks", "surface Dice", _in_millimetres(surface_dice, "surface_tolerance"), _EMPTY + _NO_SPACING, spatial_dims=3, default=True
+    ),
+    "assd": Metric("masks", "ASSD (px)", _of_masks(average_surface_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2),
     "assd_mm": Metric(
         "masks", "ASSD (mm)", _in_millimetres(average_surface_distance), _NOT_BOTH + _NO_SPACING, **_DISTANCE, spatial_dims=3
     ),
-    "volume_error": Metric(
-        "counts", "volume error", volume_error, "no image has a true foreground pixel", lower_is_better=True, bounds=(0.0, 1e6)
-    ),
-    "lesion_f1": Metric("masks", "lesion F1", _in_pixels(lesion_f1), _EMPTY),
-    "accuracy": Metric("classes", "accuracy", class_metrics.accuracy, _ONE_CLASS, default=True),
+    "volume_error": Metric("counts", "volume error", volume_error, "no image has a true foreground pixel", **_ERROR),
+    "lesion_f1": Metric("masks", "lesion F1", _of_masks(lesion_f1), _EMPTY),
+    "accuracy": Metric("classes", "accuracy", classes.accuracy, _ONE_CLASS, default=True),
     "balanced_accuracy": Metric(
-        "classes",
-        "balanced accuracy",
-        class_metrics.macro(class_metrics.sensitivity, negative_of=("binary", "multilabel")),
-        _ONE_CLASS,
-        default=True,
+        "classes", "balanced accuracy", classes.macro(classes.sensitivity, negative_of=("binary", "multilabel")), _ONE_CLASS, default=True
     ),
     "f1_macro": Metric(
-        "classes",
-        "F1 (macro)",
-        class_metrics.macro(class_metrics.f1, negative_of=("binary",)),
-        "no label occurs or is predicted (0/0)",
-        default=True,
+        "classes", "F1 (macro)", classes.macro(classes.f1, negative_of=("binary",)), "no label occurs or is predicted (0/0)", default=True
     ),
-    "auc_macro": Metric("classes", "AUC (macro)", class_metrics.macro(class_metrics.auc), _ONE_CLASS, default=True),
-    "auprc_macro": Metric("classes", "AUPRC (macro)", class_metrics.macro(class_metrics.auprc), "no image has a label"),
-    "sensitivity_macro": Metric("classes", "sensitivity (macro)", class_metrics.macro(class_metrics.sensitivity), "no image has a label"),
-    "specificity_macro": Metric("classes", "specificity (macro)", class_metrics.macro(class_metrics.specificity), _ONE_CLASS),
-    "ppv_macro": Metric("classes", "positive predictive value (macro)", class_metrics.macro(class_metrics.ppv), "no label is predicted"),
+    "auc_macro": Metric("classes", "AUC (macro)", classes.macro(classes.auc), _ONE_CLASS, default=True),
+    "auprc_macro": Metric("classes", "AUPRC (macro)", classes.macro(classes.auprc), _NO_LABEL),
+    "sensitivity_macro": Metric("classes", "sensitivity (macro)", classes.macro(classes.sensitivity), _NO_LABEL),
+    "specificity_macro": Metric("classes", "specificity (macro)", classes.macro(classes.specificity), _ONE_CLASS),
+    "ppv_macro": Metric("classes", "positive predictive value (macro)", classes.macro(classes.ppv), "no label is predicted"),
     "quadratic_kappa": Metric(
-        "classes", "quadratic weighted kappa", class_metrics.quadratic_kappa, "truth and prediction hold a single class", bounds=(-1.0, 1.0)
+        "classes", "quadratic weighted kappa", classes.quadratic_kappa, "truth and prediction hold a single class", bounds=(-1.0, 1.0)
     ),
-    "brier": Metric("classes", "Brier score", class_metrics.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)),
-    "ece": Metric("classes", "calibration error", class_metrics.calibration_error, "no image", lower_is_better=True),
+    "brier": Metric("classes", "Brier score", classes.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)),
+    "ece": Metric("classes", "calibration error", classes.calibration_error, "no image", lower_is_better=True),
 }
 
 
@@ -272,10 +238,7 @@ def metric_table() -> dict[str, Metric]:
 
 
 def metrics_of(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
-    """Names of the metrics that a task of this kind can have, in the order of the table.
-
-    Args:
-        kind: "segmentation" or "classification".
+    """Names of the metrics that a task of this kind ("segmentation", "classification") can have, in the order of the table.
 
     Examples:
         >>> metrics_of("segmentation")[:5]

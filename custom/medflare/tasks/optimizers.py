@@ -22,11 +22,7 @@ _UNSUPPORTED: Final = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
 
 
 def optimizer_class(name: str, place: str) -> "type[Optimizer]":
-    """The class in torch.optim.
-
-    Raises:
-        ConfigError: an unknown or unsupported name.
-    """
+    """The class in torch.optim; ConfigError for an unknown or unsupported name."""
     import torch
 
     classes = {key: cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
@@ -45,11 +41,14 @@ def build_optimizer(
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         place: the beginning of a message, for example "task brain_lgg".
-        norm: see `clip_gradients`, as `value`.
+        norm: maximum norm of all gradients together, before every step; None: no maximum.
+        value: maximum absolute value of each number of a gradient; None: no maximum.
 
     Raises:
         ConfigError: an unknown name, or an argument or value that torch's class does not accept.
     """
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
     arguments = dict(settings)
     name = arguments.pop("name")
     cls = optimizer_class(name, place)
@@ -58,17 +57,23 @@ def build_optimizer(
         optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}") from error
-    clip_gradients(optimizer, norm, value)
+
+    def clip(optimizer: "Optimizer", *_: object) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if norm is not None:
+            clip_grad_norm_(weights, norm)
+        if value is not None:
+            clip_grad_value_(weights, value)
+
+    if norm is not None or value is not None:
+        optimizer.register_step_pre_hook(clip)
     return optimizer
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
-    """Validate the name, arguments and values before the run starts.
+    """Raises ConfigError as `build_optimizer` does, before the run starts.
 
     torch validates the values before it reads the parameters. No optimizer is built, because torch's first one takes a second (imports).
-
-    Raises:
-        ConfigError: see `build_optimizer`.
     """
     with suppress(_ValuesValid):
         build_optimizer(settings, _no_parameters(), place)
@@ -83,26 +88,6 @@ def _no_parameters() -> "Iterator[nn.Parameter]":
     yield
 
 
-def clip_gradients(optimizer: "Optimizer", norm: float | None = None, value: float | None = None) -> None:
-    """Clip the gradients before every step of the optimizer.
-
-    Args:
-        norm: maximum norm of all gradients together; None: no maximum.
-        value: maximum absolute value of each number of a gradient; None: no maximum.
-    """
-    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-
-    def clip(optimizer: "Optimizer", *_: object) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if norm is not None:
-            clip_grad_norm_(parameters, norm)
-        if value is not None:
-            clip_grad_value_(parameters, value)
-
-    if norm is not None or value is not None:
-        optimizer.register_step_pre_hook(clip)
-
-
 @dataclass(frozen=True, config=STRICT)
 class Schedule:
     """The factor of the learning rate over the rounds: here 1, after a linear warm-up."""
@@ -111,11 +96,7 @@ class Schedule:
     warmup_rounds: Annotated[int, Field(ge=0)] = 0
 
     def rate_factor(self, round: int, rounds: int) -> float:
-        """The factor of a round.
-
-        Args:
-            round: from 0; after the last round the factor stays as it is.
-            rounds: number of rounds of the run; 0: nothing is trained and the factor is 1.
+        """The factor of a round (from 0) of `rounds`; after the last round it stays as it is, and without rounds it is 1.
 
         Examples:
             >>> [Polynomial(power=1.0, warmup_rounds=1).rate_factor(round, 5) for round in range(5)]

@@ -45,7 +45,7 @@ class Summary:
 def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
     """The summary of a model with these metrics and cases."""
     names = [name for name, value in metrics.items() if value is not None]
-    point = _values(cases, names, task, np.ones(_size(cases)))
+    point = _values(cases, names, task, np.ones(len(cases.patients)))
     by_label = {label: {metric: _defined(value) for metric, value in values.items()} for label, values in point.items() if label != ALL}
     return Summary(metrics, cases, by_label, _intervals(cases, names, task))
 
@@ -74,13 +74,9 @@ def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[s
     return intervals
 
 
-def _size(cases: Cases) -> int:
-    return len(cases.patients)
-
-
 def _values(cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: NDArray[np.float64]) -> dict[str, dict[str, Any]]:
     """Label, or `ALL` -> metric -> (...) of weighted cases (..., cases)."""
-    if not _size(cases):
+    if not len(cases.patients):
         return {}
     if cases.probabilities is None or cases.targets is None:
         by_label = {ALL: cases.values, **(cases.structures if len(cases.structures) <= MOST_LABELS else {})}

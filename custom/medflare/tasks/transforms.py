@@ -58,12 +58,7 @@ def _dictionary_forms(package: str) -> list[str]:
 
 
 def check_transforms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Validate the names of the transforms.
-
-    Args:
-        intensity: {"name": ..., arguments}.
-        augment: the same for every augmentation.
-        place: the beginning of a message.
+    """Validate the names of transforms, {"name": ..., arguments} each; `place` is the beginning of a message.
 
     Raises:
         ConfigError: a name that MONAI does not have there, or the argument keys, which follows from the task.

@@ -28,14 +28,13 @@ def samples_in(count: int, size: int) -> int:
     return 2 if count == 1 and size > 1 else count
 
 
-def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
+def in_random_order(count: int, size: int, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
     """The rows of `count` images in an order drawn by (seed, keys), in batches of `size`.
 
     Batch normalization cannot train on one sample: a last batch of one image joins the batch before it, and a single image fills a batch
     twice. `size` 1 is taken literally.
 
     Args:
-        drop_last: leave out a last batch that is not full (unless it is the only one).
         weights: (count,), of each image in a draw of `count` with replacement; None: every image once.
 
     Returns:
@@ -47,8 +46,6 @@ def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Ke
     else:
         order = torch.multinomial(weights, count, replacement=True, generator=generator)
     batches = _batches(order, size)
-    if drop_last and len(batches) > 1 and len(batches[-1]) < size:
-        return batches[:-1]
     if size > 1 and batches and len(batches[-1]) == 1:
         last = batches.pop()
         batches.append(torch.cat([batches.pop(), last]) if batches else last.repeat(samples_in(1, size)))
@@ -57,16 +54,6 @@ def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Ke
 
 def _batches(order: Tensor, size: int) -> list[Tensor]:
     return list(order.split(size)) if len(order) else []
-
-
-def sampling_groups(task: TaskConfig) -> tuple[str, ...]:
-    """Names of the groups that `TaskConfig.sampling["weights"]` are for.
-
-    Segmentation: images without and with foreground. Classification: `task.classes`; multilabel: images without any label, then the labels.
-    """
-    if task.kind == "segmentation":
-        return ("without foreground", "with foreground")
-    return ("no label", *task.labels) if task.target == "multilabel" else task.classes
 
 
 def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
@@ -80,27 +67,27 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     """
     if task.sampling.name == "shuffle":
         return None
-    groups = sampling_groups(task)
+    groups, grouped = _groups(task, targets)
+    members = grouped.double()
     weights = torch.tensor(task.sampling.weights or [1.0] * len(groups), dtype=torch.float64)
     if len(weights) != len(groups):
         raise ConfigError(f"task {task.name}: sampling.weights must be {len(groups)} numbers ({', '.join(groups)}), got {len(weights)}")
-    members = _members(task, targets).double()
     image_weights = members @ (weights / members.sum(dim=0).clamp(min=1))
     if len(image_weights) and not bool(image_weights.sum() > 0):
         raise ConfigError(f"task {task.name}: sampling.weights are 0 for every image that this site has; give one of its groups a weight")
     return image_weights
 
 
-def _members(task: TaskConfig, targets: Images) -> Tensor:
-    """Which images are in which group, bool (N, groups)."""
+def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]:
+    """Names of the groups that `TaskConfig.sampling["weights"]` are for, and which images are in which, bool (N, groups)."""
     if task.kind == "segmentation":
         foreground = torch.tensor([bool(target.any()) for target in targets], dtype=torch.bool)
-        return torch.stack([~foreground, foreground], dim=1)
+        return ("without foreground", "with foreground"), torch.stack([~foreground, foreground], dim=1)
     targets = targets if isinstance(targets, Tensor) else torch.stack(list(targets))
     if task.target == "multilabel":
         labels = targets.reshape(len(targets), -1) > 0
-        return torch.cat([~labels.any(dim=1, keepdim=True), labels], dim=1)
-    return targets.reshape(-1, 1) == torch.arange(len(task.classes))
+        return ("no label", *task.labels), torch.cat([~labels.any(dim=1, keepdim=True), labels], dim=1)
+    return task.classes, targets.reshape(-1, 1) == torch.arange(len(task.classes))
 
 
 def _pinned(batch: Any) -> Any:

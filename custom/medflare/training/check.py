@@ -63,7 +63,7 @@ class SiteReport:
 
     def lines(self, task: TaskConfig) -> list[str]:
         """The report as text; what could not be read is left out."""
-        unit = ("pixels" if task.spatial_dims == 2 else "voxels") if task.kind == "segmentation" else "images"
+        unit = "images" if task.kind == "classification" else "pixels" if task.spatial_dims == 2 else "voxels"
         rows = {split: f"{images} images of {patients} patients" for split, (images, patients) in self.splits.items()}
         rows["stored sizes"] = ", ".join(f"{size} ({files})" for size, files in self.sizes.most_common(_MAX_SIZES))
         if len(self.sizes) > _MAX_SIZES:
@@ -123,7 +123,6 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
 
     Args:
         root: has a datalist.json, or folders that do.
-        task: of the images.
         out: folder for the contact sheet `thumbnails.png`, or None.
         local: the site's local settings: its bounds, and the folders that a datalist may name files in.
 
@@ -139,10 +138,10 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     folders = site_folders(root)
     if out is not None:
         make_folder(Path(out))
-    report = CheckReport(task, root, {site_name(folder): SiteReport() for folder in folders})
-    data = {}
+    report, data = CheckReport(task, root, {}), {}
     for folder in folders:
         name = site_name(folder)
+        report.sites[name] = SiteReport()
         try:
             if (site := _check_folder(name, folder, task, local, report.sites[name])) is not None:
                 data[name] = site
@@ -244,11 +243,7 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
 
 
 def intensity_problem(stored: np.ndarray, transformed: np.ndarray) -> str:
-    """Why the intensity transform does not suit an image, or "".
-
-    Args:
-        stored: intensities (C, ...).
-        transformed: the same after the task's transform.
+    """Why the intensity transform does not suit an image, or ""; intensities (C, ...) as stored and after the task's transform.
 
     Examples:
         >>> steps = np.arange(100.0)

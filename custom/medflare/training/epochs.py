@@ -56,7 +56,6 @@ def run_epochs(
     Args:
         round: 0-based; with `purpose` (names the model that is trained) the keys of `epochs`.
         step: trains on a batch and returns its losses by name.
-        count: how many epochs; None: the task's number.
         after: called at the end of every epoch.
     """
     losses: dict[str, list[Tensor]] = {}

@@ -32,30 +32,24 @@ def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
     It shows a patient and must stay at the site. Of a volume it shows the three slices with most true foreground, each with its plane,
     the patient's directions at its edges, and a scale bar where the spacing is known.
     """
-    image = site.data.test.image(row)
-    limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
-    volume = image.ndim == 4
-    spacing = site.data.test.spacings[row] if volume else None
-    names = site.task.orientation if volume else ""
-    return _png(_picture(image, _masks(site, predictor, row), spacing, limits, _VOLUME_SIDE if volume else _SIDE, names))
+    return _image(site, row, _masks(site, predictor, row))
 
 
 def photograph(site: Site, row: int) -> bytes:
     """A PNG of one test image. It shows a patient and must stay at the site."""
-    image = site.data.test.image(row)
-    volume = image.ndim == 4
-    spacing = site.data.test.spacings[row] if volume and site.data.test.spacings else None
-    names = site.task.orientation if volume else ""
-    return _png(_picture(image, [], spacing, tuple(np.percentile(image.numpy(), [0.5, 99.5])), _VOLUME_SIDE if volume else _SIDE, names))
+    return _image(site, row, [])
+
+
+def _image(site: Site, row: int, masks: Sequence[Tensor]) -> bytes:
+    image, spacings = site.data.test.image(row), site.data.test.spacings
+    limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
+    if image.ndim == 3:
+        return _png(_picture(image, masks, None, limits, _SIDE))
+    return _png(_picture(image, masks, spacings[row] if spacings else None, limits, _VOLUME_SIDE, site.task.orientation))
 
 
 def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
-    """A PNG with a row of training images for each site; all intensities have one scale, so that shift is visible.
-
-    Args:
-        data: site -> its splits; a site without training images shows its test images.
-        task: decides how masks are drawn.
-    """
+    """A PNG with a row of training (else test) images for each site; all intensities have one scale, so that shift is visible."""
     splits = [site.train if len(site.train) else site.test for site in data.values()]
     sample = [split.image(row).numpy().ravel() for split in splits for row in range(0, len(split), max(1, len(split) // 50))]
     limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))

@@ -29,9 +29,6 @@ def open_site(
     """A site with its data.
 
     Args:
-        name: the site's name.
-        task: what is learnt.
-        seed: of the run.
         role: "inside" (trains) or "outside" (needs a test split only).
         data_root: of the data; comes before the local settings and MEDFLARE_DATA_ROOT.
         local: the site's settings, or the content of its local/medflare.json.
@@ -56,7 +53,11 @@ def open_site(
     site.batch_limit = settings.batch_size
     site.source = lambda other: open_source(name, other, root, settings.data_folders, settings.bounds)
     if role == "inside":
-        _check_step(site, settings.bounds)
+        batch = min(site.batch_size, site.n["train"] * task.patches_per_image)
+        if (needed := step_bytes(task, batch) / 2**30) > settings.bounds.memory:
+            step = f"a training step on {batch} x {list(task.size)} takes about {needed:.1f} GiB"
+            allowed = f"{_named('memory')} allows {settings.bounds.memory:g}"
+            raise ConfigError(f"site {name}: {step}, {allowed}; make size or batch_size smaller")
         check_batch_bounds(task, settings.bounds, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
@@ -88,13 +89,6 @@ def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     for setting in ("batch_size", "accumulate", "patches_per_image"):
         if (count := getattr(task, setting)) > bounds.batch:
             raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")
-
-
-def _check_step(site: Site, bounds: Bounds) -> None:
-    batch = min(site.batch_size, site.n["train"] * site.task.patches_per_image)
-    if (needed := step_bytes(site.task, batch) / 2**30) > bounds.memory:
-        step = f"a training step on {batch} x {list(site.task.size)} takes about {needed:.1f} GiB"
-        raise ConfigError(f"site {site.name}: {step}, {_named('memory')} allows {bounds.memory:g}; make size or batch_size smaller")
 
 
 def _named(bound: str) -> str:

@@ -91,11 +91,6 @@ class Patches(WholeImages):
         return super().whole(data, 1)
 
 
-def image_mode_of(task: TaskConfig) -> WholeImages:
-    """How the task's images come to the network's size."""
-    return Patches(task) if task.image_mode == "patch" else WholeImages()
-
-
 def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:
     """An image (C, ...) with zeros on both sides where it is smaller than `size`.
 

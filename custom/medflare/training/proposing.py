@@ -32,7 +32,6 @@ _IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which c
 _AIR: Final = -200  # Hounsfield units; only CT has lower values
 _MAX_BATCH: Final = 16
 _PRETRAINED: Final = "efficientnet_lite0"
-_BATCH_REASON: Final = f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH} (medflare's own rule)"
 
 
 @dataclass(frozen=True)
@@ -277,8 +276,9 @@ def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] =
     return dataclasses.replace(proposed, settings=settings, choices=(*kept, *changes))
 
 
-def _batch_size(sites: Sequence[DatasetFingerprint]) -> int:
-    return max(2, min(_MAX_BATCH, min(site.images for site in sites) // 8))
+def _batch_size(sites: Sequence[DatasetFingerprint]) -> Choice:
+    images = max(2, min(_MAX_BATCH, min(site.images for site in sites) // 8))
+    return Choice("batch_size", images, f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH} (medflare's own rule)")
 
 
 def _segmentation(sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any]) -> Plan:
@@ -293,7 +293,7 @@ def _segmentation(sites: Sequence[DatasetFingerprint], modality: Modality, hints
         Choice("size", list(hints.size), "as given"),
         Choice("network", {"name": "unet", "channels": width, "norm": "instance"}, f"a small U-Net of {levels} levels, for a CPU too"),
         Choice("optimizer", {"name": "adam", "lr": 0.005}, "a small network takes larger steps (medflare's own rule)"),
-        Choice("batch_size", _batch_size(sites), _BATCH_REASON),
+        _batch_size(sites),
     ]
     return _changed(planned, changes, ["patches_per_image", "spacing"])
 
@@ -312,34 +312,26 @@ def _classification(sites: Sequence[DatasetFingerprint], modality: Modality, hin
         {"name": "RandAffine", "prob": 0.5, "rotate_range": rotation, "scale_range": [0.1] * dims, "padding_mode": "border"},
     ]
     sampling = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
-    choices = (
+    network, reason = "small_cnn" if small else "resnet18", f"{images} training images{', too few for a large network' * small}"
+    choices: tuple[Choice, ...] = (
         size,
         _intensity(sites, modality),
-        Choice(
-            "network", {"name": "small_cnn" if small else "resnet18"}, f"{images} training images{', too few for a large network' * small}"
-        ),
+        Choice("network", {"name": network}, reason),
         Choice("augment", augment, "mirrored, turned and scaled a little; take RandFlip out if left and right differ"),
         Choice("sampling", "balanced" if balanced else "shuffle", f"{sampling}{'; every class is drawn equally often' * balanced}"),
         Choice("loss", {"name": "ce"}, "cross entropy"),
         Choice("optimizer", {"name": "adam", "lr": 0.001}, "Adam with its usual rate"),
-        Choice("batch_size", _batch_size(sites), _BATCH_REASON),
+        _batch_size(sites),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
-        *_further_metrics(learnt),
     )
-    return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
-
-
-def _further_metrics(learnt: Mapping[str, Any]) -> list[Choice]:
-    """Quadratic weighted kappa beside the usual metrics if the classes are numbers in a row, as grades are."""
     labels = learnt["labels"]
-    if learnt["target"] != "multiclass" or len(labels) < 3 or any(not label.isdecimal() for label in labels):
-        return []
-    numbers = list(map(int, labels))
-    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        return []
-    reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
-    return [Choice("metrics", [*default_metrics("classification"), "quadratic_kappa"], reason)]
+    if learnt["target"] == "multiclass" and len(labels) > 2 and all(label.isdecimal() for label in labels):
+        numbers = list(map(int, labels))
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
+            choices += (Choice("metrics", [*default_metrics("classification"), "quadratic_kappa"], reason),)
+    return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
 
 
 def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
@@ -367,10 +359,9 @@ def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints:
         ConfigError: pretrained weights are required, and there are none for these images.
     """
     settings, name = proposed.settings, hints.network or _PRETRAINED
-    weights = PACKAGED.get(name)
-    if weights is None:
-        if hints.pretrained:
-            packaged_weights(name)  # raises
+    if hints.pretrained:
+        packaged_weights(name)  # raises where there are none
+    if (weights := PACKAGED.get(name)) is None:
         return proposed
     pictures = settings["kind"] == "classification" and settings["spatial_dims"] == 2 and settings["channels"] in (1, weights.channels)
     if not pictures or min(settings["size"]) < weights.step:
@@ -379,7 +370,7 @@ def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints:
                 f"--pretrained: {name} has weights for classification of pictures with sides of {weights.step} pixels or more"
             )
         return proposed
-    if weights.path is None and not hints.pretrained:
+    if weights.path is None:
         text = f"the network starts from random weights; {INSTALL} installs pretrained ones, which this command then proposes"
         return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
     changes = [

@@ -69,15 +69,11 @@ def predict_split(
 
 
 def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:
-    """Probabilities of images of different sizes, by the task's sliding window.
+    """Probabilities, float32 (outputs, ...) on the CPU, of images (1, C, ...) of any size, by the task's sliding window.
 
     Args:
         predictor: of images of the network's size; a module is in evaluation mode meanwhile.
-        images: (1, C, ...) each.
         batch: most windows at once.
-
-    Returns:
-        float32 (outputs, ...) each, on the CPU.
     """
     whole = windowed(predictor, task, batch)
     with torch.no_grad(), evaluating(predictor):

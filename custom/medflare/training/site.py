@@ -25,19 +25,14 @@ from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training.batches import in_random_order, read_ahead, sampling_weights
 from medflare.training.computing import Computing
-from medflare.training.patches import image_mode_of
+from medflare.training.patches import Patches, WholeImages
 from medflare.training.scoring import BatchPrediction, Predictor, measure_split, predict_split, scoring_batch
 
 
 class Site:
     """One hospital: its name, task and data, and everything that a method needs to train and score models there.
 
-    Args:
-        name: the site's, a key of its random draws.
-        task: what is learnt.
-        data: its three splits.
-        seed: of the run.
-        device: of networks and batches.
+    Name and seed (of the run) are keys of its random draws.
 
     Attributes:
         abort: called before every batch; if it returns True, `Aborted` is raised.
@@ -61,7 +56,7 @@ class Site:
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
-        self.image_mode = image_mode_of(task)
+        self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
         self._augmentation = Augmentation(task)
         self._loss = self.annotation.loss().to(self.device)
@@ -97,13 +92,7 @@ class Site:
     # -- training ----------------------------------------------------------------------------------------------------------------
 
     def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`.
-
-        Args:
-            purpose: key of its initial weights.
-            spec: the network; None: the task's.
-            outputs: output channels; None: the task's.
-        """
+        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`."""
         return self.computing.placed(initial_network(self.task, self.seed, purpose, spec, outputs, self.start))
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
@@ -116,22 +105,17 @@ class Site:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.loading.Split`. See `Annotation.loss`."""
         return self._loss(logits, targets)
 
-    def batches(
-        self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True, drop_last: bool = False
-    ) -> Iterator[Batch]:
+    def batches(self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True) -> Iterator[Batch]:
         """One pass over a split in random order; equal (seed, name, keys) give equal batches, see `batches.in_random_order`.
 
         Args:
-            split: "train", "validation" or "test".
             keys: of this pass, by convention round, purpose, epoch.
             batch_size: other than the task's; `batch_limit` applies too.
-            augment: whether the task's random transforms are applied.
-            drop_last: leave out a last batch that is not full (unless it is the only one).
         """
         data, size = self.data.split(split), self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         count, weights = len(data) * self.image_mode.per_image, self._sampling_weights.get(split)
-        orders = in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=weights)
+        orders = in_random_order(count, size, self.seed, self.name, *keys, "order", weights=weights)
         logged = counted(orders, len(orders), f"site {self.name}, batches of {split} images in this epoch")
         for index, images in read_ahead(data, (order % len(data) for order in logged), lambda rows: self.image_mode.read(data, rows)):
             batch = self._batch(index, *self.image_mode.samples(images, random))
@@ -171,10 +155,7 @@ class Site:
         return counted(predictions, len(data), f"site {self.name}, {split} images measured", size=lambda prediction: len(prediction[2]))
 
     def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split.
-
-        `metrics` None: those of the task; except on the test split only those by which models can be selected.
-        """
+        """Metrics of a model on a split: by default the task's; except on the test split only those by which models can be selected."""
         names = self.task.test_metrics if split == "test" else set(self.task.test_metrics).intersection(selection_metrics(self.task.kind))
         return self.measure(self.predictions(predictor, split), split, metrics or sorted(names)).scores(self.data.split(split).patients)
 
