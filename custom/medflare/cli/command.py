@@ -55,13 +55,7 @@ def _top(version: bool = typer.Option(False, "--version", callback=_version, is_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point.
-
-    Args:
-        arguments: of the command line; None: those of the process.
-
-    Returns:
-        The exit status: 0, 1 after a failure, 130 after Ctrl-C.
+    """Entry point; returns the exit status: 0, 1 after a failure, 130 after Ctrl-C.
 
     Raises:
         SystemExit: after --help (status 0), or for an unknown command or option (2).

@@ -50,16 +50,13 @@ def methods(
 
 
 def method_listing(method: "Method", width: int | None = None) -> str:
-    """A method's title, paper and hyper-parameters: first the site algorithm's, then the server algorithm's.
-
-    Args:
-        width: of the terminal in characters; None: lines are not wrapped.
-    """
+    """A method's title, paper and hyper-parameters, in lines of at most `width` characters: the site algorithm's, then the server's."""
     from medflare.core.hyper import described
 
     algorithms = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
     lines = [*_wrapped(f"{method.name}: {method.title}", width, 0), *_wrapped(method.paper, width, 1)]
-    lines += _wrapped(f"models: {_models(method)}", width, 1)
+    models = ", ".join(method.roles) + ("" if method.outside else "; none for outside sites")
+    lines += _wrapped(f"models: {models if method.trains else 'none that is new, it trains nothing'}", width, 1)
     for algorithm, origin in zip(algorithms, method.algorithms, strict=True):
         heading = algorithm if origin == method.name else f"{algorithm} algorithm of {origin}"
         lines += _wrapped(heading if algorithms[algorithm] else f"{heading}: no hyper-parameters", width, 1)
@@ -67,12 +64,6 @@ def method_listing(method: "Method", width: int | None = None) -> str:
             ambiguous = all(name in fields for fields in algorithms.values())
             lines += _entry(f"{algorithm}.{name}" if ambiguous else name, about, width)
     return "\n".join(lines)
-
-
-def _models(method: "Method") -> str:
-    if not method.trains:
-        return "none that is new, it trains nothing"
-    return ", ".join(method.roles) + ("" if method.outside else "; none for outside sites")
 
 
 def _entry(name: str, about: "Described", width: int | None) -> list[str]:

@@ -59,6 +59,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 site", "2 sites"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_setting(value: Any) -> str:
     """A setting as `--set` takes it: true, false and none in lower case, list items separated by commas."""
     if value is None or isinstance(value, bool):
@@ -76,9 +81,6 @@ def best_value(metric: str, values: Iterable[float | None]) -> float | None:
 
 def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
     """Whether a model is the best of a site's (or the mean's) models by a metric.
-
-    Args:
-        models: model -> metric -> value.
 
     Examples:
         >>> models = {"global": {"dice": 0.5}, "personal": {"dice": 0.6}, "deployed": {"dice": None}}
@@ -108,10 +110,7 @@ def label_metric(metric: str) -> str:
 def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> dict[str, dict[str, dict[str, str]]]:
     """Tables of the deployed model by structure or class: title -> site -> label -> value as text; first that of the task's own metric.
 
-    A table of a single label is left out: its values are those of the site.
-
-    Args:
-        intervals: with the 95 % intervals over patients.
+    A table of a single label is left out: its values are those of the site. `intervals`: with those over patients, 95 %.
     """
     first = label_metric(results["configuration"]["task"].get("metric", ""))
     tables: dict[str, dict[str, dict[str, str]]] = {}

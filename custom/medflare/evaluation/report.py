@@ -19,6 +19,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation.figures import Panel, line_panels, patients_plot, roc_curves, training_curves
 from medflare.evaluation.presentation import (
+    counted,
     doubts,
     format_bytes,
     format_metric,
@@ -91,11 +92,7 @@ def template(name: str) -> "Template":
 
 
 def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
-    """Write results.json and then report.html into `folder`; returns the results dict.
-
-    Raises:
-        TypeError: the record holds a value that JSON has no type for.
-    """
+    """Write results.json and then report.html into `folder`; returns the results dict, see `build_results`."""
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results, public=True)
     _write_report(folder, results, record)
@@ -117,11 +114,7 @@ class LiveReport:
         self._due = time.monotonic() + _PAUSE
 
     def refresh(self, folder: Path, record: Callable[[], RunRecord]) -> str:
-        """Write report.html if it is due.
-
-        Returns:
-            Why it could not be written, or "". After a failure it is not tried again: the run goes on without it.
-        """
+        """Write report.html if it is due; returns why that failed, or "". Then it is not tried again: the run goes on without it."""
         started = time.monotonic()
         if started < self._due:
             return ""
@@ -138,13 +131,7 @@ class LiveReport:
 def render_report(
     results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), pictures: Mapping[str, bytes] | None = None
 ) -> str:
-    """The server's page as HTML.
-
-    Args:
-        results: see `results.build_results`.
-        history: steps as `results.read_rounds` gives them.
-        pictures: title -> PNG file.
-    """
+    """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by title."""
     sites = ordered_sites(results)
     reports: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
@@ -199,10 +186,6 @@ def _verdict(results: Mapping[str, Any]) -> str:
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(heading, number, explanation) of the numbers that a reader looks for first."""
-
-    def counted(number: int | str, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's'}"
-
     tiles = []
     for metric in metric_names(results)[:1]:
         for role in ROLES:
@@ -268,8 +251,8 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     tables = []
     for heading, model in model_columns(results).items():
         by_site = {site: content["classes"][model] for site, content in sites.items() if model in content.get("classes", {})}
-        reports = {site: report for site, report in by_site.items() if [len(matrix) for matrix in report["confusion"]] == sizes}
-        reports = {site: report for site, report in reports.items() if len(report["roc"]) == len(curves)}
+        fits = {site: (len(of["roc"]), *map(len, of["confusion"])) == (len(curves), *sizes) for site, of in by_site.items()}
+        reports = {site: report for site, report in by_site.items() if fits[site]}
         if not reports:
             continue
         together, single = [], []

@@ -136,12 +136,8 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
     }
-    if record.citation:
-        results["citation"] = record.citation
-    if record.tables:
-        results["tables"] = record.tables
-    if record.cross_site:
-        results["cross_site"] = record.cross_site
+    optional = {"citation": record.citation, "tables": record.tables, "cross_site": record.cross_site}
+    results |= {name: content for name, content in optional.items() if content}
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
     return json_ready(results)
@@ -192,11 +188,7 @@ def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role.
-
-    Args:
-        shape: model -> its metrics.
-    """
+    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role; `shape`: model -> its metrics."""
     metrics = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
     return {
         role: {model: {name: mean_of_defined(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
@@ -225,8 +217,10 @@ def json_ready(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [json_ready(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, set | frozenset):
+        value = sorted(value)
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -351,11 +345,7 @@ class _Results(_Open):
 
 
 def validate_results(results: Mapping[str, Any]) -> None:
-    """Check a results dict against the schema.
-
-    Raises:
-        ValueError: every violation with its location, on one line.
-    """
+    """Check a results dict against the schema; raises ValueError with every violation and its location, on one line."""
     try:
         _Results.model_validate(results)
     except ValidationError as error:
@@ -367,11 +357,7 @@ def validate_results(results: Mapping[str, Any]) -> None:
 
 
 def find_results(path: Path) -> Path:
-    """The results.json at `path`: the file itself, or the newest one below the folder of a run, a simulator or POC.
-
-    Raises:
-        StateError: there is none.
-    """
+    """The results.json at `path`, or the newest one below the folder of a run, a simulator or POC; raises StateError if there is none."""
     if path.is_file():
         return path
     patterns = (f"*/{RESULTS_FILE}", f"**/{FOLDER}/{RESULTS_FILE}")  # runs of the plain loop, and workspaces of FLARE
@@ -385,11 +371,7 @@ def find_results(path: Path) -> Path:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The results dict of a run, validated; `path` as for `find_results`.
-
-    Raises:
-        StateError: there is no results.json, or it is damaged.
-    """
+    """The results dict of a run, validated; `path` as for `find_results`. Raises StateError also if the file is damaged."""
     file = find_results(Path(path))
     try:
         results = json.loads(file.read_bytes())

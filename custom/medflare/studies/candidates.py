@@ -62,8 +62,7 @@ class Candidate:
         values = {name: parsed_value(value) for name, _, value in pairs}
         special = {name: values.pop(name) for name in ("method", "site_algorithm", "server_algorithm") if name in values}
         allowed = {"method"} if method == SINGLE_SITE else set() if method in REFERENCES else {"site_algorithm", "server_algorithm"}
-        refused = [*(special.keys() - allowed), *(values if method == CONSTANT else ())]
-        if refused:
+        if refused := [*(special.keys() - allowed), *(values if method == CONSTANT else ())]:
             raise ConfigError(f"{text}: {method} has no setting {refused[0]!r}; leave it out")
         trained_as = special.pop("method", TRAINED_AS)
         row = cls(text, method, {}, **special, trained_as=trained_as)
@@ -85,10 +84,7 @@ class Candidate:
         return {"site": {}, "server": {}} if self.method == CONSTANT else self._trained.effective(self.hyper)
 
     def check(self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()) -> None:
-        """Check that the row can run, before anything runs.
-
-        Args:
-            rounds: None: any number.
+        """Check before anything runs that the row can run, with any number of rounds if it is None.
 
         Raises:
             ConfigError: it cannot; the message begins with the row's label.
@@ -109,11 +105,7 @@ class Candidate:
         return True
 
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
-        """Results dict of one run, with curves and scores; the seed also draws the split by patient.
-
-        Args:
-            outside: sites that do not train.
-        """
+        """Results dict of one run, with curves and scores; the seed also draws the split by patient, and `outside` sites do not train."""
         if self.method == SINGLE_SITE:
             return single_site(setting, seed, outside, self.hyper, self.trained_as)
         if self.method in REFERENCES:
@@ -123,14 +115,10 @@ class Candidate:
 
 
 def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig, selection: str | None = None) -> list[Candidate]:
-    """The rows of a study in their order: the methods, then the references that are not among them.
-
-    Args:
-        methods: texts of `Candidate.parse`.
-        references: names; "all" stands for those that the task can have.
+    """The rows of a study in their order: the methods, then the references that are not among them, "all" for those that the task can have.
 
     Raises:
-        ConfigError: a row is wrong.
+        ConfigError: a row is wrong, see `Candidate.parse`.
     """
     rows = [Candidate.parse(text, selection) for text in methods]
     labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]

@@ -74,11 +74,7 @@ def write_run(out: Path, name: str, results: Run) -> None:
 
 
 def read_runs(out: Path) -> dict[str, dict[str, Any]]:
-    """Name -> results of all runs, with their scores if they were kept; empty without a file.
-
-    Raises:
-        StateError: the file is damaged.
-    """
+    """Name -> results of all runs, with their scores if they were kept; empty without a file. Raises StateError if it is damaged."""
     contents, runs = _contents(out), {}
     for entry in sorted(entry for entry in contents if entry.endswith(f"/{RESULTS_FILE}")):
         name = entry.removesuffix(f"/{RESULTS_FILE}")
@@ -94,11 +90,7 @@ def read_runs(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_study(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Row -> its runs; rows that study.json does not name are last.
-
-    Raises:
-        StateError: the study has no run, or is damaged.
-    """
+    """Row -> its runs; rows that study.json does not name are last. Raises StateError if there is no run, or the file is damaged."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in read_runs(out).values():
         groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
@@ -174,7 +166,7 @@ def run_study(
         say: gets a line for every run that ended.
 
     Returns:
-        Label of a candidate -> results of its runs.
+        Label of a candidate -> its runs.
 
     Raises:
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice, or no site is left to train.

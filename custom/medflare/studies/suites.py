@@ -110,17 +110,13 @@ def load_suite(source: str) -> Suite:
     place, remedy = f"suite {source}", "see app_configs/suites/ for working examples"
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{place}: not one JSON object ({error}); {remedy}") from error
     return checked(Suite, content, place, remedy=remedy)
 
 
 def beside_the_paper(suite: Suite, groups: Groups) -> str:
-    """Markdown: for every row of the paper's table its numbers and ours, as mean [95 % bootstrap interval over seeds] in its unit.
-
-    Args:
-        groups: label of a method -> results dicts that differ in their seed and in the sites left out.
-    """
+    """Markdown: for every row of the paper's table its numbers and ours, as mean [95 % bootstrap interval over seeds] in its unit."""
     values = study_values(groups)
     settings = suite.settings
     scale, digits = (100, 2) if settings.percent else (1, 4)

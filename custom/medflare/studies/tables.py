@@ -64,14 +64,7 @@ class Row:
 
 
 class StudyTables:
-    """The tables of a study.
-
-    Args:
-        groups: label -> results dicts that differ in their seed and in the sites left out.
-
-    Raises:
-        StateError: no run has a task.
-    """
+    """The tables of a study; raises StateError if no run has a task."""
 
     def __init__(self, groups: Groups) -> None:
         self.metric: str = task_of(groups)["metric"]
@@ -109,7 +102,6 @@ class StudyTables:
 
     @cached_property
     def everything(self) -> dict[str, str]:
-        """All tables."""
         return self.tables()
 
     def series(self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES) -> "pd.Series[float]":
@@ -200,13 +192,13 @@ class StudyTables:
     def _headings(self) -> list[str]:
         return [f"mean {role}" if not site else site if role == "inside" else f"{site} ({role})" for role, site in self.places]
 
-    def _label_of(self, method: str) -> str | None:
+    def label_of(self, method: str) -> str | None:
         """The first row with this method."""
         return next((label for label, runs in self.groups.items() if runs[0]["method"] == method), None)
 
     def _below_alone(self, row: Row, metric: str, sites: Sequence[str]) -> list[str] | None:
         """The inside sites where the row is worse than training alone, in the mean over the seeds of both; None if nothing to compare."""
-        alone = self._label_of(SINGLE_SITE)
+        alone = self.label_of(SINGLE_SITE)
         if alone in (None, row.label):
             return None
         sign = -1 if lower_is_better(metric) else 1
@@ -215,7 +207,7 @@ class StudyTables:
 
     def _is_constant(self, row: Row, metric: str, role: str, site: str) -> bool:
         """Whether half of the seeds are near the constant answer of all sites, or of the site's own training images."""
-        label = self._label_of(CONSTANT)
+        label = self.label_of(CONSTANT)
         if label in (None, row.label) or lower_is_better(metric):
             return False
         values = row.values.loc[(role, site)]
@@ -225,11 +217,7 @@ class StudyTables:
     # -- paired differences, over seeds and over patients --------------------------------------------------------------------
 
     def differences(self, against: str | None = None) -> str:
-        """Paired differences of the task's metric to what one row deploys, with 95 % intervals.
-
-        Args:
-            against: label of that row; None: the first.
-        """
+        """Paired differences of the task's metric to what one row (None: the first) deploys, with 95 % intervals."""
         against = next(iter(self.groups)) if against is None else against
         models = [(label, model) for label in self.groups for model in self.models(label)]
         rows = self._differences([(model, (against, "deployed"), model) for model in models])
@@ -301,7 +289,8 @@ class StudyTables:
         lines = [["method", "balanced accuracy", *(f"{site} recognised" for site in sites), "answered by a personal model", "runs"]]
         for label, of_runs in tables.items():
             if of_runs:
-                recognised = pd.DataFrame([recalls(table) for table in of_runs], columns=sites)
+                recalls = [{site: row.get(site, 0) / n for site, row in table.items() if (n := sum(row.values()))} for table in of_runs]
+                recognised = pd.DataFrame(recalls, columns=sites)
                 personal = pd.Series([personal_share(run) for run in self.groups[label] if confusion(run["sites"])], dtype=float)
                 columns = [recognised.mean(axis=1), *(recognised[site] for site in sites), personal]
                 lines.append([label, *(spread("share", column) for column in columns), str(len(of_runs))])
@@ -376,17 +365,9 @@ def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "p
         names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
         tables = [case_table(run.get(SCORES, {}).get(name, {}).get(model) or {}, metric) for name in names]
         complete = [table for table in tables if table is not None]
-        if complete and len(complete) == len(tables):
-            cases = joined_cases(complete)
-            values.append(float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
-        else:
-            values.append(np.nan)
+        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
+        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
     return pd.Series(values, dtype=float)
-
-
-def recalls(counts: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Site -> share of its images that the selector assigned to it; `counts`: site -> assigned site -> images."""
-    return {site: row.get(site, 0) / sum(row.values()) for site, row in counts.items() if sum(row.values())}
 
 
 def personal_share(run: Run) -> float:
@@ -434,9 +415,6 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
 
     Args:
         ink: colour of the text; the default is legible on light and dark pages.
-
-    Raises:
-        StateError: no run has a task.
     """
     lines = {}
     for label, runs in groups.items():
