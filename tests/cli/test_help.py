@@ -5,7 +5,8 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,49 +98,32 @@ def test_what_is_misspelt_is_one_line_that_names_it(line: str, named: str, capsy
     assert ended.value.code == 2 and output.startswith("medflare") and output.count("\n") == 1 and named in output
 
 
-def test_values_of_options_are_no_misspelling() -> None:
-    _, options = parsed(["run", "fedavg", "--rounds", "3", "--sites=2", "--out", "--x y"])
-    assert (options["rounds"], options["sites"], str(options["out"])) == (3, "2", "--x y")
-    assert [str(path) for path in parsed(["predict", "--out", "o", "model", "--", "--odd.png"])[1]["images"]] == ["--odd.png"]
-
-
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"medflare {medflare.__version__}\n"
 
 
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """`medflare results` raises this error."""
+    monkeypatch.setattr("medflare.evaluation.console.show_results", Mock(side_effect=error))
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EIO])
-def test_a_place_that_cannot_be_used_is_one_line(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(number, "what the system says", path)
-
-    monkeypatch.setattr("medflare.evaluation.console.show_results", fail)
-    assert main(["results", str(tmp_path)]) == 1
-    output = capsys.readouterr().err
-    assert output.startswith(f"medflare: {tmp_path}: what the system says; ") and output.count("\n") == 1
+def test_a_place_that_cannot_be_used_is_one_line(number: int, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
+    failing(monkeypatch, OSError(number, "what the system says", "place"))
+    assert refused("results", "place").startswith("medflare: place: what the system says; ")
 
 
-def test_an_error_that_is_about_no_file_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
-        raise ConnectionError("what the system says")
-
-    monkeypatch.setattr("medflare.evaluation.console.show_results", fail)
+def test_an_error_that_is_about_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ConnectionError("what the system says"))
     with pytest.raises(ConnectionError):
-        main(["results", str(tmp_path)])
+        main(["results", "place"])
 
 
-def test_a_question_without_an_answer_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def nobody(path: Path) -> None:
-        raise EOFError
-
-    monkeypatch.setattr("medflare.evaluation.console.show_results", nobody)
-    assert main(["results", str(tmp_path)]) == 1
-    assert "--yes" in capsys.readouterr().err
+def test_a_question_without_an_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
+    failing(monkeypatch, EOFError())
+    assert "--yes" in refused("results", "place")
 
 
 def test_letters_that_the_terminal_lacks_are_shown_as_escapes() -> None:
