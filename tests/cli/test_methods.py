@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.pair import BARE, PAIR
+from foreign.install import describe
 from medflare.cli import main
 from medflare.cli.methods import method_listing
 from medflare.core.hyper import described
@@ -69,11 +70,7 @@ def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None
     (tmp_path / "theirs.py").write_text(
         "import dataclasses\nfrom cli.pair import PAIR\nMETHOD = dataclasses.replace(PAIR, name='theirs')\n"
     )
-    about = tmp_path / "theirs-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[medflare.methods]\ntheirs = theirs:METHOD\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PATH}"}
+    environment = {**os.environ, "PYTHONPATH": f"{describe(tmp_path, 'theirs', {'theirs': 'theirs:METHOD'})}:{PATH}"}
     output = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True).stdout
     assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{output}"
 

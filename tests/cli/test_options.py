@@ -68,13 +68,10 @@ def test_training_goes_on_from_a_delivered_model(tmp_path: Path) -> None:
         ("beta=1", PAIR, "site.beta"),
         ("lamm=1", PAIR, "lam"),
         ("server.lam=1", PAIR, "'server.lam'"),
-        ("client.lam=1", PAIR, "'client.lam'"),
         ("lam", PAIR, "lam"),
         ("=1", PAIR, "'=1'"),
         ("rounds=3", EMPTY, "--rounds"),
         ("min_sites=3", PAIR, "--min-sites"),
-        ("step_timeout=3", PAIR, "--step-timeout"),
-        ("sites=3", PAIR, "--sites"),
         ("data_root=x", PAIR, "--data-root"),
         ("site_algorithm=moon", PAIR, "--site-algorithm"),
         ("task.batch_sice=8", PAIR, "batch_size"),
@@ -86,11 +83,6 @@ def test_a_wrong_setting_is_named_in_one_line(setting: str, method: Method, name
     with pytest.raises(ConfigError) as refused:
         read(setting, method=method)
     assert named in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_without_the_prefix_there_is_no_setting_of_the_task() -> None:
-    with pytest.raises(ConfigError, match=r"task\.NAME"):
-        task_with("phantom", {"lam": 1})
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------------

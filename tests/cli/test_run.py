@@ -325,20 +325,9 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
     assert study.calls[-1][0][1].task.metric == "iou"
 
 
-def test_tables_are_made_again_without_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("medflare.studies.grid.read_study", lambda folder: folder)
-    monkeypatch.setattr("medflare.studies.tables.StudyTables", lambda groups: groups)
-    monkeypatch.setattr("medflare.studies.tables.study_report", lambda study: f"the table of {study}")
-    assert main(["study", "table", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"the table of {tmp_path}\n"
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["fedavg", "--seeds", "a"], "--seeds 'a'"),
         (["fedavg", "--seeds", "1,2.5"], "--seeds '1,2.5'"),
         (["fedavg", "--seeds", ","], "--seeds"),
         (["fedavg", "--set", "lam=3"], "task.NAME"),

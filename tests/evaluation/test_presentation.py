@@ -16,20 +16,11 @@ from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.config import TaskConfig
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (1.45 * 2**30, "1.4 GiB"), (2**41, "2.0 TiB")],
-)
-def test_bytes(count: float, shown: str) -> None:
-    assert format_bytes(count) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.0, "0.00 s"), (9.994, "9.99 s"), (59.9, "59.9 s"), (60, "1 min 00 s"), (200.4, "3 min 20 s"), (7500, "2 h 05 min")],
-)
-def test_seconds(seconds: float, shown: str) -> None:
-    assert format_seconds(seconds) == shown
+def test_bytes_and_seconds() -> None:
+    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 3 * 2**20: "3.0 MiB", 1.45 * 2**30: "1.4 GiB", 2**41: "2.0 TiB"}
+    assert {count: format_bytes(count) for count in sizes} == sizes
+    times = {0.0: "0.00 s", 9.994: "9.99 s", 59.9: "59.9 s", 60: "1 min 00 s", 200.4: "3 min 20 s", 7500: "2 h 05 min"}
+    assert {seconds: format_seconds(seconds) for seconds in times} == times
 
 
 def test_settings_as_the_command_line_takes_them() -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,39 +85,30 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
     assert results["mean"]["inside"]["global"]["dice"] is None
 
 
-def _set(*path_and_value: Any) -> Callable[[dict[str, Any]], None]:
-    *path, value = path_and_value
-
-    def change(results: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            results = results[key]
-        results[path[-1]] = value
-
-    return change
-
-
-VIOLATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing key": (lambda results: results.pop("traffic"), "traffic"),
-    "other schema": (_set("schema", 2), "schema"),
-    "number as text": (_set("seed", "7"), "seed"),
-    "NaN": (_set("sites", "A", "metrics", "global", "dice", math.nan), "sites.A.metrics.global.dice"),
-    "unknown role": (_set("sites", "A", "role", "visitor"), "sites.A.role"),
-    "no personal model": (lambda results: results["sites"]["A"]["metrics"].pop("personal"), "personal"),
-    "unknown event": (_set("events", 0, "kind", "oops"), "oops"),
-    "negative bytes": (_set("traffic", "up_bytes", -1), "traffic.up_bytes"),
-    "negative bytes of a site": (_set("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}), "costs.A.up_bytes"),
-    "failed without reason": (_set("status", "FAILED"), "reason"),
-    "completed with reason": (_set("reason", "because"), "reason"),
-    "hyper-parameters of no algorithm": (_set("configuration", "hyper", {"lam": 0.7}), "configuration.hyper.site"),
-}
-
-
-@pytest.mark.parametrize("name", VIOLATIONS)
-def test_a_violation_of_the_schema_is_named(record: RunRecord, name: str) -> None:
-    change, expected = VIOLATIONS[name]
-    results = copy.deepcopy(build_results(record))
-    change(results)
-    with pytest.raises(ValueError, match=expected):
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("traffic", None, "traffic"),
+        ("schema", 2, "schema"),
+        ("seed", "7", "seed"),
+        ("sites.A.metrics.global.dice", math.nan, "sites.A.metrics.global.dice"),
+        ("sites.A.role", "visitor", "sites.A.role"),
+        ("sites.A.metrics.personal", None, "personal"),
+        ("events.0.kind", "oops", "oops"),
+        ("traffic.up_bytes", -1, "traffic.up_bytes"),
+        ("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}, "costs.A.up_bytes"),
+        ("status", "FAILED", "reason"),
+        ("reason", "because", "reason"),
+        ("configuration.hyper", {"lam": 0.7}, "configuration.hyper.site"),
+    ],
+)
+def test_a_violation_of_the_schema_is_named(record: RunRecord, path: str, value: Any, named: str) -> None:
+    results = place = copy.deepcopy(build_results(record))
+    *above, last = path.split(".")
+    for key in above:
+        place = place[int(key) if key.isdecimal() else key]
+    place[last] = value
+    with pytest.raises(ValueError, match=named):
         validate_results(results)
 
 
@@ -162,24 +152,15 @@ def test_damaged_results_raise_an_error_with_the_file(tmp_path: Path, content: s
 
 
 def test_steps_are_appended_and_read(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+    """A line cut short is skipped, and of a repeated step the last line counts."""
     assert read_rounds(tmp_path) == []
-    for line in history:
-        append_round(tmp_path / "new", line)
-    assert read_rounds(tmp_path / "new") == history
-
-
-def test_a_line_cut_short_is_skipped(tmp_path: Path, history: list[dict[str, Any]]) -> None:
-    append_round(tmp_path, history[0])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    folder = tmp_path / "new"
+    append_round(folder, history[0])
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "rou')
-    append_round(tmp_path, history[1])
-    assert read_rounds(tmp_path) == history[:2]
-
-
-def test_of_a_repeated_step_the_last_line_counts(tmp_path: Path, history: list[dict[str, Any]]) -> None:
-    for line in (*history[:2], {**history[1], "seconds": 9.0}, history[2]):
-        append_round(tmp_path, line)
-    assert [(line["round"], line["seconds"]) for line in read_rounds(tmp_path)] == [(0, 1.5), (1, 9.0), (2, 0.2)]
+    for line in ({**history[1], "seconds": 9.0}, *history[1:]):
+        append_round(folder, line)
+    assert read_rounds(folder) == history
 
 
 # -- the report of a run in progress -----------------------------------------------------------------------------------------

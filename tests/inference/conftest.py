@@ -13,13 +13,12 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from helpers.small_tasks import small_task
 from medflare import run_local
-from medflare.inference.deployed import plain_message, save_model
+from medflare.inference.deployed import StoredModel, load_model, plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig
 
 SIDE = 16
 SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_ce"})
-CLASSIFICATION = small_task("classification")
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +28,19 @@ def segmentation() -> TaskConfig:
 
 @pytest.fixture(scope="session")
 def classification() -> TaskConfig:
-    return CLASSIFICATION
+    return small_task("classification")
+
+
+@pytest.fixture
+def unfitted(segmentation: TaskConfig) -> StoredModel:
+    """A model without weights, for a builder of the test's own."""
+    return StoredModel(segmentation, plain_message({}), {})
+
+
+@pytest.fixture(scope="session")
+def routed(trained: Callable[..., Path]) -> StoredModel:
+    """IOP-FL's model of the outside site O."""
+    return load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
 
 
 def picture(random: np.random.Generator, level: int) -> tuple[np.ndarray, np.ndarray]:

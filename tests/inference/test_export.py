@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
-from medflare.inference.deployed import StoredModel, load_model, plain_message, signed
+from medflare.inference.deployed import StoredModel, load_model, signed
 from medflare.inference.export import export, largest_difference
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
@@ -108,11 +108,10 @@ class Unrecordable(nn.Module):
 
 @pytest.mark.parametrize(("model", "named"), [(Branches(), "differs"), (Unrecordable(), "not while tracing")])
 def test_a_model_that_is_recorded_wrongly_or_not_at_all_is_refused(
-    model: nn.Module, named: str, segmentation: TaskConfig, tmp_path: Path
+    model: nn.Module, named: str, unfitted: StoredModel, tmp_path: Path
 ) -> None:
-    stored = StoredModel(segmentation, plain_message({}), {})
     with pytest.raises(ExportError, match=named):
-        export(stored, "torchscript", tmp_path / "out", builder=lambda task, message: model)
+        export(unfitted, "torchscript", tmp_path / "out", builder=lambda task, message: model)
     assert not (tmp_path / "out").exists()
 
 
@@ -122,19 +121,15 @@ def test_shapes_and_nan_count_as_infinitely_different(segmentation: TaskConfig) 
     assert largest_difference(lambda x: x, lambda x: x / 0, segmentation) == float("inf")
 
 
-def test_models_that_adapt_to_their_images_are_refused(trained: Callable[..., Path], tmp_path: Path) -> None:
-    routed = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+def test_models_that_adapt_and_unknown_formats_are_refused(trained: Callable[..., Path], routed: StoredModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="routed"):
         export(routed, "onnx", tmp_path, builder=build_deployed)
     plain = load_model(trained("fedavg") / "models/global")
     tent = StoredModel(plain.task, with_tent(plain.message, plain.task), {})
     with pytest.raises(ExportError, match="tent"):
         export(tent, "torchscript", tmp_path, builder=build_deployed)
-
-
-def test_an_unknown_format_is_refused(untrained: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="caffe"):
-        export(load_model(untrained()), "caffe", tmp_path)
+        export(plain, "caffe", tmp_path)
 
 
 # -- MONAI bundle ----------------------------------------------------------------------------------------------------------
@@ -205,15 +200,13 @@ def test_a_bundle_of_a_classifier_writes_a_table(
     ],
 )
 def test_a_card_never_becomes_code(changes: dict[str, Any], segmentation: TaskConfig) -> None:
-    task = replace(segmentation, **changes)
     with pytest.raises(ExportError, match="MONAI"):
-        definition(task)
+        definition(replace(segmentation, **changes))
 
 
 def test_intensity_arguments_are_no_code_either(segmentation: TaskConfig) -> None:
-    task = replace(segmentation, intensity={"name": "ScaleIntensity", "dtype": "$print()"})
     with pytest.raises(ExportError, match="print"):
-        inference_config(task, {})
+        inference_config(replace(segmentation, intensity={"name": "ScaleIntensity", "dtype": "$print()"}), {})
 
 
 def test_a_module_that_no_configuration_describes_is_refused() -> None:

@@ -61,8 +61,7 @@ def test_every_adaptation_of_every_delivered_one(
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
 def test_a_model_that_normalizes_by_the_test_images_has_no_further_adaptation(
-    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path
+    tta: str, routed: StoredModel, data_root: Path, tmp_path: Path
 ) -> None:
-    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
     with pytest.raises(ConfigError, match="routed"):
-        predict(stored, [data_root / "O/test"], tmp_path / "out", builder=build_deployed, adapt=tta)
+        predict(routed, [data_root / "O/test"], tmp_path / "out", builder=build_deployed, adapt=tta)
