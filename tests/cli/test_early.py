@@ -38,17 +38,14 @@ def test_a_folder_that_flare_cannot_have(tmp_path: Path, refused: Callable[..., 
     assert not list((tmp_path / "my runs").glob("*"))
 
 
-def lost(method: str = "fedavg") -> RunRecord:
-    return RunRecord(method, None, seed=0, rounds=1, sites={"site-1": SiteRecord("inside")}, reason="lost")
-
-
 @pytest.mark.parametrize("with_results", [False, True])
 def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
     """FLARE's environment then raises RuntimeError."""
 
     def execute(recipe: MedflareRecipe, env: Any) -> None:
         if with_results:
-            write_results(Path(env.workspace_root) / "job" / "server" / "simulate_job" / "medflare", lost())
+            record = RunRecord("fedavg", None, seed=0, rounds=1, sites={"site-1": SiteRecord("inside")}, reason="lost")
+            write_results(Path(env.workspace_root) / "job" / "server" / "simulate_job" / "medflare", record)
         raise RuntimeError("Simulation failed with return code 2.")
 
     monkeypatch.setattr(FedAvgRecipe, "execute", execute)
@@ -74,15 +71,6 @@ def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, refused: Callabl
     (tmp_path / "empty").mkdir()
     for name, named in (("nosuch", "nosuch"), ("run", "simulator"), ("empty", "empty")):
         assert named in refused("resume", str(tmp_path / name))
-
-
-def test_results_of_the_newest_run_whatever_its_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = {"fedavg": tmp_path / "flare/x/server/simulate_job/medflare", "fedprox": tmp_path / "local"}
-    for age, (method, place) in enumerate(places.items(), start=1):
-        write_results(place, lost(method))
-        os.utime(place / "results.json", (age, age))
-    main(["results", str(tmp_path)])
-    assert "fedprox on" in capsys.readouterr().out
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,6 @@ def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[
     assert "%(" not in output and "%%" not in output
 
 
-def test_every_promised_command_is_there() -> None:
-    names = set(command_names())
-    assert names >= {"run", "resume", "results", "methods", "predict", "export", "task init", "task plan", "study run"}
-    assert names >= {"study table", "job create", "job watch", "job fetch", "job list", "site setup", "site doctor", "site status"}
-    assert names >= {f"data {action}" for action in ("init", "check", "fingerprint", "prepare", "features")}
-
-
 @pytest.mark.parametrize(
     ("short", "whole"),
     [

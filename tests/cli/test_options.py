@@ -26,9 +26,6 @@ def read(*settings: str, method: Method = PAIR, **more: Any) -> tuple[dict[str, 
     return hyper_and_task(Federation("pair", set=list(settings), **more), method)
 
 
-# -- --set -----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_name_goes_to_the_half_that_owns_it_or_that_it_says() -> None:
     hyper, task = read("lam=0.3", "selection=last", "warm=false")
     assert hyper == {"site": {"lam": 0.3}, "server": {"selection": "last", "warm": False}}
@@ -85,9 +82,6 @@ def test_a_wrong_setting_is_named_in_one_line(setting: str, method: Method, name
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
-# -- the run ---------------------------------------------------------------------------------------------------------------
-
-
 def test_settings_of_the_run_are_given_on_where_they_were_given() -> None:
     algorithms = {"site_algorithm": None, "server_algorithm": "grace"}
     actual = chosen(Federation("fedavg", server_algorithm="grace"), {"step_timeout": 60.0, "rounds": 3})
@@ -101,9 +95,6 @@ def test_sites_by_name_or_number() -> None:
     for text in ("0", "", ",", "A,A"):
         with pytest.raises(ConfigError, match="--sites"):
             site_names(text)
-
-
-# -- the data root ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_data_root_reaches_other_processes_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,6 @@ def test_models_with_equal_numbers_share_a_column() -> None:
     assert columns() == {}
 
 
-# -- reasons to doubt the deployed model -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", DOUBTS)
 @pytest.mark.parametrize("rich", [True, False])
 def test_a_doubt_is_a_line_below_the_table_and_a_banner_in_the_report(

@@ -149,9 +149,6 @@ def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[d
     assert "http-equiv" not in render_report(build_results(record), history)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------------
-
-
 def text_of(svg: str | None) -> str:
     assert svg is not None and "currentColor" in svg and figures.INK not in svg
     return "".join(ElementTree.fromstring(f"<div>{svg}</div>").itertext())
@@ -171,9 +168,6 @@ def test_pages_without_matplotlib_have_no_figures(
 ) -> None:
     monkeypatch.setattr(figures, "installed", lambda module: module != "matplotlib")
     assert "<svg" not in render_report(build_results(record), history) + render_site_report(segmented())
-
-
-# -- classes -----------------------------------------------------------------------------------------------------------------
 
 
 def test_class_counts_of_all_sites_together_and_of_each(classified: RunRecord) -> None:
@@ -203,8 +197,6 @@ def test_roc_curves_of_every_site(classified: RunRecord) -> None:
     assert all(word in text for word in ("<ill>", "A, AUC 0.750", "B", "sensitivity"))
     assert roc_curves({}, {}, "roc") is None
 
-
-# -- the site's own report ---------------------------------------------------------------------------------------------------
 
 NAMES = ("Meier", "<b>Roe</b>", "Xu")
 
@@ -256,10 +248,14 @@ def test_a_classification_site_report_has_counts_and_probabilities() -> None:
     assert "probability of the true class" in html and "Class by class" in html and html.count("<svg") == 7 and not faults(html)
 
 
-def test_patient_values_of_multilabel_classification() -> None:
+def test_patient_values_of_multilabel_and_binary_classification() -> None:
     task = small_task("classification", target="multilabel")
     cases = Cases(("a", "b"), {}, torch.tensor([[0.9, 0.2, 0.5], [0.5, 0.5, 0.5]]), torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]))
     assert patient_values(cases, task) == pytest.approx({"a": (0.9 + 0.8 + 0.5) / 3, "b": 0.5})
+    cases = Cases(("a", "a", "b"), {}, torch.tensor([[0.9], [0.5], [0.3]]), torch.tensor([1, 1, 0]))
+    assert patient_values(cases, small_task("classification", target="binary", labels=["ill"], loss={"name": "bce"})) == pytest.approx(
+        {"a": 0.7, "b": 0.7}
+    )
 
 
 def test_an_interval_needs_two_patients() -> None:

@@ -103,8 +103,8 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
     ],
 )
 def test_a_violation_of_the_schema_is_named(record: RunRecord, path: str, value: Any, named: str) -> None:
-    results = place = copy.deepcopy(build_results(record))
-    *above, last = path.split(".")
+    results: Any = copy.deepcopy(build_results(record))
+    place, (*above, last) = results, path.split(".")
     for key in above:
         place = place[int(key) if key.isdecimal() else key]
     place[last] = value
@@ -119,21 +119,21 @@ def test_json_ready() -> None:
         json_ready({"x": object()})
 
 
-# -- files -------------------------------------------------------------------------------------------------------------------
-
-
 def test_written_results_are_returned_and_read_again(tmp_path: Path, record: RunRecord) -> None:
     results = write_results(tmp_path / "medflare", record)
     assert json.loads((tmp_path / "medflare" / "results.json").read_text()) == results == load_results(tmp_path)
     assert (tmp_path / "medflare" / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_newest_results_below_a_workspace_are_read(tmp_path: Path, record: RunRecord) -> None:
-    old, new = (tmp_path / "server" / job / "medflare" for job in ("first", "second"))
+def test_the_newest_results_below_a_folder_are_read(tmp_path: Path, record: RunRecord) -> None:
+    """Whatever the engine."""
+    old, new = tmp_path / "flare/x/server/simulate_job/medflare", tmp_path / "local"
     write_results(old, record)
     write_results(new, dataclasses.replace(record, seed=8))
     os.utime(old / "results.json", (1, 1))
     assert find_results(tmp_path) == new / "results.json"
+    os.utime(new / "results.json", (0, 0))
+    assert find_results(tmp_path) == old / "results.json"
     assert load_results(old)["seed"] == load_results(old / "results.json")["seed"] == 7
 
 
@@ -161,9 +161,6 @@ def test_steps_are_appended_and_read(tmp_path: Path, history: list[dict[str, Any
     for line in ({**history[1], "seconds": 9.0}, *history[1:]):
         append_round(folder, line)
     assert read_rounds(folder) == history
-
-
-# -- the report of a run in progress -----------------------------------------------------------------------------------------
 
 
 def test_a_live_report_is_written_when_due_and_replaced_at_the_end(

@@ -19,22 +19,13 @@ from medflare.tasks.config import TaskConfig
 
 SIDE = 16
 SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_ce"})
-
-
-@pytest.fixture(scope="session")
-def segmentation() -> TaskConfig:
-    return SEGMENTATION
-
-
-@pytest.fixture(scope="session")
-def classification() -> TaskConfig:
-    return small_task("classification")
+CLASSIFICATION = small_task("classification")
 
 
 @pytest.fixture
-def unfitted(segmentation: TaskConfig) -> StoredModel:
+def unfitted() -> StoredModel:
     """A model without weights, for a builder of the test's own."""
-    return StoredModel(segmentation, plain_message({}), {})
+    return StoredModel(SEGMENTATION, plain_message({}), {})
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
@@ -41,18 +41,9 @@ def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -
 
 def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
     save_model(tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {})
-
-    class Scaled(nn.Module):
-        def __init__(self, by: Tensor) -> None:
-            super().__init__()
-            self.by = by
-
-        def forward(self, images: Tensor) -> Tensor:
-            return images * self.by
-
     stored = load_model(tmp_path)
-    built = stored.build(lambda task, message: Scaled(message.states["scale"]["by"]))
-    assert torch.equal(built(torch.ones(2)), torch.full((2,), 2.0))
+    built = stored.build(lambda task, message: nn.PReLU(init=message.states["scale"]["by"].item()))
+    assert torch.equal(built(-torch.ones(2)), torch.full((2,), -2.0))
     with pytest.raises(ConfigError, match="doubled"):
         stored.build()
     with pytest.raises(StateError, match="model"):

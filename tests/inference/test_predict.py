@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted, score, small_task
+from inference.conftest import CLASSIFICATION, SEGMENTATION
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -38,49 +39,42 @@ def rows_of(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# -- the same numbers as the run itself ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("role", ["global", "personal", "deployed"])
-def test_a_sites_test_images_give_the_numbers_of_the_run(
-    role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
-) -> None:
+def test_a_sites_test_images_give_the_numbers_of_the_run(role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
     folder = trained("fedsm", choose_by="image")  # `predict` knows no patients
     stored = load_model(folder / "sites/B" / role)
-    site = open_site("B", segmentation, data_root=data_root)
+    site = open_site("B", SEGMENTATION, data_root=data_root)
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     actual = probabilities(stored, data_root / "B/test", tmp_path)
     assert torch.equal(actual, expected), "bitwise: same images, order and batches"
     results = json.loads((folder / "results.json").read_text())
     data = site.data.test
-    measured = score(actual, data.targets, data.patients, segmentation, ["dice"], data.spacings)
+    measured = score(actual, data.targets, data.patients, SEGMENTATION, ["dice"], data.spacings)
     assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
 def test_the_same_for_classification(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
 
     def opener(name: str, role: str) -> Site:
-        return open_site(name, classification, data_root=data_root / name / "grades")
+        return open_site(name, CLASSIFICATION, data_root=data_root / name / "grades")
 
-    run = trained("fedsm", classification, opener=opener, choose_by="image")
+    run = trained("fedsm", CLASSIFICATION, opener=opener, choose_by="image")
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
     written = torch.tensor([[float(row[f"probability_{label}"]) for label in stored.task.labels] for row in rows])
-    site = open_site("A", classification, data_root=data_root / "A/grades")
+    site = open_site("A", CLASSIFICATION, data_root=data_root / "A/grades")
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert torch.equal(written, expected), "nine digits hold a float32"
     assert [row["label"] for row in rows] == [stored.task.labels[place] for place in expected.argmax(dim=1).tolist()]
     assert {row["model"] for row in rows} <= {"global", "A", "B"} and "mask" not in rows[0]
 
 
-def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
-    routed: StoredModel, data_root: Path, tmp_path: Path, segmentation: TaskConfig
-) -> None:
-    site = open_site("O", segmentation, role="outside", data_root=data_root)
+def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(routed: StoredModel, data_root: Path, tmp_path: Path) -> None:
+    site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
     expected = predicted(site, build_deployed(routed.task, routed.message), "test")
     assert routed.kind == "routed"
     assert torch.equal(probabilities(routed, data_root / "O/test", tmp_path), expected)
@@ -119,7 +113,7 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
     assert most <= 2 * scoring_batch(stored.task)
 
 
-def test_slices_of_one_volume_are_of_one_patient(segmentation: TaskConfig) -> None:
+def test_slices_of_one_volume_are_of_one_patient() -> None:
     """A super model that chooses by patient uses one network for them, as the evaluation does."""
 
     class Always(nn.Module):
@@ -138,18 +132,15 @@ def test_slices_of_one_volume_are_of_one_patient(segmentation: TaskConfig) -> No
     levels = torch.tensor([5.0, -1.0, *[0.5] * 8])
     images = levels[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
     networks: list[nn.Module] = [Always(3.0), Always(-3.0), Always(0.0)]
-    model = SuperModel(segmentation, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
+    model = SuperModel(SEGMENTATION, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
-    expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).predictions(model, "test")])
-    acquired = acquisition_of(reading.Image(images[0].numpy()), segmentation)
+    expected = torch.cat([answer[0] for answer in Site("S", SEGMENTATION, SiteData(data, data, data)).predictions(model, "test")])
+    acquired = acquisition_of(reading.Image(images[0].numpy()), SEGMENTATION)
     volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
     pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
-    whole, *alone = predictions(model, [volume, *pictures], segmentation)
+    whole, *alone = predictions(model, [volume, *pictures], SEGMENTATION)
     assert torch.equal(whole.probabilities, expected) and len(set(whole.answered)) == 1 and len(whole.answered) == 10
     assert len({one.answered for one in alone}) == 2, "pictures may be of several patients"
-
-
-# -- files -----------------------------------------------------------------------------------------------------------------
 
 
 def test_masks_and_table(trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
@@ -193,9 +184,9 @@ def test_every_format_in_its_own_geometry(tmp_path: Path, write_dicom: Callable[
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_volume_is_its_slices(axis: int, tmp_path: Path, segmentation: TaskConfig) -> None:
+def test_a_volume_is_its_slices(axis: int, tmp_path: Path) -> None:
     """Each slice of a predicted volume is the prediction of that slice alone, by a model that calls bright what is bright."""
-    task = load_task({**segmentation.to_dict(), "slices": {"axis": axis}})
+    task = load_task({**SEGMENTATION.to_dict(), "slices": {"axis": axis}})
     volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
     nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "v.nii")
     model = StoredModel(task, plain_message({}), {})
@@ -230,7 +221,7 @@ def test_multilabel_and_binary_tables(data_root: Path, tmp_path: Path, untrained
         assert row["label"] == ("melanoma" if p > 0.5 else "not melanoma")
 
 
-def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> None:
+def test_batches_run_across_files(tmp_path: Path) -> None:
     sizes = []
 
     class Counting(nn.Module):
@@ -240,13 +231,10 @@ def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> N
 
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 11), np.uint8), np.eye(4)), tmp_path / "v.nii")
     Image.fromarray(np.full((4, 4), 255, np.uint8)).save(tmp_path / "p.png")
-    prepared = [prepare(Input(tmp_path / name, name), segmentation) for name in ("p.png", "v.nii", "p.png")]
-    actual = list(predictions(Counting(), prepared, segmentation))
+    prepared = [prepare(Input(tmp_path / name, name), SEGMENTATION) for name in ("p.png", "v.nii", "p.png")]
+    actual = list(predictions(Counting(), prepared, SEGMENTATION))
     assert sizes == [8, 5]
     assert [part.probabilities.mean().item() for part in actual] == [1, 0, 1]
-
-
-# -- what goes wrong -------------------------------------------------------------------------------------------------------
 
 
 def test_a_broken_image_is_named_and_the_others_are_predicted(
@@ -291,15 +279,15 @@ def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, unfitted: Store
     ],
 )
 def test_a_wrong_setting_is_refused(
-    settings: dict[str, Any], named: str, tmp_path: Path, data_root: Path, segmentation: TaskConfig, untrained: Callable[..., Path]
+    settings: dict[str, Any], named: str, tmp_path: Path, data_root: Path, untrained: Callable[..., Path]
 ) -> None:
-    task = load_task({**segmentation.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
+    task = load_task({**SEGMENTATION.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
     with pytest.raises(ConfigError, match=named):
         predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / "out", **settings)
 
 
 def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(
-    untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, write_dicom: Callable[..., None]
+    untrained: Callable[..., Path], tmp_path: Path, write_dicom: Callable[..., None]
 ) -> None:
     """Bright is the second class, whose value does not fit a PNG."""
 
@@ -309,7 +297,7 @@ def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(
             return torch.cat([1 - bright, bright], dim=1)
 
     values = {"background": [0], "square": [70000]}
-    task = load_task({**segmentation.to_dict(), "target": "multiclass", "labels": list(values), "label_values": values})
+    task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": list(values), "label_values": values})
     stored = StoredModel(task, plain_message({}), {})
     for name, level in (("dark", 0), ("light", 255)):
         write_dicom(tmp_path / f"in/{name}/one", np.full((8, 8), level, np.uint8))

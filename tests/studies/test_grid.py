@@ -26,8 +26,6 @@ from medflare.tasks.config import load_task
 TASK = load_task(tiny_phantom())
 SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 
-# -- rows --------------------------------------------------------------------------------------------------------------------
-
 
 def test_a_row_is_parsed() -> None:
     row = Candidate.parse("fedsm:lam=0.3,selection=last")
@@ -56,9 +54,6 @@ def test_a_row_is_parsed() -> None:
 def test_a_wrong_row_raises_an_error(text: str, token: str) -> None:
     with pytest.raises(ConfigError, match=token):
         Candidate.parse(text)
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_study_keeps_its_runs_and_writes_tables(tmp_path: Path) -> None:
@@ -213,9 +208,6 @@ def test_a_study_that_cannot_run_is_not_started(
     with pytest.raises(ConfigError, match="site-1"):
         run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path / "out", left_out=["site-1"])
     assert not trained and not (tmp_path / "out").exists()
-
-
-# -- study.zip ---------------------------------------------------------------------------------------------------------------
 
 
 def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:

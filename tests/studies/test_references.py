@@ -79,9 +79,6 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
     assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})
 
 
-# -- the constant answer -----------------------------------------------------------------------------------------------
-
-
 def labelled(targets: torch.Tensor) -> Split:
     names = tuple(str(number) for number in range(len(targets)))
     return Split(torch.zeros(len(targets), 1, 16, 16), targets, names, names)

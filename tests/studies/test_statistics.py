@@ -78,9 +78,6 @@ def test_models_of_several_sites_are_averaged(record: RunRecord) -> None:
     assert values_of([run], "personal/*", "outside") == pytest.approx([0.4])
 
 
-# -- over patients -----------------------------------------------------------------------------------------------------------
-
-
 def run(seed: int, sites: Mapping[str, Mapping[str, Any]], outside: str = "") -> Run:
     """A run in which the model "m" scored these cases."""
     about: dict[str, Any] = {name: {"role": "outside" if name == outside else "inside", "metrics": {}} for name in sites}
