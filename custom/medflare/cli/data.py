@@ -58,9 +58,6 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(tasks, name="task")
 
 
-# -- data --------------------------------------------------------------------------------------------------------------------
-
-
 def init(
     root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images, unpacked")],
     kind: Annotated[Literal["segmentation", "classification"] | None, typer.Option(help="(default: by the folder)")] = None,
@@ -241,9 +238,6 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
     return task
 
 
-# -- task --------------------------------------------------------------------------------------------------------------------
-
-
 def plan(
     fingerprints: Annotated[list[Path], typer.Argument(metavar="FINGERPRINT...", help="Files of medflare data fingerprint")],
     out: Annotated[Path, typer.Option(help="Task file to write")],
@@ -302,7 +296,10 @@ def init_task(
     texts = {"name": name, "labels": labels, "size": size, "network": network}
     proposed = proposed_with(texts)
     if sys.stdin.isatty() and not yes:
-        shown = _shown(proposed.settings)
+        settings = proposed.settings
+        shown = {option: settings[option] for option in texts} | {"network": settings["network"]["name"]}
+        shown["labels"] = ",".join(label for label in settings["labels"] if label != "background")
+        shown["size"] = ",".join(map(str, settings["size"]))
         answers = {option: typer.prompt(option, default=shown[option]) for option, text in texts.items() if text is None}
         if changed := {option: answer for option, answer in answers.items() if answer != shown[option]}:
             proposed = proposed_with(texts | changed)
@@ -322,10 +319,3 @@ def _parsed(texts: Mapping[str, str | None]) -> dict[str, Any]:
     except ValueError:
         raise ConfigError(f"--size {size!r}: give the sides in pixels, for example 128,128") from None
     return {"name": name, "labels": tuple(names_in(labels)), "size": sides, "network": network}
-
-
-def _shown(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The proposed settings as text."""
-    labels = [label for label in settings["labels"] if label != "background"]
-    size = ",".join(map(str, settings["size"]))
-    return {"name": settings["name"], "labels": ",".join(labels), "size": size, "network": settings["network"]["name"]}

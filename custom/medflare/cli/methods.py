@@ -67,12 +67,18 @@ def method_listing(method: "Method", width: int | None = None) -> str:
 
 
 def _entry(name: str, about: "Described", width: int | None) -> list[str]:
+    """Name, default, symbol, source, and the choices or the range if not any value of its type is allowed; then its meaning."""
     from medflare.evaluation.presentation import format_setting
 
-    origin = ", ".join(filter(None, (about.symbol, about.source)))
-    meta = "; ".join(filter(None, (origin, _allowed(about))))
-    origin_text = f"  [{meta}]" if meta else ""
-    return [*_wrapped(f"{name} = {format_setting(about.default)}{origin_text}", width, 2), *_wrapped(about.text, width, 4)]
+    if about.choices:
+        allowed = ", ".join(map(format_setting, about.choices))
+    elif about.low is not None and about.high is not None:
+        allowed = f"{about.low:g} to {about.high:g}"
+    else:
+        allowed = f"≥ {about.low:g}" if about.low is not None else f"≤ {about.high:g}" if about.high is not None else ""
+    meta = "; ".join(filter(None, (", ".join(filter(None, (about.symbol, about.source))), allowed)))
+    setting = f"{name} = {format_setting(about.default)}" + (f"  [{meta}]" if meta else "")
+    return [*_wrapped(setting, width, 2), *_wrapped(about.text, width, 4)]
 
 
 def _wrapped(text: str, width: int | None, depth: int) -> list[str]:
@@ -81,14 +87,3 @@ def _wrapped(text: str, width: int | None, depth: int) -> list[str]:
     if width is None:
         return [first + text]
     return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=first + "  ", break_on_hyphens=False)
-
-
-def _allowed(about: "Described") -> str:
-    """The choices or the closed range of a hyper-parameter; empty if any value of its type is allowed."""
-    from medflare.evaluation.presentation import format_setting
-
-    if about.choices:
-        return ", ".join(map(format_setting, about.choices))
-    if about.low is None or about.high is None:
-        return f"≥ {about.low:g}" if about.low is not None else f"≤ {about.high:g}" if about.high is not None else ""
-    return f"{about.low:g} to {about.high:g}"

@@ -44,9 +44,6 @@ CsvFile = Annotated[
 _Command = Callable[..., Any]
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------------
-
-
 class DefaultGroup(TyperGroup):
     """A group whose first command may be omitted: `medflare job fedsm` is `medflare job create fedsm`."""
 
@@ -129,9 +126,6 @@ def _attributes(settings: type) -> dict[str, str]:
     texts = [item for section in sections for item in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)]
     plain = {name: re.sub(r"[ ,(]*see `[^`]*`\)?", "", " ".join(text.split())) for name, text in texts}
     return {name: re.sub(r"\bNone: ", "default: ", text).rstrip(".") for name, text in plain.items()}
-
-
-# -- values of options -------------------------------------------------------------------------------------------------------
 
 
 def set_values(settings: Iterable[str]) -> dict[str, Any]:

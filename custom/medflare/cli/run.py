@@ -80,9 +80,6 @@ def add_commands(app: typer.Typer) -> None:
     )
 
 
-# -- options of a federation -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Federation:
     """The method with its algorithms and hyper-parameters, and the task."""
@@ -185,9 +182,6 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     elif model is not None:
         starting_state(task, 0, federation.model)  # as well
     return split_hyper(hyper, method.hyper_classes, method.name), task
-
-
-# -- run ---------------------------------------------------------------------------------------------------------------------
 
 
 @takes("federation", Federation)
@@ -353,9 +347,6 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
         options = {"--data-root": root, "--device": device}
         words = ["medflare", "resume", folder, *(word for option in options.items() if option[1] for word in option)]
         raise KeyboardInterrupt(f"continue with: {shlex.join(map(str, words))}") from None
-
-
-# -- resume and results --------------------------------------------------------------------------------------------------------
 
 
 def resume(

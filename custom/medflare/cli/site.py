@@ -62,16 +62,11 @@ def doctor(
     return 1 if failed else 0
 
 
-# -- status --------------------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class JobState:
     """A job at this party, read from the kit's files.
 
     Attributes:
-        id: FLARE's.
-        name: of the job folder.
         step: the phase that was begun last, at `begun`; "" if none was.
         round: 0-based, of `rounds`; None if no phase was begun.
         working: whether the site has not replied to that phase yet.

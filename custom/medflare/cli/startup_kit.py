@@ -96,11 +96,7 @@ def read_object(path: Path) -> _Json:
 
 
 def certificate_end(kit: Kit) -> datetime:
-    """The end of the certificate's validity.
-
-    Raises:
-        ConfigError: a certificate is not valid by this machine's clock or cannot be read; FLARE itself may wait without a message then.
-    """
+    """The end of the certificate's validity; raises ConfigError if one is unreadable or not valid now: FLARE may wait without a message."""
     now = datetime.now(timezone.utc)
     for file in (kit.root, kit.certificate):
         certificate = _read_certificate(file)

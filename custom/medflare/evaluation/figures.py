@@ -90,9 +90,6 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     """Loss, validation metric and aggregation numbers of every site over the rounds as SVG; None without a finished step.
 
     A validation metric at round r belongs to the models after r rounds of training. A dotted line marks the selected round.
-
-    Args:
-        history: one mapping per step, see `results.append_round`.
     """
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # panel -> site -> points
 

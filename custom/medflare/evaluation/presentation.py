@@ -13,8 +13,6 @@ UNDEFINED: Final = "–"
 _WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC", "auprc": "AUPRC"}  # of a class
 _MOST: Final = 5  # sites, or events, that one line names
 
-# -- numbers -----------------------------------------------------------------------------------------------------------------
-
 
 def metric_label(metric: str) -> str:
     """The metric's name in words."""
@@ -234,12 +232,7 @@ _DOUBTS: Final = {  # kind of event -> problem, remedy
 
 @dataclass(frozen=True)
 class Doubt:
-    """One reason to doubt the deployed model.
-
-    Attributes:
-        kind: of its events, one of `core.events.DOUBTS`.
-        where: the sites and their messages.
-    """
+    """One reason to doubt the deployed model; kind: one of `core.events.DOUBTS`; where: the sites and their messages."""
 
     kind: str
     problem: str
@@ -252,20 +245,13 @@ class Doubt:
 
 
 def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
-    """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`.
-
-    Examples:
-        >>> event = {"kind": "rare_class", "site": "A", "message": "few"}
-        >>> [doubt.where for doubt in doubts([event, {"kind": "warning", "site": "A", "message": "late"}])]
-        ['A: few']
-    """
-    messages: dict[str, dict[str, None]] = {}
+    """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`."""
+    messages: dict[str, dict[str, None]] = {kind: {} for kind in DOUBTS}
     for event in events:
         if event["kind"] in DOUBTS:
-            messages.setdefault(event["kind"], {})[f"{event['site']}: {event['message']}" if event["site"] else event["message"]] = None
+            messages[event["kind"]][f"{event['site']}: {event['message']}" if event["site"] else event["message"]] = None
     reasons = []
-    for kind in (kind for kind in DOUBTS if kind in messages):
-        lines = list(messages[kind])
+    for kind, lines in ((kind, list(of_kind)) for kind, of_kind in messages.items() if of_kind):
         more = f"; and {len(lines) - _MOST} more, see the events" if len(lines) > _MOST else ""
         reasons.append(Doubt(kind, _DOUBTS[kind][0], "; ".join(lines[:_MOST]) + more, _DOUBTS[kind][1]))
     return reasons

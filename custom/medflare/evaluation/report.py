@@ -230,9 +230,6 @@ def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix or "value": value}
 
 
-# -- confusion counts and ROC curves -----------------------------------------------------------------------------------------
-
-
 def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Confusion matrices and ROC areas of every model that differs from the others, the deployed one first.
 
@@ -285,13 +282,7 @@ def _area(curve: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What a site knows of its final models.
-
-    Attributes:
-        n: split -> images.
-        models: model -> its test results.
-        pictures: title -> PNG file.
-    """
+    """What a site knows of its final models: images of each split, test results by model, and PNG files by title."""
 
     method: str
     site: str
@@ -368,13 +359,6 @@ def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
 
     Returns:
         Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
-
-    Examples:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> cases = Cases(("a", "a", "b"), {}, torch.tensor([[0.9], [0.5], [0.3]]), torch.tensor([1, 1, 0]))
-        >>> {name: round(v, 2) for name, v in patient_values(cases, SimpleNamespace(kind="classification", target="binary")).items()}
-        {'a': 0.7, 'b': 0.7}
     """
     if task.kind == "segmentation":
         values = cases.values.get(task.metric, ())
@@ -397,12 +381,7 @@ def value_label(task: TaskConfig) -> str:
 
 
 def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979); None below two patients.
-
-    Examples:
-        >>> mean_interval({"a": 0.5, "b": 0.5}), mean_interval({"a": 0.5})
-        ((0.5, 0.5), None)
-    """
+    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979); None below two patients."""
     if len(values) < 2:
         return None
     sample = np.array([values[name] for name in sorted(values)])

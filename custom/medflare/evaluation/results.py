@@ -33,9 +33,6 @@ FOLDER: Final = "medflare"  # below the server's job folder
 RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
 
 
-# -- what is known of a run --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class SiteRecord:
     """What is known about one site when a run ends.
@@ -109,11 +106,7 @@ class RunRecord:
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
-    """The content of results.json. Every site and every mean has the same models and metrics; undefined values are None.
-
-    Raises:
-        TypeError: the record holds a value that JSON has no type for.
-    """
+    """The content of results.json, see `json_ready`: every site and mean has the same models and metrics; undefined values are None."""
     metrics = record.task.test_metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
@@ -208,10 +201,9 @@ def mean_of_defined(values: Iterable[float | None]) -> float | None:
 
 
 def json_ready(value: Any) -> Any:
-    """The same content in JSON types: keys as text, tuples and sets as lists, NumPy numbers as Python's, NaN and infinity as None.
+    """The content in JSON types: keys as text, tuples and sets as lists, NumPy's numbers as Python's, NaN and infinity as None.
 
-    Raises:
-        TypeError: a value that JSON has no type for.
+    Raises TypeError for a value that JSON has no type for.
     """
     if value is None or isinstance(value, str | bool):
         return value
@@ -353,9 +345,6 @@ def validate_results(results: Mapping[str, Any]) -> None:
         raise ValueError("not valid results: " + "; ".join(problems)) from None
 
 
-# -- reading results.json ----------------------------------------------------------------------------------------------------
-
-
 def find_results(path: Path) -> Path:
     """The results.json at `path`, or the newest one below the folder of a run, a simulator or POC; raises StateError if there is none."""
     if path.is_file():
@@ -379,9 +368,6 @@ def load_results(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise StateError(f"{file}: not the {RESULTS_FILE} of a run: {error}") from error
     return results
-
-
-# -- metrics.jsonl -----------------------------------------------------------------------------------------------------------
 
 
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:

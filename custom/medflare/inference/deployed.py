@@ -40,10 +40,7 @@ T = TypeVar("T")
 
 
 def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = lambda kind: None) -> nn.Module:
-    """The module of a delivered model, in evaluation mode on the CPU.
-
-    Args:
-        builder_of: kind -> the builder of that kind; None if there is none.
+    """The module of a delivered model, in evaluation mode on the CPU; `builder_of`: kind -> its builder, or None.
 
     Raises:
         ConfigError: an unknown kind.
@@ -134,8 +131,7 @@ class StoredModel:
 def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:
     """Write a delivered model to `folder`: the weights first, then the card with their checksum; an older model is replaced.
 
-    Args:
-        card: further JSON values: method, site, role, round, seed, metrics, ...
+    `card`: further JSON values: method, site, role, round, seed, metrics, ...
     """
     folder, described = Path(folder), task.to_dict()
     write_message(folder / WEIGHTS_FILE, message)
@@ -170,7 +166,6 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
     """Read a delivered model; nothing is unpickled.
 
     Args:
-        folder: holds weights and card.
         unsigned: accept a card without a signature, as of medflare before 0.3.
         bounds: maximum size of the task's images.
 

@@ -88,7 +88,6 @@ class Summary:
     """The result of a call of `predict`.
 
     Attributes:
-        table: the CSV file with a row for every picture.
         images, pictures: predicted inputs; their pictures, counting every slice of a volume.
         failed: one line for each input that could not be predicted.
         outside: image -> its differences from the training images, see `acquisition.outside`; None: the card has no training range.
@@ -155,7 +154,6 @@ def predict(
     Args:
         images: files and folders, see `find_inputs`.
         seg: write the masks of a DICOM series as a DICOM segmentation.
-        bounds: maximum size of an image.
         strict: an image outside the training range, see `acquisition.outside`, fails; otherwise it is predicted and named.
         say: called with a line for every image that cannot be read or predicted.
 
@@ -353,9 +351,6 @@ class _Answers:
         outputs = self.model.predict_patient(parts).float().cpu()
         names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
         return outputs, tuple(names)
-
-
-# -- results ---------------------------------------------------------------------------------------------------------------
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:

@@ -84,11 +84,7 @@ class Candidate:
         return {"site": {}, "server": {}} if self.method == CONSTANT else self._trained.effective(self.hyper)
 
     def check(self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()) -> None:
-        """Check before anything runs that the row can run, with any number of rounds if it is None.
-
-        Raises:
-            ConfigError: it cannot; the message begins with the row's label.
-        """
+        """Raise ConfigError, which begins with the row's label, if the row cannot run; rounds: None: any number."""
         try:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)

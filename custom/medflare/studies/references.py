@@ -40,7 +40,6 @@ class Setting:
     """What all runs of a study share.
 
     Attributes:
-        rounds: federation rounds.
         data_root: folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         cross_site: also test every site's model on every site's test images.
     """

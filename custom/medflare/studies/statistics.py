@@ -30,8 +30,6 @@ RESAMPLES: Final = 1999
 _BATCH: Final = 200  # resamples in memory at once
 _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples; with three patients of a class, 5 % of the resamples have none of them
 
-# -- over seeds --------------------------------------------------------------------------------------------------------------
-
 
 def study_values(groups: Groups) -> pd.DataFrame:
     """The test metrics of a study, one value per seed.
@@ -78,10 +76,6 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
 
     Below two pairs, and if all differences are equal, there is neither interval nor p. Splits of different seeds overlap, so that both
     are too confident.
-
-    Examples:
-        >>> compare([0.5, float("nan")], [0.75, 0.5])
-        Comparison(difference=0.25, interval=None, p=None, n=1)
     """
     differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
     differences = differences[np.isfinite(differences)]
@@ -112,7 +106,6 @@ class CaseTable:
     """The cases of one model that a metric is computed from.
 
     Attributes:
-        patients: of each case.
         columns: segmentation: "values" (cases,), NaN where undefined; classification: "probabilities" (cases, outputs) and "targets"
             (cases,) or, multilabel, (cases, labels).
     """
@@ -162,9 +155,6 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
     if metric not in metric_table():
         raise unknown("metric", metric, metric_table())
     return of_outputs(metric_table()[metric].compute, cases.columns["probabilities"], cases.columns["targets"], weights)
-
-
-# -- over patients -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

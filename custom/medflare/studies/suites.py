@@ -53,7 +53,6 @@ class Suite:
         sites: in the order of the paper's columns.
         methods: row of the table -> method with its hyper-parameters, as for `medflare study`.
         numbers: row -> site or "mean" -> the paper's number, as far as legible; rows that no method of ours has are shown without ours.
-        source: of the numbers.
         differences: settings that differ from the paper's, one line each.
     """
 
@@ -99,11 +98,7 @@ def _files() -> dict[str, Any]:
 
 
 def load_suite(source: str) -> Suite:
-    """The suite of a name, or of a JSON file.
-
-    Raises:
-        ConfigError: there is none, it is unreadable, a setting is wrong, or a row or column has no counterpart.
-    """
+    """The suite of a name, or of a JSON file; raises ConfigError if there is none, or a setting, row or column is wrong."""
     file = _files().get(source, Path(source))
     if not file.is_file():
         raise unknown("suite", source, suites())

@@ -45,11 +45,7 @@ _STATISTICS: Final = ("95 % over seeds", "t-test over seeds, p", "seeds", "95 % 
 
 @dataclass(frozen=True)
 class Row:
-    """Models of one label that have the same values of a metric everywhere.
-
-    Attributes:
-        values: index (role, site), columns seeds.
-    """
+    """Models of one label that have the same values of a metric everywhere; values: index (role, site), columns seeds."""
 
     label: str
     models: tuple[str, ...]
@@ -79,10 +75,7 @@ class StudyTables:
 
     def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
         """Title -> table: for every metric, the task's own first, what each site reached and what the mean hides; then paired differences
-        to the first row and to training alone, the selector and routing.
-
-        Args:
-            wanted: titles of the tables to make (intervals over patients take time); None: all.
+        to the first row and to training alone, the selector and routing. `wanted`: titles (intervals take time); None: all.
         """
         makers: dict[str, Callable[[], str]] = {}
         for metric in sorted(self.metrics, key=lambda metric: metric != self.metric):
@@ -128,8 +121,6 @@ class StudyTables:
                     rows.remove(equal)
                 rows.append(Row(label, (*(equal.models if equal else ()), model), values, runs))
         return rows
-
-    # -- what every site reached, and what the mean over sites hides ---------------------------------------------------------
 
     def sites(self, metric: str) -> str:
         """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
@@ -214,8 +205,6 @@ class StudyTables:
         distances = [(values - self.series(label, model, role, metric, site)).abs().dropna() for model in ("global", "personal")]
         return any(len(distance) and 2 * (distance <= NEAR).sum() >= len(distance) for distance in distances)
 
-    # -- paired differences, over seeds and over patients --------------------------------------------------------------------
-
     def differences(self, against: str | None = None) -> str:
         """Paired differences of the task's metric to what one row (None: the first) deploys, with 95 % intervals."""
         against = next(iter(self.groups)) if against is None else against
@@ -231,11 +220,7 @@ class StudyTables:
         return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
-        """Lines of label, models and `_difference`; models with equal cells share a line.
-
-        Args:
-            pairs: the model that the line names, and the first and second model of the difference.
-        """
+        """Lines of label, models and `_difference` of (named model, first, second); models with equal cells share a line."""
         lines: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
         compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
         for (label, model), first, second in pairs:
@@ -279,8 +264,6 @@ class StudyTables:
                 cells = [f"**{spread(self.metric, rows[site])}**" if site == owner else spread(self.metric, rows[site]) for site in sites]
                 lines.append([label, owner, *cells, str(len(rows))])
         return markdown(lines, left=2) if len(lines) > 1 else ""
-
-    # -- what methods choose by themselves at a site -------------------------------------------------------------------------
 
     def selector(self) -> str:
         """Balanced accuracy of each row's selector on test images, and how many images a personal model predicted; "" without one."""
@@ -398,10 +381,6 @@ def is_rising(curve: Mapping[int, float]) -> bool:
     """Whether the metric still gained more than 0.01, and more than twice its standard error, over the last third of the rounds.
 
     The gain is that of a least-squares line through at least four points.
-
-    Examples:
-        >>> is_rising({at: 0.02 * at for at in range(13)}), is_rising({at: 0.8 for at in range(13)}), is_rising({0: 0.1, 1: 0.9})
-        (True, False, False)
     """
     late = [at for at in curve if at >= max(curve) * 2 / 3]
     if len(late) < 4:
@@ -413,8 +392,7 @@ def is_rising(curve: Mapping[int, float]) -> bool:
 def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     """The task's metric on validation images over the rounds as SVG, a line for every row and model; None without curves.
 
-    Args:
-        ink: colour of the text; the default is legible on light and dark pages.
+    The default colour of the text, `ink`, is legible on light and dark pages.
     """
     lines = {}
     for label, runs in groups.items():
@@ -426,9 +404,6 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
     svg = line_panels(panels, "curves")
     return svg and svg.replace("currentColor", ink)
-
-
-# -- table.md ----------------------------------------------------------------------------------------------------------------
 
 
 def study_report(study: StudyTables) -> str:
@@ -478,9 +453,6 @@ def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
     """The labels for which the condition is false in a run, and those for which it is true in one."""
     pairs = dict.fromkeys(labels)
     return ", ".join(label for label, true in pairs if not true), ", ".join(label for label, true in pairs if true)
-
-
-# -- cells -------------------------------------------------------------------------------------------------------------------
 
 
 def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
