@@ -1,4 +1,4 @@
-"""What a kit says of its party; certificates by this machine's clock; a handshake that says why a server is not reached."""
+"""What a kit says of its party; certificates of one root; a handshake that says why a server is not reached."""
 
 import socket
 import ssl
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.fake_kits import NOW, Root, free_port, make_kit
-from medflare.cli.startup_kit import Kit, certificate_end, check_root, open_kit, server_problem
+from cli.fake_kits import Root, free_port, make_kit
+from medflare.cli.startup_kit import Kit, check_root, open_kit, server_problem
 from medflare.core.errors import ConfigError
 
 
@@ -28,13 +28,6 @@ def test_a_folder_that_is_no_kit_is_refused(tmp_path: Path, site: Kit) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=file.name):
             open_kit(site.folder)
-
-
-@pytest.mark.parametrize("days", [(-9, -3), (3, 9)])
-def test_a_clock_outside_the_validity_is_named(tmp_path: Path, root: Root, site: Kit, days: tuple[float, float]) -> None:
-    assert certificate_end(site) > NOW
-    with pytest.raises(ConfigError, match="clock"):
-        certificate_end(make_kit(tmp_path / "site-2", root, days=days))
 
 
 def test_a_kit_made_of_parts_of_two_is_refused(site: Kit, tmp_path: Path) -> None:

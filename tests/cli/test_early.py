@@ -2,10 +2,10 @@
 
 import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,10 +74,7 @@ def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, refused: Callabl
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("medflare.core.store.os.fsync", full)
+    monkeypatch.setattr("medflare.core.store.os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "full")))
     with pytest.raises(OSError, match=r"results\.json") as caught:
         write_atomically(tmp_path / "results.json", b"{}")
     assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())

@@ -2,8 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +59,6 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Simulator:
     actual = Simulator()
     monkeypatch.setattr("medflare.flare.recipes.MedflareRecipe", actual.recipe)
     return actual
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """As a run at work there has it."""
-    place = os.open(folder, os.O_RDONLY)
-    fcntl.flock(place, fcntl.LOCK_EX)
-    yield
-    os.close(place)
 
 
 def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
@@ -217,9 +207,11 @@ def test_a_folder_with_a_run_at_work_is_left_alone(engine: Engine, tmp_path: Pat
     folder = tmp_path / "fedavg-phantom-seed0"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
-    with folder_lock(folder):
-        for command in (("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)), ("resume", str(folder))):
-            assert str(folder) in refused(*command)
+    place = os.open(folder, os.O_RDONLY)
+    fcntl.flock(place, fcntl.LOCK_EX)  # as the run at work has it
+    for command in (("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)), ("resume", str(folder))):
+        assert str(folder) in refused(*command)
+    os.close(place)
     assert not engine.calls and [*tmp_path.iterdir()] == [folder]
     assert run_once(tmp_path) == 0, "its end ends the lock"
 

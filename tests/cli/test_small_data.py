@@ -20,8 +20,8 @@ GRADES = {"none": 54, "mild": 8, "moderate": 34, "severe": 18, "proliferative": 
 
 
 @pytest.fixture
-def retina(tmp_path: Path) -> Path:
-    """A folder with photos/ and grades.csv: fundus photographs with as many dark spots as the grade says."""
+def sites(tmp_path: Path) -> Path:
+    """Three simulated hospitals, from photos/ and grades.csv: fundus photographs with as many dark spots as the grade says."""
     folder = tmp_path / "retina"
     (folder / "photos").mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -35,14 +35,8 @@ def retina(tmp_path: Path) -> Path:
         Image.fromarray(image).save(folder / "photos" / f"IDRiD_{number:03}.png")
         rows.append(f"IDRiD_{number:03},{grade}")
     (folder / "grades.csv").write_text("\n".join(rows) + "\n")
-    return folder
-
-
-@pytest.fixture
-def sites(retina: Path, tmp_path: Path) -> Path:
-    """Three simulated hospitals."""
     data = tmp_path / "DATA"
-    assert main(["data", "init", str(retina), "--sites", "3", "--out", str(data)]) == 0
+    assert main(["data", "init", str(folder), "--sites", "3", "--out", str(data)]) == 0
     return data
 
 

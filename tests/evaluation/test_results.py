@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -137,18 +138,14 @@ def test_the_newest_results_below_a_folder_are_read(tmp_path: Path, record: RunR
     assert load_results(old)["seed"] == load_results(old / "results.json")["seed"] == 7
 
 
-def test_missing_results_raise_an_error_with_the_path(tmp_path: Path) -> None:
-    (tmp_path / "task.json").write_text("{}")
-    for path, token in ((tmp_path, str(tmp_path)), (Path("nowhere"), "nowhere"), (tmp_path / "task.json", "task")):
-        with pytest.raises(StateError, match=token):
+def test_missing_or_damaged_results_raise_an_error_with_the_path(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(StateError, match=str(path)):
             load_results(path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])
-def test_damaged_results_raise_an_error_with_the_file(tmp_path: Path, content: str) -> None:
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(StateError, match=r"results\.json"):
-        load_results(tmp_path)
+    for content in ("", "{", "[]", '{"schema": 1}'):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(StateError, match=r"results\.json"):
+            load_results(tmp_path)
 
 
 def test_steps_are_appended_and_read(tmp_path: Path, history: list[dict[str, Any]]) -> None:
@@ -180,11 +177,8 @@ def test_a_live_report_is_written_when_due_and_replaced_at_the_end(
 
 
 def test_a_live_report_that_fails_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> RunRecord:
-        raise ValueError("odd")
-
     monkeypatch.setattr(report, "_PAUSE", 0.0)
-    live = LiveReport()
+    live, broken = LiveReport(), Mock(side_effect=ValueError("odd"))
     assert live.refresh(tmp_path, broken) == "ValueError: odd"
     assert live.refresh(tmp_path, broken) == ""
 
