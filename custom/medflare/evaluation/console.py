@@ -53,19 +53,15 @@ def round_line(
     """
     after = f"after round {rounds}" if rounds else "without training"
     place = after if round >= rounds else f"round {round + 1}/{rounds}"
-    parts = {site: [site, *_reply_parts(meta[site])] for site in meta}
+    parts: dict[str, list[str]] = {}
+    for site, reply in meta.items():
+        parts[site] = [site] if reply.get("loss") is None else [site, f"loss {reply['loss']:.4f}"]
+        parts[site] += [f"{model} {format_metric('', value)}" for model, value in reply.get("validation", {}).items()]
+        parts[site] += [f"ε {format_metric('', reply['privacy'].get('epsilon'))}"] if "privacy" in reply else []
     parts |= {site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()}
     for site, numbers in (aggregation or {}).items():
         parts.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
     return f"{place} {phase}: " + " | ".join([*(" ".join(parts[site]) for site in sorted(parts)), format_seconds(seconds)])
-
-
-def _reply_parts(meta: Mapping[str, Any]) -> list[str]:
-    parts = [] if meta.get("loss") is None else [f"loss {meta['loss']:.4f}"]
-    parts += [f"{model} {format_metric('', value)}" for model, value in meta.get("validation", {}).items()]
-    if "privacy" in meta:
-        parts.append(f"ε {format_metric('', meta['privacy'].get('epsilon'))}")
-    return parts
 
 
 def results_table(results: Mapping[str, Any]) -> str:

@@ -138,12 +138,7 @@ def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
     """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
 
     Returns:
-        Heading -> the model whose numbers the column shows; the heading of a single column is "model".
-
-    Examples:
-        >>> first, second = {"dice": 0.5}, {"dice": 0.6}
-        >>> model_columns({"sites": {"A": {"metrics": {"global": first, "personal": second, "deployed": first}}}})
-        {'global = deployed': 'global', 'personal': 'personal'}
+        Heading ("global = deployed") -> the model whose numbers the column shows; the heading of a single column is "model".
     """
     metrics = [site["metrics"] for site in results["sites"].values()]
     groups: list[list[str]] = []

@@ -182,22 +182,16 @@ def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role; `shape`: model -> its metrics."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        defined = [value for value in values if value is not None and math.isfinite(value)]
+        return fmean(defined) if defined else None
+
     metrics = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
     return {
-        role: {model: {name: mean_of_defined(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
+        role: {model: {name: mean(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
         for role, of_sites in metrics.items()
     }
-
-
-def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are finite; None if there is none.
-
-    Examples:
-        >>> mean_of_defined([1.0, None, 3.0, float("nan")]), mean_of_defined([None])
-        (2.0, None)
-    """
-    defined = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(defined) if defined else None
 
 
 def json_ready(value: Any) -> Any:

@@ -133,12 +133,12 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
 
     `card`: further JSON values: method, site, role, round, seed, metrics, ...
     """
-    folder, described = Path(folder), task.to_dict()
+    folder, described, kind = Path(folder), task.to_dict(), message.meta["kind"]
     write_message(folder / WEIGHTS_FILE, message)
     whole = {
         "schema": CARD_SCHEMA,
         **card,
-        "kind": message.meta["kind"],
+        "kind": kind,
         "labels": list(task.labels),
         "network": described["network"],
         "preprocessing": {key: described[key] for key in _PREPROCESSING},

@@ -93,13 +93,6 @@ class Candidate:
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
 
-    def fits(self, task: TaskConfig) -> bool:
-        try:
-            self.check(task)
-        except ConfigError:
-            return False
-        return True
-
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
         """Results dict of one run, with curves and scores; the seed also draws the split by patient, and `outside` sites do not train."""
         if self.method == SINGLE_SITE:
@@ -120,22 +113,18 @@ def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig,
     labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
     optional = ALL_ROWS if "all" in references else ()
     for row in (Candidate.parse(label, selection) for label in dict.fromkeys([*labels, *optional]) if label not in methods):
-        if row.label in labels or row.fits(task):
-            rows.append(row)
+        if row.label not in labels:
+            try:
+                row.check(task)
+            except ConfigError:  # the task cannot have it
+                continue
+        rows.append(row)
     return rows
 
 
 def weighs_by_samples(server: Mapping[str, Any]) -> bool:
-    """Whether a server weights sites by their training images alone: not uniformly, by scores (SHA) or by consistency (GRACE).
-
-    Args:
-        server: all hyper-parameters of the server algorithm.
-
-    Examples:
-        >>> weighs_by_samples({"weighting": "samples"}), weighs_by_samples({"weighting": "uniform"}), weighs_by_samples({"r0": 0.35})
-        (True, False, False)
-        >>> weighs_by_samples({"weighting": "samples", "sha": True}), weighs_by_samples({"weighting": "samples", "rule": "median"})
-        (False, False)
+    """Whether a server with these hyper-parameters weights sites by their training images alone: not uniformly, by scores (SHA) or by
+    consistency (GRACE).
     """
     weighted = server.get("rule", "mean") in ("mean", "geometric", "clipped")  # the other robust rules take no weights
     return server.get("weighting") == "samples" and weighted and not server.get("sha") and not server.get("consistency")

@@ -61,12 +61,13 @@ def recorded_run(
     sites: Sequence[str],
     *,
     models: dict[str, dict[str, Message]] | None = None,
+    opened: dict[str, Site] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by patient.
 
     Args:
-        models: receives site -> role -> final model.
+        models, opened: receive site -> role -> final model, and the sites.
         options: further arguments of `run_local`, and hyper-parameters.
     """
     curves: dict[str, dict[str, dict[int, float]]] = {}
@@ -82,13 +83,13 @@ def recorded_run(
         scores.setdefault(site, {})[role] = cases.to_dict()
         final.setdefault(site, {})[role] = model
 
-    opened: dict[str, Site] = {}
     open_other = options.pop("opener", None) or partial(setting.open, seed=seed)
     final: dict[str, dict[str, Message]] = {} if models is None else models
+    sites_by_name: dict[str, Site] = {} if opened is None else opened
 
     def opener(name: str, role: str) -> Site:
-        opened[name] = open_other(name, role)
-        return opened[name]
+        sites_by_name[name] = open_other(name, role)
+        return sites_by_name[name]
 
     results = run_local(
         method,
@@ -108,7 +109,7 @@ def recorded_run(
     }
     results |= {CURVES: points, SCORES: scores}
     if setting.cross_site:
-        results[CROSS_SITE] = cross_site(final, {name: opened.get(name) or opener(name, "outside") for name in setting.sites})
+        results[CROSS_SITE] = cross_site(final, {name: sites_by_name.get(name) or opener(name, "outside") for name in setting.sites})
     return results
 
 
@@ -195,13 +196,8 @@ def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), h
     check_adaptable(setting.task)
     sites: dict[str, Site] = {}
     models: dict[str, dict[str, Message]] = {}
-
-    def opener(name: str, role: str) -> Site:
-        sites[name] = setting.open(name, role, seed)
-        return sites[name]
-
     inside = [site for site in setting.sites if site not in outside]
-    results = recorded_run(TRAINED_AS, setting, seed, inside, outside=outside, opener=opener, models=models, **(hyper or {}))
+    results = recorded_run(TRAINED_AS, setting, seed, inside, outside=outside, models=models, opened=sites, **(hyper or {}))
     for name, of_site in models.items():
         module, _ = with_batch_statistics(build_deployed(setting.task, of_site["global"]).to(sites[name].device))
         scores = sites[name].score(module, "test")

@@ -145,10 +145,6 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
 
     Raises:
         ConfigError: an unknown metric of classes.
-
-    Examples:
-        >>> weighted_metric(case_table({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, "dice"), "dice", np.array([1.0, 1.0]))
-        array(0.5)
     """
     if "values" in cases.columns:
         return weighted_mean(cases.columns["values"], weights)

@@ -1,7 +1,6 @@
 """Suites: a table of a paper as a study, and the paper's numbers beside ours."""
 
 import json
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -142,14 +141,13 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
 def deviations(suite: Suite, groups: Groups) -> list[str]:
     """Settings of the runs that differ from the suite, one line each."""
     runs = [run for of_label in groups.values() for run in of_label]
-    here: dict[str, Sequence[Any]] = {name: sorted({run[key] for run in runs}) for name, key in (("rounds", "rounds"), ("seeds", "seed"))}
-    here["sites"] = sorted({site for run in runs for site in run["sites"]})
-    there: dict[str, Sequence[Any]] = {"rounds": [suite.settings.rounds], "seeds": sorted(suite.seeds), "sites": sorted(suite.sites)}
-    lines = [
-        f"{name}: {', '.join(map(str, here[name]))}, the suite has {', '.join(map(str, there[name]))}"
-        for name in here
-        if here[name] != there[name]
-    ]
+    compared: dict[str, tuple[list[Any], list[Any]]] = {
+        "rounds": (sorted({run["rounds"] for run in runs}), [suite.settings.rounds]),
+        "seeds": (sorted({run["seed"] for run in runs}), sorted(suite.seeds)),
+        "sites": (sorted({site for run in runs for site in run["sites"]}), sorted(suite.sites)),
+    }
+    texts = {name: [", ".join(map(str, values)) for values in pair] for name, pair in compared.items()}
+    lines = [f"{name}: {here}, the suite has {there}" for name, (here, there) in texts.items() if here != there]
     for task in (run["configuration"]["task"] for run in runs if run["configuration"]["task"]):
         for name, value in load_task(suite.task).to_dict().items():
             if name != "resplit" and task.get(name) != value:
