@@ -159,7 +159,6 @@ def test_another_accounts_kit_is_refused(site: Kit, monkeypatch: pytest.MonkeyPa
     ("name", "odd"),
     [
         ("resources.json", {"class_allow_list": None, "components": []}),
-        ("resources.json", {"components": [{"path": "no id"}]}),
         ("resources.json", {"components": [1]}),
         ("authorization.json", {"permissions": {"lead": "any"}}),
         ("privacy.json", {"scopes": None}),

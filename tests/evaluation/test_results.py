@@ -89,14 +89,12 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("traffic", None, "traffic"),
         ("schema", 2, "schema"),
         ("seed", "7", "seed"),
         ("sites.A.metrics.global.dice", math.nan, "sites.A.metrics.global.dice"),
         ("sites.A.role", "visitor", "sites.A.role"),
         ("sites.A.metrics.personal", None, "personal"),
         ("events.0.kind", "oops", "oops"),
-        ("traffic.up_bytes", -1, "traffic.up_bytes"),
         ("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}, "costs.A.up_bytes"),
         ("status", "FAILED", "reason"),
         ("reason", "because", "reason"),

@@ -44,7 +44,7 @@ def test_a_row_is_parsed() -> None:
         ("fedsm:lam", "lam"),
         ("fedavg:site.selection=last", "site.selection"),
         ("fedavgg", "fedavgg"),
-        ("centralised:server_algorithm=grace", "centralised"),
+        ("single-site:site_algorithm=moon", "site_algorithm"),
         ("constant:selection=last", "selection"),
         ("fedavg:method=prr", "method"),
         ("single-site:method=prrr", "prrr"),
