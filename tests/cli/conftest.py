@@ -1,14 +1,30 @@
-"""Fixtures of startup kits."""
+"""Fixtures of startup kits, and a command that fails."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.fake_kits import Root, make_kit
 from helpers.picture_sites import forget_decoded_sites, make_site, make_task
+from medflare.cli import main
 from medflare.cli.startup_kit import Kit
 
 __all__ = ["forget_decoded_sites", "make_site", "make_task"]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`refused("run", ...)`: the one line that a command which fails ends with."""
+
+    def run(*words: str) -> str:
+        capsys.readouterr()
+        assert main(words) == 1
+        line = capsys.readouterr().err
+        assert line.startswith("medflare: ") and line.count("\n") == 1
+        return line
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What a kit says of its party; certificates by this machine's clock; a handshake that says why a server is not reached."""
+"""What a kit says of its party; certificates of one root; a handshake that says why a server is not reached."""
 
 import socket
 import ssl
@@ -6,13 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from cli.fake_kits import NOW, Root, free_port, make_kit
-from medflare.cli.startup_kit import Kit, certificate_end, check_root, open_kit, server_problem
+from cli.fake_kits import Root, free_port, make_kit
+from medflare.cli.startup_kit import Kit, check_root, open_kit, server_problem
 from medflare.core.errors import ConfigError
 
 
@@ -29,13 +28,6 @@ def test_a_folder_that_is_no_kit_is_refused(tmp_path: Path, site: Kit) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=file.name):
             open_kit(site.folder)
-
-
-@pytest.mark.parametrize("days", [-3, 400])
-def test_a_clock_outside_the_validity_is_named(site: Kit, days: int) -> None:
-    assert certificate_end(site) > NOW
-    with pytest.raises(ConfigError, match="clock"):
-        certificate_end(site, NOW + timedelta(days=days))
 
 
 def test_a_kit_made_of_parts_of_two_is_refused(site: Kit, tmp_path: Path) -> None:
@@ -72,25 +64,25 @@ def listening(kit: Kit, curt: bool = False) -> Iterator[None]:
         thread.join(10)
 
 
-def test_a_server_that_answers_is_no_problem(tmp_path: Path, root: Root) -> None:
-    server = make_kit(tmp_path / "server", root, "server", free_port())
-    with listening(server):
-        assert server_problem(make_kit(tmp_path / "site-1", root, port=server.port)) == ""
+@pytest.fixture
+def served(tmp_path: Path, root: Root) -> Kit:
+    return make_kit(tmp_path / "server", root, "server", free_port())
 
 
 @pytest.mark.parametrize(("same_root", "named"), [(False, "another root"), (True, "handshake")])
-def test_another_federations_server_is_named(tmp_path: Path, root: Root, same_root: bool, named: str) -> None:
+def test_another_federations_server_is_named(tmp_path: Path, served: Kit, same_root: bool, named: str) -> None:
     """A kit of another federation, and one that knows the root and has a certificate of another one."""
-    server = make_kit(tmp_path / "server", root, "server", free_port())
-    stranger = make_kit(tmp_path / "site-1", Root("other"), port=server.port)
-    with listening(server):
-        assert named in server_problem(replace(stranger, root=server.root) if same_root else stranger)
+    stranger = make_kit(tmp_path / "site-1", Root("other"), port=served.port)
+    with listening(served):
+        assert named in server_problem(replace(stranger, root=served.root) if same_root else stranger)
 
 
-def test_a_server_that_closes_without_an_alert_refuses_the_certificate(tmp_path: Path, root: Root) -> None:
-    server = make_kit(tmp_path / "server", root, "server", free_port())
-    with listening(server, curt=True):
-        assert "certificate" in server_problem(make_kit(tmp_path / "site-1", root, port=server.port))
+def test_a_server_answers_or_closes_without_an_alert(site: Kit, served: Kit) -> None:
+    site = replace(site, port=served.port)
+    with listening(served):
+        assert server_problem(site) == ""
+    with listening(served, curt=True):
+        assert "certificate" in server_problem(site)
 
 
 def test_a_server_that_is_not_there_is_named(site: Kit) -> None:

@@ -53,39 +53,25 @@ USUAL = template("site", "resources.json")["class_allow_list"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "verdict", "named"),
+    ("name", "changes", "verdict", "named"),
     [
-        ({}, "ok", ""),
-        ({"class_allow_list": []}, "FAILED", USUAL[0]),
-        ({"class_allow_list": ["medflare.", *USUAL]}, "FAILED", '"medflare."'),
-        ({"class_allow_list": ["*"]}, "FAILED", '"*"'),
-        ({"app_validator": {"path": "of.others"}}, "FAILED", "app_validator"),
-        ({"allow_log_streaming": True}, "warning", "--no-stream-logs"),
-        ({"class_allow_list": None}, "FAILED", "resources.json"),
+        ("resources", {}, "ok", ""),
+        ("resources", {"class_allow_list": []}, "FAILED", USUAL[0]),
+        ("resources", {"class_allow_list": ["medflare.", *USUAL]}, "FAILED", '"medflare."'),
+        ("resources", {"class_allow_list": ["*"]}, "FAILED", '"*"'),
+        ("resources", {"app_validator": {"path": "of.others"}}, "FAILED", "app_validator"),
+        ("resources", {"allow_log_streaming": True}, "warning", "--no-stream-logs"),
+        ("resources", {"class_allow_list": None}, "FAILED", "resources.json"),
+        ("authorization", {"permissions": {"lead": {"byoc": "any"}}}, "warning", "byoc"),
+        ("authorization", {"permissions": []}, "FAILED", "authorization.json"),
+        ("privacy", {"scopes": []}, "warning", "privacy.json"),
+        ("privacy", {"scopes": [1]}, "FAILED", "privacy.json"),
     ],
 )
-def test_the_classes_that_a_job_may_name(site: Kit, changes: dict[str, object], verdict: str, named: str) -> None:
+def test_the_policies(site: Kit, name: str, changes: dict[str, object], verdict: str, named: str) -> None:
     set_up(site, KitSettings())
-    _change(site.local / "resources.json", **changes)
+    _change(site.local / f"{name}.json", **changes)
     assert _found(site, "policies").verdict == verdict and named in _found(site, "policies").text
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "verdict"),
-    [
-        ("authorization.json", {"permissions": {"lead": {"byoc": "any"}}}, "warning"),
-        ("authorization.json", {"permissions": []}, "FAILED"),
-        ("privacy.json", {"scopes": []}, "warning"),
-        ("privacy.json", {"scopes": [1]}, "FAILED"),
-        ("privacy.json", {"scopes": None}, "FAILED"),
-    ],
-)
-def test_the_other_policies(site: Kit, name: str, changes: dict[str, object], verdict: str) -> None:
-    set_up(site, KitSettings())
-    _change(site.local / name, **changes)
-    assert _found(site, "policies").verdict == verdict
-    if verdict == "FAILED":
-        assert name in _found(site, "policies").text
 
 
 def test_a_key_that_others_can_read(site: Kit) -> None:
@@ -98,9 +84,13 @@ def test_a_key_that_others_can_read(site: Kit) -> None:
     assert _found(site, "keys").verdict == "FAILED"
 
 
-@pytest.mark.parametrize(("days", "verdict"), [(365, "ok"), (20, "warning"), (-0.5, "FAILED")])
-def test_a_certificate_before_its_end(tmp_path: Path, root: Root, days: float, verdict: str) -> None:
-    assert _found(make_kit(tmp_path / "site-1", root, days=(-1, days)), "certificate").verdict == verdict
+@pytest.mark.parametrize(
+    ("days", "verdict", "named"),
+    [((-1, 365), "ok", "clock"), ((-1, 20), "warning", "new kit"), ((-1, -0.5), "FAILED", "clock"), ((3, 9), "FAILED", "clock")],
+)
+def test_a_certificate_by_the_clock(tmp_path: Path, root: Root, days: tuple[float, float], verdict: str, named: str) -> None:
+    finding = _found(make_kit(tmp_path / "site-1", root, days=days), "certificate")
+    assert finding.verdict == verdict and named in finding.text
 
 
 @pytest.mark.parametrize(("gigabytes", "verdict"), [(100, "ok"), (9.9, "warning"), (0.9, "FAILED")])

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.pair import BARE, PAIR
+from foreign.install import describe
 from medflare.cli import main
 from medflare.cli.methods import method_listing
 from medflare.core.hyper import described
@@ -56,30 +58,26 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("words", "named"), [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")])
-def test_what_is_no_method_is_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods", *words]) == 1
-    output = capsys.readouterr().err
-    assert named in output and output.count("\n") == 1
+def test_what_is_no_method_is_one_line(words: list[str], named: str, refused: Callable[..., str]) -> None:
+    assert named in refused("methods", *words)
+
+
+COMMAND = [sys.executable, "-m", "medflare.cli", "methods"]
+PATH = ":".join(sys.path)
 
 
 def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(
         "import dataclasses\nfrom cli.pair import PAIR\nMETHOD = dataclasses.replace(PAIR, name='theirs')\n"
     )
-    about = tmp_path / "theirs-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[medflare.methods]\ntheirs = theirs:METHOD\n")
-    path = ":".join([str(tmp_path), *sys.path])
-    command = [sys.executable, "-m", "medflare.cli", "methods"]
-    output = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    environment = {**os.environ, "PYTHONPATH": f"{describe(tmp_path, 'theirs', {'theirs': 'theirs:METHOD'})}:{PATH}"}
+    output = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True).stdout
     assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{output}"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "medflare.cli", "methods"]
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    listing = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": PATH}
+    listing = subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert listing.stdout is not None and listing.stderr is not None
     listing.stdout.close()
     assert listing.stderr.read() == b""

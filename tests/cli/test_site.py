@@ -95,12 +95,6 @@ def test_doctor_counts_what_fails(site: Kit, capsys: pytest.CaptureFixture[str])
     assert [line.split()[1] for line in output if line.startswith("FAILED")] == ["server"] and "1" in output[-1]
 
 
-def test_what_is_no_kit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["site", "doctor", str(tmp_path)]) == 1
-    output = capsys.readouterr().err
-    assert str(tmp_path) in output and output.count("\n") == 1
-
-
 @pytest.mark.parametrize("option", ["--data-root", "--storage"])
 def test_an_unset_variable_is_not_the_current_folder(option: str, site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
 from medflare.evaluation.results import RunRecord, SiteRecord
 from medflare.tasks.config import TaskConfig
@@ -13,21 +14,7 @@ from medflare.tasks.config import TaskConfig
 
 @pytest.fixture
 def task() -> TaskConfig:
-    return TaskConfig(
-        name="tiny",
-        kind="segmentation",
-        target="binary",
-        labels=("disc",),
-        channels=1,
-        size=(8, 8),
-        network={"name": "unet"},
-        loss={"name": "dice"},
-        optimizer={"name": "adam", "lr": 0.001},
-        batch_size=2,
-        local_epochs=1,
-        metric="dice",
-        source="Synthetic discs, generated for tests.",
-    )
+    return small_task(name="tiny", labels=["disc"], source="Synthetic discs, generated for tests.")
 
 
 @pytest.fixture

@@ -16,11 +16,6 @@ from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.config import TaskConfig
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_step_line_has_every_site(history: list[dict[str, Any]]) -> None:
     line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
     sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
@@ -80,7 +75,8 @@ def test_a_terminal_gets_colour_and_tables_that_fit(record: RunRecord, columns: 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", str(columns))
-    terminal = Terminal()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     print_results(build_results(record), terminal)
     text = terminal.getvalue()
     assert "\x1b[" in text and "Dice" in text and "HD95" in text

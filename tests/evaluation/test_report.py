@@ -139,9 +139,7 @@ def test_synthetic_images_are_marked(record: RunRecord, task: TaskConfig) -> Non
 
 def test_names_are_escaped(record: RunRecord, history: list[dict[str, Any]]) -> None:
     named = dataclasses.replace(record, sites={"<script>alert(1)</script>": record.sites["B"]})
-    html = render_report(build_results(named), history)
-    Page(html)
-    assert "<script" not in html
+    assert "<script" not in render_report(build_results(named), history)
 
 
 def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[dict[str, Any]]) -> None:
@@ -149,9 +147,6 @@ def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[d
     assert ("meta", {"http-equiv": "refresh", "content": "10"}) in Page(html).tags
     assert "RUNNING" in Page(html).text and "1 of 2 rounds" in Page(html).text and "COMPLETED" not in html
     assert "http-equiv" not in render_report(build_results(record), history)
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------------
 
 
 def text_of(svg: str | None) -> str:
@@ -173,9 +168,6 @@ def test_pages_without_matplotlib_have_no_figures(
 ) -> None:
     monkeypatch.setattr(figures, "installed", lambda module: module != "matplotlib")
     assert "<svg" not in render_report(build_results(record), history) + render_site_report(segmented())
-
-
-# -- classes -----------------------------------------------------------------------------------------------------------------
 
 
 def test_class_counts_of_all_sites_together_and_of_each(classified: RunRecord) -> None:
@@ -205,8 +197,6 @@ def test_roc_curves_of_every_site(classified: RunRecord) -> None:
     assert all(word in text for word in ("<ill>", "A, AUC 0.750", "B", "sensitivity"))
     assert roc_curves({}, {}, "roc") is None
 
-
-# -- the site's own report ---------------------------------------------------------------------------------------------------
 
 NAMES = ("Meier", "<b>Roe</b>", "Xu")
 
@@ -258,10 +248,14 @@ def test_a_classification_site_report_has_counts_and_probabilities() -> None:
     assert "probability of the true class" in html and "Class by class" in html and html.count("<svg") == 7 and not faults(html)
 
 
-def test_patient_values_of_multilabel_classification() -> None:
+def test_patient_values_of_multilabel_and_binary_classification() -> None:
     task = small_task("classification", target="multilabel")
     cases = Cases(("a", "b"), {}, torch.tensor([[0.9, 0.2, 0.5], [0.5, 0.5, 0.5]]), torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]))
     assert patient_values(cases, task) == pytest.approx({"a": (0.9 + 0.8 + 0.5) / 3, "b": 0.5})
+    cases = Cases(("a", "a", "b"), {}, torch.tensor([[0.9], [0.5], [0.3]]), torch.tensor([1, 1, 0]))
+    assert patient_values(cases, small_task("classification", target="binary", labels=["ill"], loss={"name": "bce"})) == pytest.approx(
+        {"a": 0.7, "b": 0.7}
+    )
 
 
 def test_an_interval_needs_two_patients() -> None:

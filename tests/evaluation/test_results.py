@@ -5,9 +5,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,39 +86,28 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
     assert results["mean"]["inside"]["global"]["dice"] is None
 
 
-def _set(*path_and_value: Any) -> Callable[[dict[str, Any]], None]:
-    *path, value = path_and_value
-
-    def change(results: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            results = results[key]
-        results[path[-1]] = value
-
-    return change
-
-
-VIOLATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing key": (lambda results: results.pop("traffic"), "traffic"),
-    "other schema": (_set("schema", 2), "schema"),
-    "number as text": (_set("seed", "7"), "seed"),
-    "NaN": (_set("sites", "A", "metrics", "global", "dice", math.nan), "sites.A.metrics.global.dice"),
-    "unknown role": (_set("sites", "A", "role", "visitor"), "sites.A.role"),
-    "no personal model": (lambda results: results["sites"]["A"]["metrics"].pop("personal"), "personal"),
-    "unknown event": (_set("events", 0, "kind", "oops"), "oops"),
-    "negative bytes": (_set("traffic", "up_bytes", -1), "traffic.up_bytes"),
-    "negative bytes of a site": (_set("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}), "costs.A.up_bytes"),
-    "failed without reason": (_set("status", "FAILED"), "reason"),
-    "completed with reason": (_set("reason", "because"), "reason"),
-    "hyper-parameters of no algorithm": (_set("configuration", "hyper", {"lam": 0.7}), "configuration.hyper.site"),
-}
-
-
-@pytest.mark.parametrize("name", VIOLATIONS)
-def test_a_violation_of_the_schema_is_named(record: RunRecord, name: str) -> None:
-    change, expected = VIOLATIONS[name]
-    results = copy.deepcopy(build_results(record))
-    change(results)
-    with pytest.raises(ValueError, match=expected):
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("schema", 2, "schema"),
+        ("seed", "7", "seed"),
+        ("sites.A.metrics.global.dice", math.nan, "sites.A.metrics.global.dice"),
+        ("sites.A.role", "visitor", "sites.A.role"),
+        ("sites.A.metrics.personal", None, "personal"),
+        ("events.0.kind", "oops", "oops"),
+        ("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}, "costs.A.up_bytes"),
+        ("status", "FAILED", "reason"),
+        ("reason", "because", "reason"),
+        ("configuration.hyper", {"lam": 0.7}, "configuration.hyper.site"),
+    ],
+)
+def test_a_violation_of_the_schema_is_named(record: RunRecord, path: str, value: Any, named: str) -> None:
+    results: Any = copy.deepcopy(build_results(record))
+    place, (*above, last) = results, path.split(".")
+    for key in above:
+        place = place[int(key) if key.isdecimal() else key]
+    place[last] = value
+    with pytest.raises(ValueError, match=named):
         validate_results(results)
 
 
@@ -129,60 +118,44 @@ def test_json_ready() -> None:
         json_ready({"x": object()})
 
 
-# -- files -------------------------------------------------------------------------------------------------------------------
-
-
 def test_written_results_are_returned_and_read_again(tmp_path: Path, record: RunRecord) -> None:
     results = write_results(tmp_path / "medflare", record)
     assert json.loads((tmp_path / "medflare" / "results.json").read_text()) == results == load_results(tmp_path)
     assert (tmp_path / "medflare" / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_newest_results_below_a_workspace_are_read(tmp_path: Path, record: RunRecord) -> None:
-    old, new = (tmp_path / "server" / job / "medflare" for job in ("first", "second"))
+def test_the_newest_results_below_a_folder_are_read(tmp_path: Path, record: RunRecord) -> None:
+    """Whatever the engine."""
+    old, new = tmp_path / "flare/x/server/simulate_job/medflare", tmp_path / "local"
     write_results(old, record)
     write_results(new, dataclasses.replace(record, seed=8))
     os.utime(old / "results.json", (1, 1))
     assert find_results(tmp_path) == new / "results.json"
+    os.utime(new / "results.json", (0, 0))
+    assert find_results(tmp_path) == old / "results.json"
     assert load_results(old)["seed"] == load_results(old / "results.json")["seed"] == 7
 
 
-def test_missing_results_raise_an_error_with_the_path(tmp_path: Path) -> None:
-    (tmp_path / "task.json").write_text("{}")
-    for path, token in ((tmp_path, str(tmp_path)), (Path("nowhere"), "nowhere"), (tmp_path / "task.json", "task")):
-        with pytest.raises(StateError, match=token):
+def test_missing_or_damaged_results_raise_an_error_with_the_path(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(StateError, match=str(path)):
             load_results(path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])
-def test_damaged_results_raise_an_error_with_the_file(tmp_path: Path, content: str) -> None:
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(StateError, match=r"results\.json"):
-        load_results(tmp_path)
+    for content in ("", "{", "[]", '{"schema": 1}'):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(StateError, match=r"results\.json"):
+            load_results(tmp_path)
 
 
 def test_steps_are_appended_and_read(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+    """A line cut short is skipped, and of a repeated step the last line counts."""
     assert read_rounds(tmp_path) == []
-    for line in history:
-        append_round(tmp_path / "new", line)
-    assert read_rounds(tmp_path / "new") == history
-
-
-def test_a_line_cut_short_is_skipped(tmp_path: Path, history: list[dict[str, Any]]) -> None:
-    append_round(tmp_path, history[0])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    folder = tmp_path / "new"
+    append_round(folder, history[0])
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "rou')
-    append_round(tmp_path, history[1])
-    assert read_rounds(tmp_path) == history[:2]
-
-
-def test_of_a_repeated_step_the_last_line_counts(tmp_path: Path, history: list[dict[str, Any]]) -> None:
-    for line in (*history[:2], {**history[1], "seconds": 9.0}, history[2]):
-        append_round(tmp_path, line)
-    assert [(line["round"], line["seconds"]) for line in read_rounds(tmp_path)] == [(0, 1.5), (1, 9.0), (2, 0.2)]
-
-
-# -- the report of a run in progress -----------------------------------------------------------------------------------------
+    for line in ({**history[1], "seconds": 9.0}, *history[1:]):
+        append_round(folder, line)
+    assert read_rounds(folder) == history
 
 
 def test_a_live_report_is_written_when_due_and_replaced_at_the_end(
@@ -202,11 +175,8 @@ def test_a_live_report_is_written_when_due_and_replaced_at_the_end(
 
 
 def test_a_live_report_that_fails_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> RunRecord:
-        raise ValueError("odd")
-
     monkeypatch.setattr(report, "_PAUSE", 0.0)
-    live = LiveReport()
+    live, broken = LiveReport(), Mock(side_effect=ValueError("odd"))
     assert live.refresh(tmp_path, broken) == "ValueError: odd"
     assert live.refresh(tmp_path, broken) == ""
 

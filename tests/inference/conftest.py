@@ -13,7 +13,7 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from helpers.small_tasks import small_task
 from medflare import run_local
-from medflare.inference.deployed import plain_message, save_model
+from medflare.inference.deployed import StoredModel, load_model, plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig
 
@@ -22,14 +22,16 @@ SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_c
 CLASSIFICATION = small_task("classification")
 
 
-@pytest.fixture(scope="session")
-def segmentation() -> TaskConfig:
-    return SEGMENTATION
+@pytest.fixture
+def unfitted() -> StoredModel:
+    """A model without weights, for a builder of the test's own."""
+    return StoredModel(SEGMENTATION, plain_message({}), {})
 
 
 @pytest.fixture(scope="session")
-def classification() -> TaskConfig:
-    return CLASSIFICATION
+def routed(trained: Callable[..., Path]) -> StoredModel:
+    """IOP-FL's model of the outside site O."""
+    return load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
 
 
 def picture(random: np.random.Generator, level: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
@@ -20,21 +20,20 @@ def message() -> Message:
     return plain_message(initial_network(TASK, seed=3).state_dict(), selected_round=7)
 
 
-def test_plain_model_gives_the_networks_probabilities(message: Message) -> None:
-    network, images = initial_network(TASK, seed=3).eval(), torch.rand(2, 3, 64, 64)
-    model = plain_model(TASK, message)
-    assert not model.training
-    with torch.no_grad():
-        assert torch.equal(model(images), network(images).sigmoid())
+@pytest.fixture
+def delivered(tmp_path: Path, message: Message) -> Path:
+    """The folder of a delivered model."""
+    save_model(tmp_path, TASK, message, {"method": "fedavg", "metrics": {"dice": 1 / 3, "hd95": None}})
+    return tmp_path
 
 
 def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path / "model", TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5, "hd95": None}})
     stored = load_model(tmp_path / "model")
     assert stored.task == TASK and stored.kind == "plain" and stored.message.meta["selected_round"] == 7
-    images = torch.rand(1, 3, 64, 64)
+    network, images = initial_network(TASK, seed=3).eval(), torch.rand(2, 3, 64, 64)
     with torch.no_grad():
-        assert torch.equal(stored.build()(images), plain_model(TASK, message)(images))
+        assert torch.equal(stored.build()(images), network(images).sigmoid())
     assert {file.name for file in (tmp_path / "model").iterdir()} == {"model.safetensors", "card.json"}
     card = json.loads((tmp_path / "model/card.json").read_text())
     assert card["schema"] == 1 and card["method"] == "fedavg" and card["fingerprint"] == TASK.fingerprint() and card["versions"]["torch"]
@@ -42,18 +41,9 @@ def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -
 
 def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
     save_model(tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {})
-
-    class Scaled(nn.Module):
-        def __init__(self, by: Tensor) -> None:
-            super().__init__()
-            self.by = by
-
-        def forward(self, images: Tensor) -> Tensor:
-            return images * self.by
-
     stored = load_model(tmp_path)
-    built = stored.build(lambda task, message: Scaled(message.states["scale"]["by"]))
-    assert torch.equal(built(torch.ones(2)), torch.full((2,), 2.0))
+    built = stored.build(lambda task, message: nn.PReLU(init=message.states["scale"]["by"].item()))
+    assert torch.equal(built(-torch.ones(2)), torch.full((2,), -2.0))
     with pytest.raises(ConfigError, match="doubled"):
         stored.build()
     with pytest.raises(StateError, match="model"):
@@ -88,15 +78,15 @@ def _swap_weights(folder: Path, message: Message) -> None:
         (lambda folder, message: (folder / "model.safetensors").unlink(), "model"),
         (lambda folder, message: (folder / "card.json").write_text("{"), "card"),
         (lambda folder, message: (folder / "card.json").write_text("[]"), "card"),
+        (lambda folder, message: (folder / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n."), "model"),  # a pickle
         (lambda folder, message: _damage(folder, "model.safetensors"), "model"),
         (lambda folder, message: _swap_weights(folder, message), "model"),
     ],
 )
-def test_damaged_folders_are_refused(tmp_path: Path, message: Message, spoil: Any, named: str) -> None:
-    save_model(tmp_path, TASK, message, {"method": "fedavg"})
-    spoil(tmp_path, message)
+def test_damaged_folders_are_refused(delivered: Path, message: Message, spoil: Any, named: str) -> None:
+    spoil(delivered, message)
     with pytest.raises(StateError, match=named):
-        load_model(tmp_path)
+        load_model(delivered)
 
 
 @pytest.mark.parametrize(
@@ -109,50 +99,45 @@ def test_damaged_folders_are_refused(tmp_path: Path, message: Message, spoil: An
     ids=["of a later medflare", "images beyond the bounds", "a transform beyond any memory"],
 )
 def test_a_signed_card_with_an_unusable_task_is_refused(
-    tmp_path: Path, message: Message, settings: dict[str, Any], error: type[Exception], named: str
+    delivered: Path, settings: dict[str, Any], error: type[Exception], named: str
 ) -> None:
-    save_model(tmp_path, TASK, message, {})
-    card = json.loads((tmp_path / "card.json").read_text())
+    card = json.loads((delivered / "card.json").read_text())
     card["task"] |= settings
-    (tmp_path / "card.json").write_text(json.dumps(signed(card)))
+    (delivered / "card.json").write_text(json.dumps(signed(card)))
     with pytest.raises(error, match=named):
-        load_model(tmp_path)
+        load_model(delivered)
 
 
 @pytest.mark.parametrize(
     "change", [{"labels": ["cup", "disc"]}, {"metrics": {"dice": 0.99}}, {"approved": "by all"}, {"task": {}}, {"signature": "0" * 64}]
 )
-def test_a_card_that_was_changed_is_refused(tmp_path: Path, message: Message, change: dict[str, Any]) -> None:
-    save_model(tmp_path, TASK, message, {"method": "fedavg", "metrics": {"dice": 1 / 3, "hd95": None}})
-    load_model(tmp_path)
-    card = json.loads((tmp_path / "card.json").read_text())
-    (tmp_path / "card.json").write_text(json.dumps(card))
-    load_model(tmp_path)  # written otherwise, and the same
-    (tmp_path / "card.json").write_text(json.dumps({**card, **change}))
+def test_a_card_that_was_changed_is_refused(delivered: Path, change: dict[str, Any]) -> None:
+    card = json.loads((delivered / "card.json").read_text())
+    (delivered / "card.json").write_text(json.dumps(card))
+    load_model(delivered)  # written otherwise, and the same
+    (delivered / "card.json").write_text(json.dumps({**card, **change}))
     with pytest.raises(StateError, match="signature"):
-        load_model(tmp_path)
+        load_model(delivered)
 
 
-def test_a_card_without_signature_is_refused_unless_it_is_allowed(tmp_path: Path, message: Message) -> None:
-    save_model(tmp_path, TASK, message, {})
-    card = json.loads((tmp_path / "card.json").read_text())
+def test_a_card_without_signature_is_refused_unless_it_is_allowed(delivered: Path) -> None:
+    card = json.loads((delivered / "card.json").read_text())
     del card["signature"]
-    (tmp_path / "card.json").write_text(json.dumps(card))
+    (delivered / "card.json").write_text(json.dumps(card))
     with pytest.raises(StateError, match="--unsigned"):
-        load_model(tmp_path)
-    assert load_model(tmp_path, unsigned=True).kind == "plain"
-    (tmp_path / "card.json").write_text(json.dumps({**card, "signature": None}))
+        load_model(delivered)
+    assert load_model(delivered, unsigned=True).kind == "plain"
+    (delivered / "card.json").write_text(json.dumps({**card, "signature": None}))
     with pytest.raises(StateError, match="signature"):
-        load_model(tmp_path, unsigned=True)
+        load_model(delivered, unsigned=True)
 
 
 @pytest.mark.parametrize("depth", [600, 100_000])
-def test_a_deeply_nested_card_is_refused(tmp_path: Path, message: Message, depth: int) -> None:
-    save_model(tmp_path, TASK, message, {})
-    text = (tmp_path / "card.json").read_text().rstrip().removesuffix("}")
-    (tmp_path / "card.json").write_text(f'{text}, "more": {"[" * depth}{"]" * depth}}}')
+def test_a_deeply_nested_card_is_refused(delivered: Path, depth: int) -> None:
+    text = (delivered / "card.json").read_text().rstrip().removesuffix("}")
+    (delivered / "card.json").write_text(f'{text}, "more": {"[" * depth}{"]" * depth}}}')
     with pytest.raises(StateError, match="card"):
-        load_model(tmp_path)
+        load_model(delivered)
 
 
 def test_texts_of_a_card_are_printable(tmp_path: Path, message: Message) -> None:

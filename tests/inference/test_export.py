@@ -12,14 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from inference.conftest import CLASSIFICATION, SEGMENTATION
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
-from medflare.inference.deployed import StoredModel, load_model, plain_message, signed
+from medflare.inference.deployed import StoredModel, load_model, signed
 from medflare.inference.export import export, largest_difference
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 
 pytestmark = [
@@ -36,16 +37,13 @@ def built(stored: StoredModel) -> Any:
 
 
 @pytest.fixture
-def super_model(trained: Callable[..., Path], segmentation: TaskConfig) -> StoredModel:
+def super_model(trained: Callable[..., Path]) -> StoredModel:
     """A super model whose members all get their turn: γ between the scores that its selector gives to random images."""
     stored = load_model(trained("fedsm") / "models/deployed")
     with torch.no_grad():
         scores = built(stored).scores(IMAGES).amax(dim=1)
     stored.message.meta["gamma"] = float(scores.median())
     return stored
-
-
-# -- TorchScript and ONNX --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
@@ -65,10 +63,10 @@ def test_torchscript_of_super_models(combine: str | None, trained: Callable[...,
 
 
 @pytest.mark.slow
-def test_onnx(super_model: StoredModel, untrained: Callable[..., Path], classification: TaskConfig, tmp_path: Path) -> None:
+def test_onnx(super_model: StoredModel, untrained: Callable[..., Path], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    for name, stored in {"super": super_model, "plain": load_model(untrained(classification))}.items():
+    for name, stored in {"super": super_model, "plain": load_model(untrained(CLASSIFICATION))}.items():
         result = export(stored, "onnx", tmp_path / name, builder=build_deployed)
         assert result.difference < 1e-5
         session = onnxruntime.InferenceSession(str(tmp_path / name / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -78,20 +76,15 @@ def test_onnx(super_model: StoredModel, untrained: Callable[..., Path], classifi
         torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]), expected, rtol=0, atol=1e-5)
 
 
-def test_a_site_adapted_model_keeps_its_statistics(
-    trained: Callable[..., Path], data_root: Path, segmentation: TaskConfig, tmp_path: Path
-) -> None:
+def test_a_site_adapted_model_keeps_its_statistics(trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
     plain = load_model(trained("fedavg") / "models/global")
-    site = open_site("O", segmentation, role="outside", data_root=data_root)
+    site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
     stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
     export(stored, "torchscript", tmp_path, builder=build_deployed)
     images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
     with torch.no_grad():
         torch.testing.assert_close(recorded(images), built(stored)(images), rtol=0, atol=1e-6)
         assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)
-
-
-# -- nothing is handed out unchecked ---------------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -108,36 +101,28 @@ class Unrecordable(nn.Module):
 
 @pytest.mark.parametrize(("model", "named"), [(Branches(), "differs"), (Unrecordable(), "not while tracing")])
 def test_a_model_that_is_recorded_wrongly_or_not_at_all_is_refused(
-    model: nn.Module, named: str, segmentation: TaskConfig, tmp_path: Path
+    model: nn.Module, named: str, unfitted: StoredModel, tmp_path: Path
 ) -> None:
-    stored = StoredModel(segmentation, plain_message({}), {})
     with pytest.raises(ExportError, match=named):
-        export(stored, "torchscript", tmp_path / "out", builder=lambda task, message: model)
+        export(unfitted, "torchscript", tmp_path / "out", builder=lambda task, message: model)
     assert not (tmp_path / "out").exists()
 
 
-def test_shapes_and_nan_count_as_infinitely_different(segmentation: TaskConfig) -> None:
-    assert largest_difference(lambda x: x, lambda x: x + 0.25, segmentation) == pytest.approx(0.25)
-    assert largest_difference(lambda x: x, lambda x: x[:1], segmentation) == float("inf")
-    assert largest_difference(lambda x: x, lambda x: x / 0, segmentation) == float("inf")
+def test_shapes_and_nan_count_as_infinitely_different() -> None:
+    assert largest_difference(lambda x: x, lambda x: x + 0.25, SEGMENTATION) == pytest.approx(0.25)
+    assert largest_difference(lambda x: x, lambda x: x[:1], SEGMENTATION) == float("inf")
+    assert largest_difference(lambda x: x, lambda x: x / 0, SEGMENTATION) == float("inf")
 
 
-def test_models_that_adapt_to_their_images_are_refused(trained: Callable[..., Path], tmp_path: Path) -> None:
-    routed = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+def test_models_that_adapt_and_unknown_formats_are_refused(trained: Callable[..., Path], routed: StoredModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="routed"):
         export(routed, "onnx", tmp_path, builder=build_deployed)
     plain = load_model(trained("fedavg") / "models/global")
     tent = StoredModel(plain.task, with_tent(plain.message, plain.task), {})
     with pytest.raises(ExportError, match="tent"):
         export(tent, "torchscript", tmp_path, builder=build_deployed)
-
-
-def test_an_unknown_format_is_refused(untrained: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="caffe"):
-        export(load_model(untrained()), "caffe", tmp_path)
-
-
-# -- MONAI bundle ----------------------------------------------------------------------------------------------------------
+        export(plain, "caffe", tmp_path)
 
 
 def run_bundle(root: Path, images: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **override: str) -> None:
@@ -180,9 +165,9 @@ def test_a_bundle_predicts_as_medflare_does(
 
 
 def test_a_bundle_of_a_classifier_writes_a_table(
-    untrained: Callable[..., Path], classification: TaskConfig, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untrained: Callable[..., Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    colour = load_task({**classification.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}})
+    colour = load_task({**CLASSIFICATION.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}})
     stored = load_model(untrained(colour))
     export(stored, "monai", tmp_path / "bundle")
     run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch)
@@ -204,16 +189,14 @@ def test_a_bundle_of_a_classifier_writes_a_table(
         {"intensity": {"name": "ScaleIntensity", "_mode_": "callable"}},
     ],
 )
-def test_a_card_never_becomes_code(changes: dict[str, Any], segmentation: TaskConfig) -> None:
-    task = replace(segmentation, **changes)
+def test_a_card_never_becomes_code(changes: dict[str, Any]) -> None:
     with pytest.raises(ExportError, match="MONAI"):
-        definition(task)
+        definition(replace(SEGMENTATION, **changes))
 
 
-def test_intensity_arguments_are_no_code_either(segmentation: TaskConfig) -> None:
-    task = replace(segmentation, intensity={"name": "ScaleIntensity", "dtype": "$print()"})
+def test_intensity_arguments_are_no_code_either() -> None:
     with pytest.raises(ExportError, match="print"):
-        inference_config(task, {})
+        inference_config(replace(SEGMENTATION, intensity={"name": "ScaleIntensity", "dtype": "$print()"}), {})
 
 
 def test_a_module_that_no_configuration_describes_is_refused() -> None:

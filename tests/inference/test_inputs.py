@@ -50,13 +50,6 @@ def test_earlier_results_are_no_inputs(tmp_path: Path) -> None:
         find_inputs([tmp_path / "in"], tmp_path / "in")
 
 
-def test_empty_folders_are_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    inputs, problems = find_inputs([tmp_path / "empty", tmp_path / "gone.png"], tmp_path / "out")
-    assert [item.path.name for item in inputs] == ["gone.png"], "a missing file is for the reader to report"
-    assert len(problems) == 1 and "empty: no images in this folder" in problems[0]
-
-
 def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     for number in range(3):
         write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)

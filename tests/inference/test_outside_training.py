@@ -75,20 +75,18 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     changed(root / "A", images, "wide", lambda values: np.tile(values, (3, 3, 3)))
     changed(root / "A", images, "bright", lambda values: values + 5000)
     changed(root / "A", images, "scaled", lambda values: values / 255)
+    named = {"coarse": "spacing", "wide": "field of view", "bright": "intensities", "scaled": "intensities"}
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "all")]) == 0
     actual = rows_of(tmp_path / "all")
     odd = {name: text for name, text in actual.items() if text}
     assert len(odd) == 4 and len(actual) == 4 + len(entries)
-    (coarse,), (wide,), (bright,), (scaled,) = (
-        [odd[n] for n in odd if n.startswith(name)] for name in ("coarse", "wide", "bright", "scaled")
-    )
-    assert "spacing" in coarse and "field of view" in wide and "mm" in wide and "intensities" in bright and "intensities" in scaled
+    assert all(named[name.partition("_")[0]] in text for name, text in odd.items())
     printed = capsys.readouterr()
-    assert all(f"{name}_" in printed.err for name in ("coarse", "wide", "bright", "scaled")) and f"4 of {len(actual)} images" in printed.out
+    assert all(f"{name}_" in printed.err for name in named) and f"4 of {len(actual)} images" in printed.out
 
     assert main([*command[:3], "--out", str(tmp_path / "strict"), "--strict"]) == 1
     printed = capsys.readouterr()
-    assert all(f"{name}_" in printed.err for name in ("coarse", "wide", "bright", "scaled")) and "4 failed" in printed.out
+    assert all(f"{name}_" in printed.err for name in named) and "4 failed" in printed.out
     assert len(rows_of(tmp_path / "strict")) == len(entries)
     assert not list((tmp_path / "strict").rglob("wide*"))
 

@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from helpers.final_models import probabilities
-from helpers.small_tasks import predicted, score
+from helpers.small_tasks import predicted, score, small_task
+from inference.conftest import CLASSIFICATION, SEGMENTATION
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -38,68 +39,59 @@ def rows_of(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# -- the same numbers as the run itself ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("role", ["global", "personal", "deployed"])
-def test_a_sites_test_images_give_the_numbers_of_the_run(
-    role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
-) -> None:
+def test_a_sites_test_images_give_the_numbers_of_the_run(role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
     folder = trained("fedsm", choose_by="image")  # `predict` knows no patients
     stored = load_model(folder / "sites/B" / role)
-    site = open_site("B", segmentation, data_root=data_root)
+    site = open_site("B", SEGMENTATION, data_root=data_root)
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     actual = probabilities(stored, data_root / "B/test", tmp_path)
     assert torch.equal(actual, expected), "bitwise: same images, order and batches"
     results = json.loads((folder / "results.json").read_text())
     data = site.data.test
-    measured = score(actual, data.targets, data.patients, segmentation, ["dice"], data.spacings)
+    measured = score(actual, data.targets, data.patients, SEGMENTATION, ["dice"], data.spacings)
     assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
 def test_the_same_for_classification(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
 
     def opener(name: str, role: str) -> Site:
-        return open_site(name, classification, data_root=data_root / name / "grades")
+        return open_site(name, CLASSIFICATION, data_root=data_root / name / "grades")
 
-    run = trained("fedsm", classification, opener=opener, choose_by="image")
+    run = trained("fedsm", CLASSIFICATION, opener=opener, choose_by="image")
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
     written = torch.tensor([[float(row[f"probability_{label}"]) for label in stored.task.labels] for row in rows])
-    site = open_site("A", classification, data_root=data_root / "A/grades")
+    site = open_site("A", CLASSIFICATION, data_root=data_root / "A/grades")
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert torch.equal(written, expected), "nine digits hold a float32"
     assert [row["label"] for row in rows] == [stored.task.labels[place] for place in expected.argmax(dim=1).tolist()]
     assert {row["model"] for row in rows} <= {"global", "A", "B"} and "mask" not in rows[0]
 
 
-def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
-) -> None:
-    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
-    site = open_site("O", segmentation, role="outside", data_root=data_root)
-    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
-    assert stored.kind == "routed"
-    assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path), expected)
-    assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path, adapt="none"), expected), "the fit that was delivered"
-    refitted = probabilities(stored, data_root / "A/test", tmp_path)
-    assert not torch.equal(refitted, probabilities(stored, data_root / "A/test", tmp_path, adapt="none"))
-    states = {entry: state for entry, state in stored.message.states.items() if entry != "router"}
-    unfitted = StoredModel(stored.task, Message(states, stored.message.meta), {})
+def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(routed: StoredModel, data_root: Path, tmp_path: Path) -> None:
+    site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
+    expected = predicted(site, build_deployed(routed.task, routed.message), "test")
+    assert routed.kind == "routed"
+    assert torch.equal(probabilities(routed, data_root / "O/test", tmp_path), expected)
+    assert torch.equal(probabilities(routed, data_root / "O/test", tmp_path, adapt="none"), expected), "the fit that was delivered"
+    refitted = probabilities(routed, data_root / "A/test", tmp_path)
+    assert not torch.equal(refitted, probabilities(routed, data_root / "A/test", tmp_path, adapt="none"))
+    states = {entry: state for entry, state in routed.message.states.items() if entry != "router"}
+    unfitted = StoredModel(routed.task, Message(states, routed.message.meta), {})
     assert torch.equal(refitted, probabilities(unfitted, data_root / "A/test", tmp_path)), "whatever it was fitted to before"
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "auto"])
 def test_images_for_adaptation_are_read_again_and_not_kept(
-    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tta: str, routed: StoredModel, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than two batches are in memory; an unreadable image is reported once."""
-    routed = trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
-    stored = load_model(routed if tta == "auto" else trained("fedavg") / "sites/A/global")
+    stored = routed if tta == "auto" else load_model(trained("fedavg") / "sites/A/global")
     seen: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -121,7 +113,7 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
     assert most <= 2 * scoring_batch(stored.task)
 
 
-def test_slices_of_one_volume_are_of_one_patient(segmentation: TaskConfig) -> None:
+def test_slices_of_one_volume_are_of_one_patient() -> None:
     """A super model that chooses by patient uses one network for them, as the evaluation does."""
 
     class Always(nn.Module):
@@ -140,18 +132,15 @@ def test_slices_of_one_volume_are_of_one_patient(segmentation: TaskConfig) -> No
     levels = torch.tensor([5.0, -1.0, *[0.5] * 8])
     images = levels[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
     networks: list[nn.Module] = [Always(3.0), Always(-3.0), Always(0.0)]
-    model = SuperModel(segmentation, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
+    model = SuperModel(SEGMENTATION, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
-    expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).predictions(model, "test")])
-    acquired = acquisition_of(reading.Image(images[0].numpy()), segmentation)
+    expected = torch.cat([answer[0] for answer in Site("S", SEGMENTATION, SiteData(data, data, data)).predictions(model, "test")])
+    acquired = acquisition_of(reading.Image(images[0].numpy()), SEGMENTATION)
     volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
     pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
-    whole, *alone = predictions(model, [volume, *pictures], segmentation)
+    whole, *alone = predictions(model, [volume, *pictures], SEGMENTATION)
     assert torch.equal(whole.probabilities, expected) and len(set(whole.answered)) == 1 and len(whole.answered) == 10
     assert len({one.answered for one in alone}) == 2, "pictures may be of several patients"
-
-
-# -- files -----------------------------------------------------------------------------------------------------------------
 
 
 def test_masks_and_table(trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
@@ -195,9 +184,9 @@ def test_every_format_in_its_own_geometry(tmp_path: Path, write_dicom: Callable[
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_volume_is_its_slices(axis: int, tmp_path: Path, segmentation: TaskConfig) -> None:
+def test_a_volume_is_its_slices(axis: int, tmp_path: Path) -> None:
     """Each slice of a predicted volume is the prediction of that slice alone, by a model that calls bright what is bright."""
-    task = load_task({**segmentation.to_dict(), "slices": {"axis": axis}})
+    task = load_task({**SEGMENTATION.to_dict(), "slices": {"axis": axis}})
     volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
     nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "v.nii")
     model = StoredModel(task, plain_message({}), {})
@@ -218,15 +207,11 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path, segmentation: TaskCon
         np.testing.assert_array_equal(alone, np.take(whole.transpose(1, 0, 2), number, axis=axis))
 
 
-def test_multilabel_and_binary_tables(tmp_path: Path, classification: TaskConfig, untrained: Callable[..., Path]) -> None:
-    random = np.random.default_rng(0)
-    for number in range(3):
-        Image.fromarray(random.integers(0, 255, (16, 16)).astype(np.uint8)).save(tmp_path / f"{number}.png")
-    several = load_task({**classification.to_dict(), "target": "multilabel", "labels": ["oedema", "nodule"], "loss": {"name": "bce"}})
-    one = load_task({**classification.to_dict(), "target": "binary", "labels": ["melanoma"], "loss": {"name": "bce"}})
-    images = [tmp_path / f"{number}.png" for number in range(3)]
+def test_multilabel_and_binary_tables(data_root: Path, tmp_path: Path, untrained: Callable[..., Path]) -> None:
+    several = small_task("classification", target="multilabel", labels=["oedema", "nodule"], loss={"name": "bce"})
+    one = small_task("classification", target="binary", labels=["melanoma"], loss={"name": "bce"})
     for task in (several, one):
-        predict(load_model(untrained(task)), images, tmp_path / f"out-{task.target}")
+        predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / f"out-{task.target}")
     for row in rows_of(tmp_path / "out-multilabel"):
         chosen = [label for label in several.labels if float(row[f"probability_{label}"]) > 0.5]
         assert row["label"] == ";".join(chosen)
@@ -236,7 +221,7 @@ def test_multilabel_and_binary_tables(tmp_path: Path, classification: TaskConfig
         assert row["label"] == ("melanoma" if p > 0.5 else "not melanoma")
 
 
-def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> None:
+def test_batches_run_across_files(tmp_path: Path) -> None:
     sizes = []
 
     class Counting(nn.Module):
@@ -246,13 +231,10 @@ def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> N
 
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 11), np.uint8), np.eye(4)), tmp_path / "v.nii")
     Image.fromarray(np.full((4, 4), 255, np.uint8)).save(tmp_path / "p.png")
-    prepared = [prepare(Input(tmp_path / name, name), segmentation) for name in ("p.png", "v.nii", "p.png")]
-    actual = list(predictions(Counting(), prepared, segmentation))
+    prepared = [prepare(Input(tmp_path / name, name), SEGMENTATION) for name in ("p.png", "v.nii", "p.png")]
+    actual = list(predictions(Counting(), prepared, SEGMENTATION))
     assert sizes == [8, 5]
     assert [part.probabilities.mean().item() for part in actual] == [1, 0, 1]
-
-
-# -- what goes wrong -------------------------------------------------------------------------------------------------------
 
 
 def test_a_broken_image_is_named_and_the_others_are_predicted(
@@ -278,13 +260,12 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(
     assert {file.name for file in (tmp_path / "out/images").iterdir()} == {"a_seg.png", "c_seg.png"}
 
 
-def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, segmentation: TaskConfig) -> None:
+def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, unfitted: StoredModel) -> None:
     class Broken(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             return torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images)
 
-    stored = StoredModel(segmentation, plain_message({}), {})
-    summary = predict(stored, [data_root / "A/test"], tmp_path, builder=lambda task, message: Broken())
+    summary = predict(unfitted, [data_root / "A/test"], tmp_path, builder=lambda task, message: Broken())
     assert 0 < summary.images < 9 and summary.images + len(summary.failed) == 9
 
 
@@ -298,44 +279,31 @@ def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, segmentation: T
     ],
 )
 def test_a_wrong_setting_is_refused(
-    settings: dict[str, Any], named: str, tmp_path: Path, data_root: Path, segmentation: TaskConfig, untrained: Callable[..., Path]
+    settings: dict[str, Any], named: str, tmp_path: Path, data_root: Path, untrained: Callable[..., Path]
 ) -> None:
-    task = load_task({**segmentation.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
+    task = load_task({**SEGMENTATION.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
     with pytest.raises(ConfigError, match=named):
         predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / "out", **settings)
 
 
-LARGE = {"background": [0], "square": [70000]}
-
-
 def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(
-    untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, write_dicom: Callable[..., None]
+    untrained: Callable[..., Path], tmp_path: Path, write_dicom: Callable[..., None]
 ) -> None:
-    task = load_task({**segmentation.to_dict(), "target": "multiclass", "labels": list(LARGE), "label_values": LARGE})
+    """Bright is the second class, whose value does not fit a PNG."""
+
+    class TwoClasses(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            bright = (images[:, :1] > 0.5).float()
+            return torch.cat([1 - bright, bright], dim=1)
+
+    values = {"background": [0], "square": [70000]}
+    task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": list(values), "label_values": values})
     stored = StoredModel(task, plain_message({}), {})
     for name, level in (("dark", 0), ("light", 255)):
         write_dicom(tmp_path / f"in/{name}/one", np.full((8, 8), level, np.uint8))
     summary = predict(stored, [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: TwoClasses())
     assert summary.images == 1 and len(rows_of(tmp_path / "out")) == 1
     assert len(summary.failed) == 1 and "light/one" in summary.failed[0]
-
-
-class TwoClasses(nn.Module):
-    """Bright is the second class."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        bright = (images[:, :1] > 0.5).float()
-        return torch.cat([1 - bright, bright], dim=1)
-
-
-def test_a_changed_model_is_not_loaded(
-    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
-) -> None:
-    model = untrained()
-    (model / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n.")  # the beginning of a pickle
-    assert main(["predict", str(model), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
-    assert "model.safetensors" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_image_that_is_too_large_names_the_option_that_takes_it(

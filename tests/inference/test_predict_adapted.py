@@ -9,21 +9,21 @@ import torch
 
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted
+from inference.conftest import SEGMENTATION
 from medflare.adaptation.registry import dsbn_for, with_dsbn, with_tent
 from medflare.core.errors import ConfigError
 from medflare.inference.deployed import StoredModel, load_model
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
-from medflare.tasks.config import TaskConfig
 from medflare.training.opening import open_site
 
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
 def test_a_requested_adaptation_gives_the_numbers_of_the_method(
-    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path
 ) -> None:
     stored = load_model(trained("fedavg") / "sites/A/global")
-    site = open_site("O", segmentation, role="outside", data_root=data_root)
+    site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
     tent = with_tent(stored.message, stored.task)
     message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
     expected = predicted(site, build_deployed(stored.task, message), "test")
@@ -40,17 +40,17 @@ def test_a_requested_adaptation_gives_the_numbers_of_the_method(
 @pytest.mark.parametrize("tta", ["auto", "none", "tent", "dsbn"])
 @pytest.mark.parametrize("kind", ["plain", "tent", "dsbn"])
 def test_every_adaptation_of_every_delivered_one(
-    kind: str, tta: str, untrained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+    kind: str, tta: str, untrained: Callable[..., Path], data_root: Path, tmp_path: Path
 ) -> None:
     """The requested adaptation replaces that of the model; its base is the same network."""
     plain = load_model(untrained())
-    site = open_site("A", segmentation, data_root=data_root)
+    site = open_site("A", SEGMENTATION, data_root=data_root)
     messages = {
         "plain": plain.message,
-        "tent": with_tent(plain.message, segmentation),
-        "dsbn": dsbn_for(site, plain.message, partial(build_deployed, segmentation)),
+        "tent": with_tent(plain.message, SEGMENTATION),
+        "dsbn": dsbn_for(site, plain.message, partial(build_deployed, SEGMENTATION)),
     }
-    stored = {name: StoredModel(segmentation, message, {}) for name, message in messages.items()}
+    stored = {name: StoredModel(SEGMENTATION, message, {}) for name, message in messages.items()}
     images = data_root / "O/test"
     as_if = {"auto": (kind, "auto"), "none": ("dsbn" if kind == "dsbn" else "plain", "none")}.get(tta, ("plain", tta))
     expected = probabilities(stored[as_if[0]], images, tmp_path, as_if[1])
@@ -61,8 +61,7 @@ def test_every_adaptation_of_every_delivered_one(
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
 def test_a_model_that_normalizes_by_the_test_images_has_no_further_adaptation(
-    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path
+    tta: str, routed: StoredModel, data_root: Path, tmp_path: Path
 ) -> None:
-    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
     with pytest.raises(ConfigError, match="routed"):
-        predict(stored, [data_root / "O/test"], tmp_path / "out", builder=build_deployed, adapt=tta)
+        predict(routed, [data_root / "O/test"], tmp_path / "out", builder=build_deployed, adapt=tta)

@@ -13,7 +13,7 @@ from medflare.federation.local.loop import run_local
 from medflare.studies import references
 from medflare.studies.references import CONSTANT, CROSS_SITE, Setting, batch_statistics, constant_answer, pooled, recorded_run, single_site
 from medflare.studies.tables import StudyTables
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.training.constant import constant_predictions
 from medflare.training.site import Site
 
@@ -79,27 +79,21 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
     assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})
 
 
-# -- the constant answer -----------------------------------------------------------------------------------------------
-
-
 def labelled(targets: torch.Tensor) -> Split:
     names = tuple(str(number) for number in range(len(targets)))
     return Split(torch.zeros(len(targets), 1, 16, 16), targets, names, names)
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, data: dict[str, SiteData]) -> None:
-    def open_site(name: str, task: TaskConfig, **_: Any) -> Site:
-        return Site(name, task, data[name])
-
-    monkeypatch.setattr(references, "open_site", open_site)
-
-
-def grades(*of: int) -> Split:
-    return labelled(torch.tensor(of, dtype=torch.long))
+    monkeypatch.setattr(references, "open_site", lambda name, task, **_: Site(name, task, data[name]))
 
 
 def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """The majority of A's images is 0, of all images 2."""
+
+    def grades(*of: int) -> Split:
+        return labelled(torch.tensor(of, dtype=torch.long))
+
     data = {
         "A": SiteData(grades(0, 0, 2), grades(2), grades(0, 0, 2, 2)),
         "B": SiteData(grades(2, 2, 2), grades(2), grades(2, 0)),

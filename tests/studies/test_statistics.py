@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 
 from helpers.small_tasks import score, small_task
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
@@ -78,9 +77,6 @@ def test_models_of_several_sites_are_averaged(record: RunRecord) -> None:
     assert values_of([run], "personal/*", "outside") == pytest.approx([0.4])
 
 
-# -- over patients -----------------------------------------------------------------------------------------------------------
-
-
 def run(seed: int, sites: Mapping[str, Mapping[str, Any]], outside: str = "") -> Run:
     """A run in which the model "m" scored these cases."""
     about: dict[str, Any] = {name: {"role": "outside" if name == outside else "inside", "metrics": {}} for name in sites}
@@ -99,18 +95,6 @@ def predictions(positive: Sequence[float], truth: Sequence[int], patients: str =
 def compared(first: Run | list[Run], second: Run | list[Run], metric: str = "dice") -> Comparison:
     runs = [of if isinstance(of, list) else [of] for of in (first, second)]
     return compare_patients((runs[0], "m"), (runs[1], "m"), metric)
-
-
-def test_weighted_areas_are_those_of_scikit_learn() -> None:
-    """With ties, and with cases that a resample omits or draws several times; without one of the classes there is no area."""
-    rng = np.random.default_rng(0)
-    positive, truth = rng.integers(0, 6, 40) / 5, rng.integers(0, 2, 40)
-    weights = rng.multinomial(40, np.full(40, 1 / 40), size=20).astype(float)
-    cases = case_table(predictions(positive.tolist(), truth.tolist()), "auc_macro")
-    assert cases is not None
-    expected = [roc_auc_score(truth, positive, sample_weight=drawn) for drawn in weights]
-    assert weighted_metric(cases, "auc_macro", weights) == pytest.approx(expected)
-    assert np.isnan(weighted_metric(cases, "auc_macro", (truth == 1).astype(float)))
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy", "f1_macro", "auc_macro"])
@@ -139,6 +123,7 @@ def test_patients_are_compared_within_their_sites() -> None:
     assert comparison.interval == pytest.approx((0.05, 0.15)), "A's resampled means are 0.1, 0.2 and 0.3"
     assert comparison.p == pytest.approx(0.5) and comparison.n == 4
     assert compared(second, first).difference == pytest.approx(-0.1)
+    assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == Comparison(0.25, None, None, 1), "one patient"
 
 
 def test_a_patient_of_two_seeds_is_one_patient() -> None:
@@ -197,7 +182,3 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
 )
 def test_runs_of_other_patients_are_not_paired(other: Run) -> None:
     assert compared(run(0, {"A": dice(a=0.5, b=0.5)}), other) == Comparison()
-
-
-def test_one_patient_has_a_difference_and_no_interval() -> None:
-    assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == Comparison(0.25, None, None, 1)

@@ -76,14 +76,19 @@ def test_means_in_the_suites_are_means_of_their_columns() -> None:
                 assert mean == pytest.approx(numbers[MEAN], rel=7e-3), f"{name}, {row}"
 
 
+def beside(out: Path) -> tuple[str, list[list[str]]]:
+    """The numbers beside the paper's as text, and the cells of their table."""
+    text = (out / "beside_the_paper.md").read_text()
+    return text, [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
 def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ABC":
         make_site(name=name)
     run, out = ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)], tmp_path / "out"
     assert main([*run, "--out", str(out)]) == 0
     assert "[4/4]" in capsys.readouterr().out
-    table = (out / "beside_the_paper.md").read_text()
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    table, lines = beside(out)
     assert lines[0] == ["row", "of", "A", MEAN]
     assert lines[2] == ["FedAvg", "paper", "80.50", "81.00"] and lines[3][:2] == ["", "fedavg"]
     assert [line[:2] for line in lines[4:]] == [["Theirs", "paper"], ["Blind", "paper"], ["", "constant"]]
@@ -102,17 +107,14 @@ def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path]
     assert "- batch_size of the task: 8, the suite has 4" in other
 
 
-def test_a_suite_with_a_left_out_site_and_without_legible_numbers(
-    tmp_path: Path, make_site: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path, make_site: Callable[..., Path]) -> None:
     for name in "ABC":
         make_site(name=name)
     settings = {"rounds": 1, "metric": "dice", "leave_out": ["C"], "role": "outside"}
     changes = {"sites": ["A", "B", "C"], "methods": {"FedAvg": "fedavg"}, "settings": settings, "seeds": [0], "numbers": {"FedAvg": {}}}
     out = tmp_path / "out"
     assert main(["study", "--data-root", str(tmp_path), "--suite", written(tmp_path, **changes), "--out", str(out)]) == 0
-    assert "[1/1]" in capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in (out / "beside_the_paper.md").read_text().splitlines()]
+    _, lines = beside(out)
     assert ["row", "of", "A", "B", "C", MEAN] in lines and ["FedAvg", "paper", *4 * [UNDEFINED]] in lines
     (run,) = read_runs(out).values()
     assert {name: site["role"] for name, site in run["sites"].items()} == {"A": "inside", "B": "inside", "C": "outside"}
@@ -127,7 +129,6 @@ def test_a_suite_with_a_left_out_site_and_without_legible_numbers(
         ({"settings": {"rounds": 1, "metric": "dice", "leave_one_out": True, "leave_out": ["B"]}}, "leave_one_out"),
         ({"methods": {"FedAvgg": "fedavg"}}, "FedAvgg"),
         ({"numbers": {"FedAvg": {"meen": 1}, "Blind": {}}}, "meen"),
-        ({"settings": {"rounds": 0, "metric": "dice"}}, "rounds"),
         ({"seeds": []}, "seeds"),
         ({"seed": 1}, "seed"),
     ],

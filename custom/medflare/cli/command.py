@@ -29,8 +29,6 @@ _REMEDIES: Final = {
     errno.ENOSPC: "free space on the disk, or use another one",
     errno.EDQUOT: "free space in this account's quota, or use another disk",
 }
-_COMPLETION: Final = "_MEDFLARE_COMPLETE"
-_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     name="medflare",
@@ -55,13 +53,7 @@ def _top(version: bool = typer.Option(False, "--version", callback=_version, is_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point.
-
-    Args:
-        arguments: of the command line; None: those of the process.
-
-    Returns:
-        The exit status: 0, 1 after a failure, 130 after Ctrl-C.
+    """Entry point; returns the exit status: 0, 1 after a failure, 130 after Ctrl-C.
 
     Raises:
         SystemExit: after --help (status 0), or for an unknown command or option (2).
@@ -87,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first = error.args[0][0] if error.args and isinstance(error.args[0], list) and error.args[0] else ("", error, "")
         problem = f"{first[1]}: {first[2]}"
     except OSError as error:
-        if error.filename is None and error.errno not in _DISK_FULL:  # a bug or a network error: keep the traceback
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a bug or a network error: keep the traceback
             raise
         remedy = _REMEDIES.get(error.errno or 0, "use another place")
         problem = f"{error.filename or 'output'}: {error.strerror}; {remedy}"
@@ -97,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _invoke(arguments: list[str]) -> int:
     """The exit status of the subcommand; an unknown command or option is reported in one line, without the usage."""
-    if _COMPLETION in os.environ:  # the shell asks for the words that fit
+    if "_MEDFLARE_COMPLETE" in os.environ:  # the shell asks for the words that fit
         app(prog_name="medflare")
     command: Any = get_command(app)
     try:

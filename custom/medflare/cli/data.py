@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from medflare.cli.options import AUTO_HELP, add_command
+from medflare.cli.options import AUTO_HELP, add_command, names_in
 from medflare.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,8 +33,20 @@ def add_commands(app: typer.Typer) -> None:
         epilog="example: medflare data check DATA --task task.json --out check",
         **AUTO_HELP,
     )
-    for name, command, *examples in _DATA_COMMANDS:
-        add_command(data, name, command, *examples)
+    add_command(
+        data,
+        "init",
+        init,
+        "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
+        "medflare data init hospitals --site-folders --out DATA        # hospitals/north, hospitals/south, ...",
+        "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
+    )
+    phantoms = "medflare data phantom photographs", "medflare data phantom grades --kind classification --format csv"
+    add_command(data, "phantom", phantom, *phantoms)
+    add_command(data, "check", check, "medflare data check DATA --task brain_lgg --out check")
+    add_command(data, "fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json")
+    add_command(data, "prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA")
+    add_command(data, "features", features, "medflare data features DATA --task task.json --out FEATURES")
     app.add_typer(data, name="data")
     tasks = typer.Typer(
         help="Propose a task from images. A task is a JSON file with labels, image size, network, loss and optimizer (docs/task.md).",
@@ -44,9 +56,6 @@ def add_commands(app: typer.Typer) -> None:
     add_command(tasks, "init", init_task, "medflare task init CT --modality ct --memory 24 --yes --out liver.json")
     add_command(tasks, "plan", plan, "medflare task plan site-1.json site-2.json --modality ct --memory 24 --name liver --out liver.json")
     app.add_typer(tasks, name="task")
-
-
-# -- data --------------------------------------------------------------------------------------------------------------------
 
 
 def init(
@@ -211,12 +220,7 @@ def features(
 
 
 def _task(name: str | None, root: Path) -> "TaskConfig":
-    """The named task, otherwise the one beside the data, otherwise the one that `medflare task init` proposes.
-
-    Raises:
-        ConfigError: not a task.
-        DataError: none can be proposed.
-    """
+    """The named task, otherwise the one beside the data, otherwise what `medflare task init` proposes; DataError if that is nothing."""
     from medflare.tasks.config import load_task
     from medflare.training.proposing import TaskHints, propose
 
@@ -232,25 +236,6 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
         raise DataError(f"no task can be proposed: {error}; or name one with --task") from error
     print(f"task: {task.name}, as medflare task init proposes it; name another with --task", file=sys.stderr)
     return task
-
-
-_DATA_COMMANDS: Final[tuple[tuple[Any, ...], ...]] = (
-    (
-        "init",
-        init,
-        "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
-        "medflare data init hospitals --site-folders --out DATA        # hospitals/north, hospitals/south, ...",
-        "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
-    ),
-    ("phantom", phantom, "medflare data phantom photographs", "medflare data phantom grades --kind classification --format csv"),
-    ("check", check, "medflare data check DATA --task brain_lgg --out check"),
-    ("fingerprint", fingerprint, "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json"),
-    ("prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA"),
-    ("features", features, "medflare data features DATA --task task.json --out FEATURES"),
-)
-
-
-# -- task --------------------------------------------------------------------------------------------------------------------
 
 
 def plan(
@@ -305,14 +290,16 @@ def init_task(
     refuse_unwritable(out)
 
     def proposed_with(texts: Mapping[str, str | None]) -> "Plan":
-        return propose(
-            root, TaskHints(**_parsed(texts), channels=channels, dims=dims, modality=modality, memory=memory, pretrained=pretrained)
-        )
+        others: dict[str, Any] = {"channels": channels, "dims": dims, "modality": modality, "memory": memory, "pretrained": pretrained}
+        return propose(root, TaskHints(**_parsed(texts), **others))
 
     texts = {"name": name, "labels": labels, "size": size, "network": network}
     proposed = proposed_with(texts)
     if sys.stdin.isatty() and not yes:
-        shown = _shown(proposed.settings)
+        settings = proposed.settings
+        shown = {option: settings[option] for option in texts} | {"network": settings["network"]["name"]}
+        shown["labels"] = ",".join(label for label in settings["labels"] if label != "background")
+        shown["size"] = ",".join(map(str, settings["size"]))
         answers = {option: typer.prompt(option, default=shown[option]) for option, text in texts.items() if text is None}
         if changed := {option: answer for option, answer in answers.items() if answer != shown[option]}:
             proposed = proposed_with(texts | changed)
@@ -326,17 +313,9 @@ def init_task(
 
 def _parsed(texts: Mapping[str, str | None]) -> dict[str, Any]:
     """The fields of `TaskHints` that can be asked for, from text."""
-    size = texts["size"] or ""
+    name, labels, size, network = (texts[option] or "" for option in ("name", "labels", "size", "network"))
     try:
         sides = tuple(int(side) for side in size.split(",")) if size else ()
     except ValueError:
         raise ConfigError(f"--size {size!r}: give the sides in pixels, for example 128,128") from None
-    labels = tuple(label.strip() for label in (texts["labels"] or "").split(",") if label.strip())
-    return {"name": texts["name"] or "", "labels": labels, "size": sides, "network": texts["network"] or ""}
-
-
-def _shown(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The proposed settings as text."""
-    labels = [label for label in settings["labels"] if label != "background"]
-    size = ",".join(map(str, settings["size"]))
-    return {"name": settings["name"], "labels": ",".join(labels), "size": size, "network": settings["network"]["name"]}
+    return {"name": name, "labels": tuple(names_in(labels)), "size": sides, "network": network}

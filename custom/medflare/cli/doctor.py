@@ -44,11 +44,7 @@ class _Warning(Exception):
 
 
 def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
-    """Every check of a kit, one after the other.
-
-    Args:
-        task: at a site: check the data for this task; None: only look for the datalist.
-    """
+    """Every check of a kit, one after the other; at a site its data for the task, None: only the datalist."""
     local: LocalSettings | None = None
     with suppress(MedflareError, OSError):  # the check "settings" reports it
         local = local_settings(read_local(kit.local / LOCAL_FILE))

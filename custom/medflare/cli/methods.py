@@ -50,16 +50,13 @@ def methods(
 
 
 def method_listing(method: "Method", width: int | None = None) -> str:
-    """A method's title, paper and hyper-parameters: first the site algorithm's, then the server algorithm's.
-
-    Args:
-        width: of the terminal in characters; None: lines are not wrapped.
-    """
+    """A method's title, paper and hyper-parameters, in lines of at most `width` characters: the site algorithm's, then the server's."""
     from medflare.core.hyper import described
 
     algorithms = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
     lines = [*_wrapped(f"{method.name}: {method.title}", width, 0), *_wrapped(method.paper, width, 1)]
-    lines += _wrapped(f"models: {_models(method)}", width, 1)
+    models = ", ".join(method.roles) + ("" if method.outside else "; none for outside sites")
+    lines += _wrapped(f"models: {models if method.trains else 'none that is new, it trains nothing'}", width, 1)
     for algorithm, origin in zip(algorithms, method.algorithms, strict=True):
         heading = algorithm if origin == method.name else f"{algorithm} algorithm of {origin}"
         lines += _wrapped(heading if algorithms[algorithm] else f"{heading}: no hyper-parameters", width, 1)
@@ -69,19 +66,19 @@ def method_listing(method: "Method", width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _models(method: "Method") -> str:
-    if not method.trains:
-        return "none that is new, it trains nothing"
-    return ", ".join(method.roles) + ("" if method.outside else "; none for outside sites")
-
-
 def _entry(name: str, about: "Described", width: int | None) -> list[str]:
+    """Name, default, symbol, source, and the choices or the range if not any value of its type is allowed; then its meaning."""
     from medflare.evaluation.presentation import format_setting
 
-    origin = ", ".join(filter(None, (about.symbol, about.source)))
-    meta = "; ".join(filter(None, (origin, _allowed(about))))
-    origin_text = f"  [{meta}]" if meta else ""
-    return [*_wrapped(f"{name} = {format_setting(about.default)}{origin_text}", width, 2), *_wrapped(about.text, width, 4)]
+    if about.choices:
+        allowed = ", ".join(map(format_setting, about.choices))
+    elif about.low is not None and about.high is not None:
+        allowed = f"{about.low:g} to {about.high:g}"
+    else:
+        allowed = f"≥ {about.low:g}" if about.low is not None else f"≤ {about.high:g}" if about.high is not None else ""
+    meta = "; ".join(filter(None, (", ".join(filter(None, (about.symbol, about.source))), allowed)))
+    setting = f"{name} = {format_setting(about.default)}" + (f"  [{meta}]" if meta else "")
+    return [*_wrapped(setting, width, 2), *_wrapped(about.text, width, 4)]
 
 
 def _wrapped(text: str, width: int | None, depth: int) -> list[str]:
@@ -90,14 +87,3 @@ def _wrapped(text: str, width: int | None, depth: int) -> list[str]:
     if width is None:
         return [first + text]
     return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=first + "  ", break_on_hyphens=False)
-
-
-def _allowed(about: "Described") -> str:
-    """The choices or the closed range of a hyper-parameter; empty if any value of its type is allowed."""
-    from medflare.evaluation.presentation import format_setting
-
-    if about.choices:
-        return ", ".join(map(format_setting, about.choices))
-    if about.low is None or about.high is None:
-        return f"≥ {about.low:g}" if about.low is not None else f"≤ {about.high:g}" if about.high is not None else ""
-    return f"{about.low:g} to {about.high:g}"

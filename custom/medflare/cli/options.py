@@ -44,9 +44,6 @@ CsvFile = Annotated[
 _Command = Callable[..., Any]
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------------
-
-
 class DefaultGroup(TyperGroup):
     """A group whose first command may be omitted: `medflare job fedsm` is `medflare job create fedsm`."""
 
@@ -74,7 +71,8 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
     """
     fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
     hints, help_texts = typing.get_type_hints(settings, include_extras=True), _attributes(settings)
-    annotated = any(_has_option(hints[field.name]) for field in fields)
+    marks = [mark for field in fields for mark in getattr(hints[field.name], "__metadata__", ())]
+    annotated = any(isinstance(mark, (typer.models.OptionInfo, typer.models.ArgumentInfo)) for mark in marks)
     kinds = {field.name: _plain_type(typing.get_type_hints(settings)[field.name]) for field in fields}
     kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     added = []
@@ -100,10 +98,6 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
         return command
 
     return decorate
-
-
-def _has_option(hint: Any) -> bool:
-    return any(isinstance(item, (typer.models.OptionInfo, typer.models.ArgumentInfo)) for item in getattr(hint, "__metadata__", ()))
 
 
 def _plain_type(hint: Any) -> Any:
@@ -134,15 +128,8 @@ def _attributes(settings: type) -> dict[str, str]:
     return {name: re.sub(r"\bNone: ", "default: ", text).rstrip(".") for name, text in plain.items()}
 
 
-# -- values of options -------------------------------------------------------------------------------------------------------
-
-
 def set_values(settings: Iterable[str]) -> dict[str, Any]:
-    """Name -> value of every --set NAME=VALUE; the last one of a name counts.
-
-    Raises:
-        ConfigError: not of the form NAME=VALUE.
-    """
+    """Name -> value of every --set NAME=VALUE, the last one of a name; ConfigError if it is not of that form."""
     from medflare.core.hyper import parsed_value
 
     values = {}
@@ -155,10 +142,9 @@ def set_values(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
-    """A task with some settings changed.
+    """The task of a preset name, JSON file or mapping with some settings changed.
 
     Args:
-        source: preset name, JSON file or mapping.
         changes: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
 
     Raises:
@@ -189,11 +175,7 @@ def names_in(text: str) -> list[str]:
 
 
 def site_names(text: str) -> list[str]:
-    """Names of sites, from their names or their number: "2" -> site-1, site-2.
-
-    Raises:
-        ConfigError: no site, or a name twice.
-    """
+    """Names of sites, from their names or their number: "2" -> site-1, site-2; ConfigError if there is none, or a name twice."""
     names = [f"site-{index + 1}" for index in range(int(text))] if text.isdecimal() else names_in(text)
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--sites {text!r}: give a number of sites, 1 or more, or different names separated by commas")
@@ -201,11 +183,7 @@ def site_names(text: str) -> list[str]:
 
 
 def default_sites(data_root: Path | None) -> list[str]:
-    """Names of the sites with a folder in the data root; without a data root, four sites with embedded images.
-
-    Raises:
-        DataError: the data root has no site.
-    """
+    """Names of the sites with a folder in the data root, DataError if it has none; without a data root, four with embedded images."""
     from medflare.data.datalist import site_folders, site_name
     from medflare.data.loading import ENVIRONMENT
 
@@ -225,10 +203,7 @@ def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
 def environment(data_root: Path | None = None, weights: Path | None = None, device: str | None = None) -> Iterator[None]:
     """Set MEDFLARE_DATA_ROOT, MEDFLARE_WEIGHTS and MEDFLARE_DEVICE for the block; None leaves a variable as it is.
 
-    Environment variables reach the parties of every engine: FLARE's simulator starts a process for each.
-
-    Raises:
-        ConfigError: this machine does not have the device.
+    They reach the parties of every engine: FLARE's simulator starts a process for each. ConfigError: this machine has no such device.
     """
     from medflare.data.loading import ENVIRONMENT as DATA_ROOT
     from medflare.data.local import DEVICE_VARIABLE

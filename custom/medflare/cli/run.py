@@ -80,9 +80,6 @@ def add_commands(app: typer.Typer) -> None:
     )
 
 
-# -- options of a federation -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Federation:
     """The method with its algorithms and hyper-parameters, and the task."""
@@ -133,9 +130,8 @@ def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
     """
     from medflare.methods.catalogue import SURVEYS, get_method
 
-    name, rounds = federation.method, settings.get("rounds", DEFAULT_ROUNDS)
-    if name in SURVEYS:
-        rounds = 0
+    name = federation.method
+    rounds = 0 if name in SURVEYS else settings.get("rounds", DEFAULT_ROUNDS)
     if name == EVALUATE and federation.model is None:
         raise ConfigError("evaluate: name the model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
     algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
@@ -145,11 +141,7 @@ def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
 
 
 def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
-    """The hyper-parameters of each algorithm and the task, from --set, --task, --network, --pretrained, --resplit and --from.
-
-    Raises:
-        ConfigError: see `chosen`.
-    """
+    """The hyper-parameters of each algorithm and the task, from the options; errors as of `chosen`."""
     from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
     from medflare.methods.catalogue import build_deployed
@@ -190,9 +182,6 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     elif model is not None:
         starting_state(task, 0, federation.model)  # as well
     return split_hyper(hyper, method.hyper_classes, method.name), task
-
-
-# -- run ---------------------------------------------------------------------------------------------------------------------
 
 
 @takes("federation", Federation)
@@ -303,11 +292,8 @@ def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) 
 def _new_folder(folder: Path, start: Path | None) -> Iterator[Path | None]:
     """Make an empty folder for a run; an earlier run in it is renamed, and renamed back if the block writes nothing.
 
-    Args:
-        start: the initial weights, which may be those of the earlier run.
-
     Yields:
-        Their new place.
+        The new place of `start`, the initial weights, which may be those of the earlier run.
     """
     earlier = None
     if folder.is_dir() and any(folder.iterdir()):
@@ -358,17 +344,9 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
             raise
-        words = [
-            "medflare",
-            "resume",
-            str(folder),
-            *(["--data-root", str(root)] if root else []),
-            *(["--device", device] if device else []),
-        ]
-        raise KeyboardInterrupt(f"continue with: {shlex.join(words)}") from None
-
-
-# -- resume and results --------------------------------------------------------------------------------------------------------
+        options = {"--data-root": root, "--device": device}
+        words = ["medflare", "resume", folder, *(word for option in options.items() if option[1] for word in option)]
+        raise KeyboardInterrupt(f"continue with: {shlex.join(map(str, words))}") from None
 
 
 def resume(

@@ -62,16 +62,11 @@ def doctor(
     return 1 if failed else 0
 
 
-# -- status --------------------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class JobState:
     """A job at this party, read from the kit's files.
 
     Attributes:
-        id: FLARE's.
-        name: of the job folder.
         step: the phase that was begun last, at `begun`; "" if none was.
         round: 0-based, of `rounds`; None if no phase was begun.
         working: whether the site has not replied to that phase yet.
@@ -125,28 +120,23 @@ def _job_lines(job: JobState) -> list[str]:
 
 def job_states(kit: Kit) -> list[JobState]:
     """All jobs of a kit: first those that were refused at once, then the others, newest first."""
-    refused = _refusals(kit)
+    refused: dict[str, dict[str, None]] = {}  # job -> reasons in the party's audit.log, each once
+    with suppress(OSError):
+        for job, reason in _REFUSED.findall((kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")):
+            refused.setdefault(job, {})[reason] = None
     folders = [path for path in kit.folder.glob("*-*-*-*-*") if _JOB_ID.fullmatch(path.name)]
     folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     removed = [folder for job in reversed(refused) if not (folder := kit.folder / job).exists()]  # FLARE removes a refused job
     return [_job_state(kit, folder, tuple(refused.get(folder.name, ()))) for folder in [*removed, *folders]]
 
 
-def _refusals(kit: Kit) -> dict[str, list[str]]:
-    """Job id -> reasons in the party's audit.log."""
-    reasons: dict[str, list[str]] = {}
-    with suppress(OSError):
-        for job, reason in _REFUSED.findall((kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")):
-            if reason not in reasons.setdefault(job, []):
-                reasons[job].append(reason)
-    return reasons
-
-
 def _job_state(kit: Kit, folder: Path, refused: tuple[str, ...]) -> JobState:
     from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, private_folder
 
     private = private_folder(folder) if kit.kind == "site" else folder / FOLDER
-    progress = _read_json(private / PROGRESS)
+    progress, guarded = _read_json(private / PROGRESS), private / OUTBOUND
+    rows = list(csv.DictReader(guarded.read_text(encoding="utf-8").splitlines())) if guarded.exists() else []
+    sent = [row for row in rows if row["sent"] == "yes"]
     return JobState(
         id=folder.name,
         name=str(_read_json(folder / "meta.json").get("name", "")),
@@ -155,18 +145,11 @@ def _job_state(kit: Kit, folder: Path, refused: tuple[str, ...]) -> JobState:
         rounds=progress.get("rounds"),
         working=bool(progress.get("working")),
         begun=str(progress.get("time", "")),
-        left=_sent(private / OUTBOUND),
+        left={"entries": len(sent), "bytes": sum(int(row["bytes"] or 0) for row in sent), "withheld": len(rows) - len(sent)},
         models=tuple(sorted(card.parent.name for card in private.glob("*/card.json"))),
         refused=refused,
         folder=str(private) if kit.kind == "site" and private.exists() else "",
     )
-
-
-def _sent(report: Path) -> dict[str, int]:
-    """Sums of the outbound guard's report."""
-    rows = list(csv.DictReader(report.read_text(encoding="utf-8").splitlines())) if report.exists() else []
-    sent = [row for row in rows if row["sent"] == "yes"]
-    return {"entries": len(sent), "bytes": sum(int(row["bytes"] or 0) for row in sent), "withheld": len(rows) - len(sent)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

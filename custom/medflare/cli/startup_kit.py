@@ -61,11 +61,7 @@ class Kit:
 
 
 def open_kit(folder: Path | str) -> Kit:
-    """The kit in a folder with startup/ and local/.
-
-    Raises:
-        ConfigError: not a startup kit of a server or a site, or unreadable.
-    """
+    """The kit in a folder with startup/ and local/; raises ConfigError if it is none of a server or a site, or unreadable."""
     folder = Path(folder).expanduser().resolve()
     server_file, site_file = (folder / "startup" / name for name in ("fed_server.json", "fed_client.json"))
     file = server_file if server_file.is_file() else site_file
@@ -84,11 +80,7 @@ def open_kit(folder: Path | str) -> Kit:
 
 
 def read_object(path: Path) -> _Json:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no JSON object.
-    """
+    """The JSON object in a file; raises ConfigError if it cannot be read or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -103,16 +95,9 @@ def read_object(path: Path) -> _Json:
 # -- certificates ----------------------------------------------------------------------------------------------------------
 
 
-def certificate_end(kit: Kit, now: datetime | None = None) -> datetime:
-    """The end of the certificate's validity.
-
-    Args:
-        now: default: the time of this machine's clock.
-
-    Raises:
-        ConfigError: a certificate is not valid now or cannot be read; FLARE itself may wait without a message then.
-    """
-    now = now or datetime.now(timezone.utc)
+def certificate_end(kit: Kit) -> datetime:
+    """The end of the certificate's validity; raises ConfigError if one is unreadable or not valid now: FLARE may wait without a message."""
+    now = datetime.now(timezone.utc)
     for file in (kit.root, kit.certificate):
         certificate = _read_certificate(file)
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
@@ -131,11 +116,7 @@ def check_root(kit: Kit) -> None:
 
 
 def server_problem(kit: Kit, timeout: float = 5.0) -> str:
-    """The reason why a TLS handshake with the kit's certificate fails, "" if it succeeds. It registers no party.
-
-    Args:
-        timeout: seconds for the connection.
-    """
+    """Why a TLS handshake with the kit's certificate fails in `timeout` seconds, "" if it succeeds. It registers no party."""
     address = f"{kit.host} port {kit.port}"
     try:
         context = ssl.create_default_context(cafile=str(kit.root))
@@ -269,13 +250,6 @@ def _make_private(folder: Path) -> None:
             path.chmod(mode & 0o700)
 
 
-def _give_to_owner(path: Path, kit: Kit) -> None:
-    """A file that root writes for another account's kit belongs to that account."""
-    account = kit.folder.stat()
-    if os.geteuid() == 0 and path.lstat().st_uid != account.st_uid:
-        os.chown(path, account.st_uid, account.st_gid, follow_symlinks=False)
-
-
 def _make_storage(storage: Path, kit: Kit) -> None:
     from medflare.core.store import make_folder
 
@@ -283,6 +257,13 @@ def _make_storage(storage: Path, kit: Kit) -> None:
     make_folder(storage)
     for folder in missing:
         _give_to_owner(folder, kit)
+
+
+def _give_to_owner(path: Path, kit: Kit) -> None:
+    """A file that root writes for another account's kit belongs to that account."""
+    account = kit.folder.stat()
+    if os.geteuid() == 0 and path.lstat().st_uid != account.st_uid:
+        os.chown(path, account.st_uid, account.st_gid, follow_symlinks=False)
 
 
 def owner(path: Path) -> str:

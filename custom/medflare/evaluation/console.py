@@ -8,6 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from medflare.core.packages import installed
 from medflare.evaluation.presentation import (
+    counted,
     doubts,
     event_counts,
     format_bytes,
@@ -42,32 +43,25 @@ def round_line(
     seconds: float,
     aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> str:
-    """One step in one line: each site's loss, validation metrics and ε, or why its update was not used, and its aggregation numbers.
+    """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
 
     Args:
         round: 0-based, shown from 1; `rounds` for the validation of the last round's models.
         meta: site -> metadata of its reply.
         rejected: site -> reason.
         aggregation: site -> numbers of the server about it, for example its weight.
-
-    Returns:
-        For example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
     """
     after = f"after round {rounds}" if rounds else "without training"
     place = after if round >= rounds else f"round {round + 1}/{rounds}"
-    parts = {site: [site, *_reply_parts(meta[site])] for site in meta}
-    parts.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
+    parts: dict[str, list[str]] = {}
+    for site, reply in meta.items():
+        parts[site] = [site] if reply.get("loss") is None else [site, f"loss {reply['loss']:.4f}"]
+        parts[site] += [f"{model} {format_metric('', value)}" for model, value in reply.get("validation", {}).items()]
+        parts[site] += [f"ε {format_metric('', reply['privacy'].get('epsilon'))}"] if "privacy" in reply else []
+    parts |= {site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()}
     for site, numbers in (aggregation or {}).items():
         parts.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
     return f"{place} {phase}: " + " | ".join([*(" ".join(parts[site]) for site in sorted(parts)), format_seconds(seconds)])
-
-
-def _reply_parts(meta: Mapping[str, Any]) -> list[str]:
-    parts = [] if meta.get("loss") is None else [f"loss {meta['loss']:.4f}"]
-    parts += [f"{model} {format_metric('', value)}" for model, value in meta.get("validation", {}).items()]
-    if "privacy" in meta:
-        parts.append(f"ε {format_metric('', meta['privacy'].get('epsilon'))}")
-    return parts
 
 
 def results_table(results: Mapping[str, Any]) -> str:
@@ -78,11 +72,7 @@ def results_table(results: Mapping[str, Any]) -> str:
 
 
 def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """Print the result tables, each with as many metrics as 100 columns hold; a terminal gets colour.
-
-    Args:
-        file: None: standard output.
-    """
+    """Print the result tables, each with as many metrics as 100 columns hold, by default on standard output; a terminal gets colour."""
     stream = sys.stdout if file is None else file
     if not installed("rich"):
         outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
@@ -121,10 +111,6 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
 
 def _summary(results: Mapping[str, Any]) -> list[str]:
     """Method, task, status, cost and number of events; the reason of a failure."""
-
-    def counted(number: int, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's'}"
-
     weights = (results["configuration"]["task"].get("network") or {}).get("weights") or {}
     what = f"{results['method']} on {results['task']}, {counted(results['rounds'], 'round')}, seed {results['seed']}"
     if not results["rounds"] and weights:
@@ -184,11 +170,7 @@ def _method_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> "Table":
 
 
 def show_results(path: Path, file: IO[str] | None = None) -> bool:
-    """Print the results at `path` (see `find_results`) and the path of the report; True if the run completed.
-
-    Raises:
-        StateError: there is no results.json, or it is damaged.
-    """
+    """Print the results at `path`, see `load_results`, and the path of the report; True if the run completed."""
     results = load_results(path)
     print_results(results, file)
     report = find_results(path).with_name(REPORT_FILE)

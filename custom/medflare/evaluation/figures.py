@@ -90,9 +90,6 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     """Loss, validation metric and aggregation numbers of every site over the rounds as SVG; None without a finished step.
 
     A validation metric at round r belongs to the models after r rounds of training. A dotted line marks the selected round.
-
-    Args:
-        history: one mapping per step, see `results.append_round`.
     """
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # panel -> site -> points
 
@@ -122,12 +119,11 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
 
 
 def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:
-    """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none.
+    """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none. `name` is unique in its page.
 
     Args:
         curves: class -> label of a line -> points (1 - specificity, sensitivity).
         areas: class -> label of a line -> area.
-        name: of the figures; unique in its page.
     """
     panels = [
         Panel(title, lines, "1 - specificity", "sensitivity", notes={line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines})
@@ -137,12 +133,7 @@ def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, M
 
 
 def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str) -> str | None:
-    """A mark for every patient, a row for every model, with the mean and its interval, as SVG; None if there is no value.
-
-    Args:
-        values: model -> patient -> value.
-        intervals: model -> interval of the mean; None or missing: not drawn.
-    """
+    """A mark for every patient, a row for every model, with the mean and its interval if it has one, as SVG; None if there is no value."""
     if not values:
         return None
 
@@ -177,8 +168,7 @@ def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
 def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: str) -> str | None:
     """Call `draw` on a figure of `width` x `height` inches; an SVG element without a fixed size, or None without matplotlib.
 
-    Args:
-        name: of the figure; ids in the SVG depend on it, so that figures of one page share none.
+    Ids in it depend on `name`, so that figures of one page share none.
     """
     if not installed("matplotlib"):
         return None

@@ -13,8 +13,6 @@ UNDEFINED: Final = "–"
 _WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC", "auprc": "AUPRC"}  # of a class
 _MOST: Final = 5  # sites, or events, that one line names
 
-# -- numbers -----------------------------------------------------------------------------------------------------------------
-
 
 def metric_label(metric: str) -> str:
     """The metric's name in words."""
@@ -59,6 +57,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 site", "2 sites"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_setting(value: Any) -> str:
     """A setting as `--set` takes it: true, false and none in lower case, list items separated by commas."""
     if value is None or isinstance(value, bool):
@@ -76,9 +79,6 @@ def best_value(metric: str, values: Iterable[float | None]) -> float | None:
 
 def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
     """Whether a model is the best of a site's (or the mean's) models by a metric.
-
-    Args:
-        models: model -> metric -> value.
 
     Examples:
         >>> models = {"global": {"dice": 0.5}, "personal": {"dice": 0.6}, "deployed": {"dice": None}}
@@ -108,10 +108,7 @@ def label_metric(metric: str) -> str:
 def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> dict[str, dict[str, dict[str, str]]]:
     """Tables of the deployed model by structure or class: title -> site -> label -> value as text; first that of the task's own metric.
 
-    A table of a single label is left out: its values are those of the site.
-
-    Args:
-        intervals: with the 95 % intervals over patients.
+    A table of a single label is left out: its values are those of the site. `intervals`: with those over patients, 95 %.
     """
     first = label_metric(results["configuration"]["task"].get("metric", ""))
     tables: dict[str, dict[str, dict[str, str]]] = {}
@@ -141,12 +138,7 @@ def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
     """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
 
     Returns:
-        Heading -> the model whose numbers the column shows; the heading of a single column is "model".
-
-    Examples:
-        >>> first, second = {"dice": 0.5}, {"dice": 0.6}
-        >>> model_columns({"sites": {"A": {"metrics": {"global": first, "personal": second, "deployed": first}}}})
-        {'global = deployed': 'global', 'personal': 'personal'}
+        Heading ("global = deployed") -> the model whose numbers the column shows; the heading of a single column is "model".
     """
     metrics = [site["metrics"] for site in results["sites"].values()]
     groups: list[list[str]] = []
@@ -235,12 +227,7 @@ _DOUBTS: Final = {  # kind of event -> problem, remedy
 
 @dataclass(frozen=True)
 class Doubt:
-    """One reason to doubt the deployed model.
-
-    Attributes:
-        kind: of its events, one of `core.events.DOUBTS`.
-        where: the sites and their messages.
-    """
+    """One reason to doubt the deployed model; kind: one of `core.events.DOUBTS`; where: the sites and their messages."""
 
     kind: str
     problem: str
@@ -253,20 +240,13 @@ class Doubt:
 
 
 def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
-    """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`.
-
-    Examples:
-        >>> event = {"kind": "rare_class", "site": "A", "message": "few"}
-        >>> [doubt.where for doubt in doubts([event, {"kind": "warning", "site": "A", "message": "late"}])]
-        ['A: few']
-    """
-    messages: dict[str, dict[str, None]] = {}
+    """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`."""
+    messages: dict[str, dict[str, None]] = {kind: {} for kind in DOUBTS}
     for event in events:
         if event["kind"] in DOUBTS:
-            messages.setdefault(event["kind"], {})[f"{event['site']}: {event['message']}" if event["site"] else event["message"]] = None
+            messages[event["kind"]][f"{event['site']}: {event['message']}" if event["site"] else event["message"]] = None
     reasons = []
-    for kind in (kind for kind in DOUBTS if kind in messages):
-        lines = list(messages[kind])
+    for kind, lines in ((kind, list(of_kind)) for kind, of_kind in messages.items() if of_kind):
         more = f"; and {len(lines) - _MOST} more, see the events" if len(lines) > _MOST else ""
         reasons.append(Doubt(kind, _DOUBTS[kind][0], "; ".join(lines[:_MOST]) + more, _DOUBTS[kind][1]))
     return reasons

@@ -19,6 +19,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation.figures import Panel, line_panels, patients_plot, roc_curves, training_curves
 from medflare.evaluation.presentation import (
+    counted,
     doubts,
     format_bytes,
     format_metric,
@@ -91,11 +92,7 @@ def template(name: str) -> "Template":
 
 
 def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
-    """Write results.json and then report.html into `folder`; returns the results dict.
-
-    Raises:
-        TypeError: the record holds a value that JSON has no type for.
-    """
+    """Write results.json and then report.html into `folder`; returns the results dict, see `build_results`."""
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results, public=True)
     _write_report(folder, results, record)
@@ -117,11 +114,7 @@ class LiveReport:
         self._due = time.monotonic() + _PAUSE
 
     def refresh(self, folder: Path, record: Callable[[], RunRecord]) -> str:
-        """Write report.html if it is due.
-
-        Returns:
-            Why it could not be written, or "". After a failure it is not tried again: the run goes on without it.
-        """
+        """Write report.html if it is due; returns why that failed, or "". Then it is not tried again: the run goes on without it."""
         started = time.monotonic()
         if started < self._due:
             return ""
@@ -138,13 +131,7 @@ class LiveReport:
 def render_report(
     results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), pictures: Mapping[str, bytes] | None = None
 ) -> str:
-    """The server's page as HTML.
-
-    Args:
-        results: see `results.build_results`.
-        history: steps as `results.read_rounds` gives them.
-        pictures: title -> PNG file.
-    """
+    """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by title."""
     sites = ordered_sites(results)
     reports: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
@@ -199,10 +186,6 @@ def _verdict(results: Mapping[str, Any]) -> str:
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(heading, number, explanation) of the numbers that a reader looks for first."""
-
-    def counted(number: int | str, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's'}"
-
     tiles = []
     for metric in metric_names(results)[:1]:
         for role in ROLES:
@@ -247,9 +230,6 @@ def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix or "value": value}
 
 
-# -- confusion counts and ROC curves -----------------------------------------------------------------------------------------
-
-
 def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Confusion matrices and ROC areas of every model that differs from the others, the deployed one first.
 
@@ -268,8 +248,8 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     tables = []
     for heading, model in model_columns(results).items():
         by_site = {site: content["classes"][model] for site, content in sites.items() if model in content.get("classes", {})}
-        reports = {site: report for site, report in by_site.items() if [len(matrix) for matrix in report["confusion"]] == sizes}
-        reports = {site: report for site, report in reports.items() if len(report["roc"]) == len(curves)}
+        fits = {site: (len(of["roc"]), *map(len, of["confusion"])) == (len(curves), *sizes) for site, of in by_site.items()}
+        reports = {site: report for site, report in by_site.items() if fits[site]}
         if not reports:
             continue
         together, single = [], []
@@ -302,13 +282,7 @@ def _area(curve: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What a site knows of its final models.
-
-    Attributes:
-        n: split -> images.
-        models: model -> its test results.
-        pictures: title -> PNG file.
-    """
+    """What a site knows of its final models: images of each split, test results by model, and PNG files by title."""
 
     method: str
     site: str
@@ -385,13 +359,6 @@ def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
 
     Returns:
         Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
-
-    Examples:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> cases = Cases(("a", "a", "b"), {}, torch.tensor([[0.9], [0.5], [0.3]]), torch.tensor([1, 1, 0]))
-        >>> {name: round(v, 2) for name, v in patient_values(cases, SimpleNamespace(kind="classification", target="binary")).items()}
-        {'a': 0.7, 'b': 0.7}
     """
     if task.kind == "segmentation":
         values = cases.values.get(task.metric, ())
@@ -414,12 +381,7 @@ def value_label(task: TaskConfig) -> str:
 
 
 def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979); None below two patients.
-
-    Examples:
-        >>> mean_interval({"a": 0.5, "b": 0.5}), mean_interval({"a": 0.5})
-        ((0.5, 0.5), None)
-    """
+    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979); None below two patients."""
     if len(values) < 2:
         return None
     sample = np.array([values[name] for name in sorted(values)])

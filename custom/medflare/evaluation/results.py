@@ -33,9 +33,6 @@ FOLDER: Final = "medflare"  # below the server's job folder
 RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
 
 
-# -- what is known of a run --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class SiteRecord:
     """What is known about one site when a run ends.
@@ -109,11 +106,7 @@ class RunRecord:
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
-    """The content of results.json. Every site and every mean has the same models and metrics; undefined values are None.
-
-    Raises:
-        TypeError: the record holds a value that JSON has no type for.
-    """
+    """The content of results.json, see `json_ready`: every site and mean has the same models and metrics; undefined values are None."""
     metrics = record.task.test_metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
@@ -136,12 +129,8 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
     }
-    if record.citation:
-        results["citation"] = record.citation
-    if record.tables:
-        results["tables"] = record.tables
-    if record.cross_site:
-        results["cross_site"] = record.cross_site
+    optional = {"citation": record.citation, "tables": record.tables, "cross_site": record.cross_site}
+    results |= {name: content for name, content in optional.items() if content}
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
     return json_ready(results)
@@ -192,41 +181,32 @@ def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role.
+    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role; `shape`: model -> its metrics."""
 
-    Args:
-        shape: model -> its metrics.
-    """
+    def mean(values: Iterable[float | None]) -> float | None:
+        defined = [value for value in values if value is not None and math.isfinite(value)]
+        return fmean(defined) if defined else None
+
     metrics = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
     return {
-        role: {model: {name: mean_of_defined(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
+        role: {model: {name: mean(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
         for role, of_sites in metrics.items()
     }
 
 
-def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are finite; None if there is none.
-
-    Examples:
-        >>> mean_of_defined([1.0, None, 3.0, float("nan")]), mean_of_defined([None])
-        (2.0, None)
-    """
-    defined = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(defined) if defined else None
-
-
 def json_ready(value: Any) -> Any:
-    """The same content in JSON types: keys as text, tuples and sets as lists, NumPy numbers as Python's, NaN and infinity as None.
+    """The content in JSON types: keys as text, tuples and sets as lists, NumPy's numbers as Python's, NaN and infinity as None.
 
-    Raises:
-        TypeError: a value that JSON has no type for.
+    Raises TypeError for a value that JSON has no type for.
     """
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [json_ready(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, set | frozenset):
+        value = sorted(value)
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -351,11 +331,7 @@ class _Results(_Open):
 
 
 def validate_results(results: Mapping[str, Any]) -> None:
-    """Check a results dict against the schema.
-
-    Raises:
-        ValueError: every violation with its location, on one line.
-    """
+    """Check a results dict against the schema; raises ValueError with every violation and its location, on one line."""
     try:
         _Results.model_validate(results)
     except ValidationError as error:
@@ -363,15 +339,8 @@ def validate_results(results: Mapping[str, Any]) -> None:
         raise ValueError("not valid results: " + "; ".join(problems)) from None
 
 
-# -- reading results.json ----------------------------------------------------------------------------------------------------
-
-
 def find_results(path: Path) -> Path:
-    """The results.json at `path`: the file itself, or the newest one below the folder of a run, a simulator or POC.
-
-    Raises:
-        StateError: there is none.
-    """
+    """The results.json at `path`, or the newest one below the folder of a run, a simulator or POC; raises StateError if there is none."""
     if path.is_file():
         return path
     patterns = (f"*/{RESULTS_FILE}", f"**/{FOLDER}/{RESULTS_FILE}")  # runs of the plain loop, and workspaces of FLARE
@@ -385,11 +354,7 @@ def find_results(path: Path) -> Path:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The results dict of a run, validated; `path` as for `find_results`.
-
-    Raises:
-        StateError: there is no results.json, or it is damaged.
-    """
+    """The results dict of a run, validated; `path` as for `find_results`. Raises StateError also if the file is damaged."""
     file = find_results(Path(path))
     try:
         results = json.loads(file.read_bytes())
@@ -397,9 +362,6 @@ def load_results(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise StateError(f"{file}: not the {RESULTS_FILE} of a run: {error}") from error
     return results
-
-
-# -- metrics.jsonl -----------------------------------------------------------------------------------------------------------
 
 
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:

@@ -50,8 +50,7 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
 
 
 def definition(value: Any) -> Any:
-    """MONAI's `network_def`: modules by the arguments of their constructor, which are attributes of the same names; networks and tasks by
-    their functions.
+    """MONAI's `network_def`: networks and tasks by their function, other modules by their constructor, whose arguments are attributes.
 
     Raises:
         ExportError: a module without such attributes, or a text that MONAI would run as code.
@@ -72,11 +71,7 @@ def definition(value: Any) -> Any:
 
 
 def as_data(value: Any) -> Any:
-    """The value as JSON data.
-
-    Raises:
-        ExportError: it is not JSON, or MONAI would run a part of it as code.
-    """
+    """The value as JSON data; raises ExportError if it is not JSON, or if MONAI would run a part of it as code."""
     if isinstance(value, dict):
         for name in value:
             if str(name).startswith("_"):
@@ -95,22 +90,20 @@ def as_data(value: Any) -> Any:
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
-    """A workflow over a folder of pictures or NIfTI volumes.
-
-    Raises:
-        ExportError: the task has `pick`.
-    """
+    """A workflow over a folder of pictures or NIfTI volumes; raises ExportError if the task has `pick`."""
     if task.pick:
         raise ExportError("a MONAI bundle cannot pick volumes of a file; export torchscript or onnx")
     volumes = task.spatial_dims == 3
     intensity = as_data(task.intensity)
     steps = _read_volumes(task) if volumes else _read_pictures(task)
     steps.append({"_target_": f"{intensity.pop('name')}d", "keys": "image", **intensity})
+    sliding = {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
+    pictures = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES}]"
     content = _TEMPLATE["inference"] | {
-        "datalist": _volume_list(task.channel_names) if volumes else _picture_list(),
+        "datalist": _volume_list(task.channel_names) if volumes else pictures,
         "network_def": network,
         "preprocessing": {"_target_": "Compose", "transforms": steps},
-        "inferer": sliding_window(task) if task.image_mode == "patch" else _resizing(task),
+        "inferer": sliding if task.image_mode == "patch" else _resizing(task),
     }
     if task.kind == "classification":  # predictions.csv: file, then the probabilities in the order of the metadata
         saving = f"$[@saver.save({_PREDICTED}, item['image'].meta) for item in @dataset]"
@@ -127,11 +120,6 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     return content | {"postprocessing": {"_target_": "Compose", "transforms": steps}, "run": ["$@checkpoint", run]}
 
 
-def sliding_window(task: TaskConfig) -> dict[str, Any]:
-    """MONAI's inferer as `training.patches` uses it."""
-    return {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
-
-
 def _resizing(task: TaskConfig) -> str:
     """An inferer that resizes images as `Preprocessing` does, and masks as `masks.restored` does."""
     resize, linear = "torch.nn.functional.interpolate", "bilinear" if task.spatial_dims == 2 else "trilinear"
@@ -140,10 +128,6 @@ def _resizing(task: TaskConfig) -> str:
         return f"$lambda images, network: network({resize}(images, {task.size}, mode={there}))"
     back = f"'area' if all(side <= new for side, new in zip(images.shape[2:], {task.size})) else '{linear}'"
     return f"$lambda images, network: {resize}(network({resize}(images, {task.size}, mode={there})), images.shape[2:], mode={back})"
-
-
-def _picture_list() -> str:
-    return f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES}]"
 
 
 def _read_pictures(task: TaskConfig) -> list[Any]:
@@ -181,25 +165,26 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
     """configs/metadata.json by MONAI's schema."""
     task, card, versions = stored.task, stored.card, installed_versions()
     classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
+    colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
+    channels = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
+    common = {"dtype": "float32", "is_patch_data": task.image_mode == "patch"}
     image = {
+        **common,
         "type": "image",
         "format": "magnitude",
         "modality": "n/a",
         "num_channels": task.image_channels,
         "spatial_shape": list(task.size),
-        "dtype": "float32",
         "value_range": [],
-        "is_patch_data": task.image_mode == "patch",
-        "channel_def": as_data(_channel_definition(task)),
+        "channel_def": as_data({str(number): name for number, name in enumerate(channels)}),
     }
     output = {
+        **common,
         "type": "image" if task.kind == "segmentation" else "probabilities",
         "format": "segmentation" if task.kind == "segmentation" else "classes",
         "num_channels": task.outputs,
         "spatial_shape": list(task.size) if task.kind == "segmentation" else [],
-        "dtype": "float32",
         "value_range": [0, 1],
-        "is_patch_data": task.image_mode == "patch",
         "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
     }
     return _TEMPLATE["metadata"] | {
@@ -215,12 +200,6 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "eval_metrics": as_data(card.get("metrics", {})),
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": as_data(output)}},
     }
-
-
-def _channel_definition(task: TaskConfig) -> dict[str, str]:
-    colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
-    names = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
-    return {str(number): name for number, name in enumerate(names)}
 
 
 def _readme(stored: StoredModel) -> str:

@@ -40,10 +40,7 @@ T = TypeVar("T")
 
 
 def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = lambda kind: None) -> nn.Module:
-    """The module of a delivered model, in evaluation mode on the CPU.
-
-    Args:
-        builder_of: kind -> the builder of that kind; None if there is none.
+    """The module of a delivered model, in evaluation mode on the CPU; `builder_of`: kind -> its builder, or None.
 
     Raises:
         ConfigError: an unknown kind.
@@ -61,16 +58,12 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
 
 
 def plain_message(state: StateDict, **meta: Any) -> Message:
-    """One network's weights as a delivered model of kind "plain"; `meta` is added to the message."""
+    """One network's weights as a delivered model of kind "plain"."""
     return Message({MODEL: state}, {"kind": "plain", **meta})
 
 
 def plain_model(task: TaskConfig, message: Message) -> nn.Module:
-    """The module of a delivered model of kind "plain", in evaluation mode on the CPU.
-
-    Raises:
-        StateError: there are no weights, or they do not fit the task's network.
-    """
+    """As `build`, of kind "plain"; raises StateError if there are no weights, or if they do not fit."""
     if MODEL not in message.states:
         raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
     return Probabilities(network_with(task, message.states[MODEL]), task).eval()
@@ -79,13 +72,9 @@ def plain_model(task: TaskConfig, message: Message) -> nn.Module:
 def network_with(
     task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
 ) -> nn.Module:
-    """A network with the weights `state` in evaluation mode, see `networks.catalogue.task_network`.
-
-    Raises:
-        StateError: names or shapes do not fit.
-    """
+    """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode; raises StateError if names or shapes do not fit."""
     chosen = task.network if spec is None else spec
-    with seeded(0, "deployed"):  # leaves torch's global generator unchanged; the initial weights are overwritten
+    with seeded(0, "deployed"):  # leaves torch's global generator unchanged
         network = task_network(task, chosen, outputs)
     if reason := misfit(state, network.state_dict()):
         raise StateError(
@@ -131,7 +120,7 @@ class StoredModel:
 
     @property
     def kind(self) -> str:
-        """The kind of model, for example "plain" or "super"."""
+        """For example "plain" or "super"."""
         return str(self.message.meta["kind"])
 
     def build(self, builder: Builder = build) -> nn.Module:
@@ -142,20 +131,14 @@ class StoredModel:
 def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:
     """Write a delivered model to `folder`: the weights first, then the card with their checksum; an older model is replaced.
 
-    Args:
-        card: further JSON values: method, site, role, round, seed, metrics, ...
-
-    Raises:
-        ValueError: the message has no kind.
+    `card`: further JSON values: method, site, role, round, seed, metrics, ...
     """
-    if "kind" not in message.meta:
-        raise ValueError("a delivered model needs the item 'kind'")
-    folder, described = Path(folder), task.to_dict()
+    folder, described, kind = Path(folder), task.to_dict(), message.meta["kind"]
     write_message(folder / WEIGHTS_FILE, message)
     whole = {
         "schema": CARD_SCHEMA,
         **card,
-        "kind": message.meta["kind"],
+        "kind": kind,
         "labels": list(task.labels),
         "network": described["network"],
         "preprocessing": {key: described[key] for key in _PREPROCESSING},
@@ -183,7 +166,6 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
     """Read a delivered model; nothing is unpickled.
 
     Args:
-        folder: holds weights and card.
         unsigned: accept a card without a signature, as of medflare before 0.3.
         bounds: maximum size of the task's images.
 
@@ -193,8 +175,7 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
         ConfigError: the task's images are larger than the bounds.
     """
     folder = Path(folder)
-    missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]:
         below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), folder / CARD_FILE).parent
         remedy = "give the folder that holds both files" + (f", for example {below}" if below != folder else "")
         raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}")
@@ -218,8 +199,7 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
     try:
         task = load_task(described)
     except ConfigError as error:
-        release = (card.get("versions") or {}).get("medflare", "no release is named")
-        remedy = f"use the medflare that wrote it ({release})"
+        remedy = f"use the medflare that wrote it ({(card.get('versions') or {}).get('medflare', 'no release is named')})"
         raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
     bounds.check_task(task, str(folder / CARD_FILE))
     try_transforms(replace(task, augment=()), _TRIAL, str(folder / CARD_FILE))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,13 @@ Predictor = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """The files, and the largest difference to the delivered model's probabilities."""
+    """The files, and the largest difference from the delivered model's probabilities."""
 
     files: tuple[Path, ...]
     difference: float
 
     def render(self) -> str:
-        """The files, one a line, and the difference."""
+        """The files and the difference, one a line."""
         return "\n".join([*map(str, self.files), f"equal to the delivered model; largest difference {self.difference:.1e}"])
 
 
@@ -93,15 +94,13 @@ def _traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
         raise _unrecordable(error, "torchscript") from error
 
 
-def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
+def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> Any:
     torch.jit.save(_traced(model, stored.task), folder / "model.ts")
-    loaded: Predictor = torch.jit.load(folder / "model.ts", map_location="cpu")
-    return loaded
+    return torch.jit.load(folder / "model.ts", map_location="cpu")
 
 
 def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
-    missing = [package for package in ("onnx", "onnxruntime", "onnxscript") if not installed(package)]
-    if missing:
+    if missing := [package for package in ("onnx", "onnxruntime", "onnxscript") if not installed(package)]:
         raise ConfigError(f"ONNX export needs {', '.join(missing)}; pip install 'medflare[export]'")
     import onnxruntime
 
@@ -124,14 +123,10 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predicto
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def _write_monai(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
-    return write_bundle(stored, model, _traced(model, stored.task), folder)
-
-
 _WRITERS: dict[str, Callable[[StoredModel, nn.Module, Path], Predictor]] = {
     "torchscript": _write_torchscript,
     "onnx": _write_onnx,
-    "monai": _write_monai,
+    "monai": lambda stored, model, folder: write_bundle(stored, model, _traced(model, stored.task), folder),
 }
 FORMATS = tuple(_WRITERS)
 

@@ -101,10 +101,9 @@ def _header(file: Path) -> tuple[Any, ...] | None:
 
 def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
     """The name without suffix, relative to the folder `root`, or below that folder's name if there are several."""
-    name = stem(image)
     if image == root:
-        return Path(name or image.resolve().name)
-    below = image.relative_to(root).with_name(name)
+        return Path(stem(image) or image.resolve().name)
+    below = image.relative_to(root).with_name(stem(image))
     return Path(root.resolve().name) / below if prefixed else below
 
 

@@ -36,16 +36,9 @@ def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def in_place(probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Grid] | None, task: TaskConfig) -> Tensor:
-    """Probabilities (outputs, ...) of the network on the stored pixels or voxels of the image.
-
-    Args:
-        grids: of a volume: as stored, and along the task's axes.
-    """
+    """Probabilities (outputs, ...) on the pixels or voxels of the file; `grids` of a volume: as stored, and along the task's axes."""
     values = restored(probabilities[None], size)[0]
-    if grids is None:
-        return values
-    stored, here = grids
-    return restore_grid(values, here, stored, task)
+    return values if grids is None else restore_grid(values, grids[1], grids[0], task)
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:

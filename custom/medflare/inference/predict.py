@@ -88,7 +88,6 @@ class Summary:
     """The result of a call of `predict`.
 
     Attributes:
-        table: the CSV file with a row for every picture.
         images, pictures: predicted inputs; their pictures, counting every slice of a volume.
         failed: one line for each input that could not be predicted.
         outside: image -> its differences from the training images, see `acquisition.outside`; None: the card has no training range.
@@ -104,12 +103,6 @@ class Summary:
     outside: dict[str, dict[str, str]] | None = None
     answered: Counter[str] = field(default_factory=Counter)
     adapted: str = ""
-
-    def add(self, answered: Sequence[str]) -> None:
-        """Count a predicted input."""
-        self.images += 1
-        self.pictures += len(answered)
-        self.answered.update(filter(None, answered))
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
         """Record an input outside the training range; the first ones are printed one by one."""
@@ -161,7 +154,6 @@ def predict(
     Args:
         images: files and folders, see `find_inputs`.
         seg: write the masks of a DICOM series as a DICOM segmentation.
-        bounds: maximum size of an image.
         strict: an image outside the training range, see `acquisition.outside`, fails; otherwise it is predicted and named.
         say: called with a line for every image that cannot be read or predicted.
 
@@ -181,7 +173,7 @@ def predict(
     for problem in problems:
         summary.fail(problem)
     usable = trained if strict else None
-    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, usable))  # not kept: all of them need not fit into memory
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, usable))  # all of them may not fit into memory
     if isinstance(model, Adaptive) and adapt != "none":
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
@@ -191,7 +183,9 @@ def predict(
         if torch.isfinite(prediction.probabilities).all():
             try:
                 written = _written(prediction, task, out, seg)
-                summary.add(prediction.answered)
+                summary.images += 1
+                summary.pictures += len(prediction.answered)
+                summary.answered.update(filter(None, prediction.answered))
                 if trained is not None:
                     differences = outside(prediction.prepared.acquired, trained, task.channel_names)
                     if differences:
@@ -249,11 +243,7 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
 
 
 def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str) -> str:
-    """Adapt the model to the inputs in the batches in which they will be predicted; returns a description, "" without inputs.
-
-    Args:
-        prepared: every input; iterated once for every pass of the model.
-    """
+    """Adapt the model to the inputs in the batches in which they will be predicted; returns a description, "" without inputs."""
     size, count = scoring_batch(task), 0
 
     def batches() -> Iterator[Tensor]:
@@ -272,11 +262,7 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
 
 
 def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Prepared:
-    """Read one input and prepare it as in training; for a 2-D task a volume is cut into all its slices.
-
-    Raises:
-        DataError: the file cannot be read as an image, or is too large.
-    """
+    """An input, read and prepared as in training; for a 2-D task all slices of a volume. Raises DataError: unreadable, or too large."""
     preprocessing = Preprocessing(task)
     files = channel_files(source.channels, task, source.name) if source.channels else (source.path,)
     image = read_image(files, task, bounds)
@@ -365,9 +351,6 @@ class _Answers:
         outputs = self.model.predict_patient(parts).float().cpu()
         names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
         return outputs, tuple(names)
-
-
-# -- results ---------------------------------------------------------------------------------------------------------------
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:

@@ -62,8 +62,7 @@ class Candidate:
         values = {name: parsed_value(value) for name, _, value in pairs}
         special = {name: values.pop(name) for name in ("method", "site_algorithm", "server_algorithm") if name in values}
         allowed = {"method"} if method == SINGLE_SITE else set() if method in REFERENCES else {"site_algorithm", "server_algorithm"}
-        refused = [*(special.keys() - allowed), *(values if method == CONSTANT else ())]
-        if refused:
+        if refused := [*(special.keys() - allowed), *(values if method == CONSTANT else ())]:
             raise ConfigError(f"{text}: {method} has no setting {refused[0]!r}; leave it out")
         trained_as = special.pop("method", TRAINED_AS)
         row = cls(text, method, {}, **special, trained_as=trained_as)
@@ -85,14 +84,7 @@ class Candidate:
         return {"site": {}, "server": {}} if self.method == CONSTANT else self._trained.effective(self.hyper)
 
     def check(self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()) -> None:
-        """Check that the row can run, before anything runs.
-
-        Args:
-            rounds: None: any number.
-
-        Raises:
-            ConfigError: it cannot; the message begins with the row's label.
-        """
+        """Raise ConfigError, which begins with the row's label, if the row cannot run; rounds: None: any number."""
         try:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
@@ -101,19 +93,8 @@ class Candidate:
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
 
-    def fits(self, task: TaskConfig) -> bool:
-        try:
-            self.check(task)
-        except ConfigError:
-            return False
-        return True
-
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
-        """Results dict of one run, with curves and scores; the seed also draws the split by patient.
-
-        Args:
-            outside: sites that do not train.
-        """
+        """Results dict of one run, with curves and scores; the seed also draws the split by patient, and `outside` sites do not train."""
         if self.method == SINGLE_SITE:
             return single_site(setting, seed, outside, self.hyper, self.trained_as)
         if self.method in REFERENCES:
@@ -123,35 +104,27 @@ class Candidate:
 
 
 def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig, selection: str | None = None) -> list[Candidate]:
-    """The rows of a study in their order: the methods, then the references that are not among them.
-
-    Args:
-        methods: texts of `Candidate.parse`.
-        references: names; "all" stands for those that the task can have.
+    """The rows of a study in their order: the methods, then the references that are not among them, "all" for those that the task can have.
 
     Raises:
-        ConfigError: a row is wrong.
+        ConfigError: a row is wrong, see `Candidate.parse`.
     """
     rows = [Candidate.parse(text, selection) for text in methods]
     labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
     optional = ALL_ROWS if "all" in references else ()
     for row in (Candidate.parse(label, selection) for label in dict.fromkeys([*labels, *optional]) if label not in methods):
-        if row.label in labels or row.fits(task):
-            rows.append(row)
+        if row.label not in labels:
+            try:
+                row.check(task)
+            except ConfigError:  # the task cannot have it
+                continue
+        rows.append(row)
     return rows
 
 
 def weighs_by_samples(server: Mapping[str, Any]) -> bool:
-    """Whether a server weights sites by their training images alone: not uniformly, by scores (SHA) or by consistency (GRACE).
-
-    Args:
-        server: all hyper-parameters of the server algorithm.
-
-    Examples:
-        >>> weighs_by_samples({"weighting": "samples"}), weighs_by_samples({"weighting": "uniform"}), weighs_by_samples({"r0": 0.35})
-        (True, False, False)
-        >>> weighs_by_samples({"weighting": "samples", "sha": True}), weighs_by_samples({"weighting": "samples", "rule": "median"})
-        (False, False)
+    """Whether a server with these hyper-parameters weights sites by their training images alone: not uniformly, by scores (SHA) or by
+    consistency (GRACE).
     """
     weighted = server.get("rule", "mean") in ("mean", "geometric", "clipped")  # the other robust rules take no weights
     return server.get("weighting") == "samples" and weighted and not server.get("sha") and not server.get("consistency")

@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -33,7 +33,7 @@ from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import Candidate
 from medflare.studies.page import PAGE_FILE, study_page
 from medflare.studies.references import CONSTANT, SCORES, Setting
-from medflare.studies.statistics import Groups, Run
+from medflare.studies.statistics import Run
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
@@ -74,11 +74,7 @@ def write_run(out: Path, name: str, results: Run) -> None:
 
 
 def read_runs(out: Path) -> dict[str, dict[str, Any]]:
-    """Name -> results of all runs, with their scores if they were kept; empty without a file.
-
-    Raises:
-        StateError: the file is damaged.
-    """
+    """Name -> results of all runs, with their scores if they were kept; empty without a file. Raises StateError if it is damaged."""
     contents, runs = _contents(out), {}
     for entry in sorted(entry for entry in contents if entry.endswith(f"/{RESULTS_FILE}")):
         name = entry.removesuffix(f"/{RESULTS_FILE}")
@@ -94,11 +90,7 @@ def read_runs(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_study(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Row -> its runs; rows that study.json does not name are last.
-
-    Raises:
-        StateError: the study has no run, or is damaged.
-    """
+    """Row -> its runs; rows that study.json does not name are last. Raises StateError if there is no run, or the file is damaged."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in read_runs(out).values():
         groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
@@ -134,9 +126,6 @@ def _rows(contents: Mapping[str, bytes]) -> list[str]:
     return list(json.loads(contents[_ROWS])["rows"]) if _ROWS in contents else []
 
 
-# -- running -----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Job:
     candidate: Candidate
@@ -165,7 +154,7 @@ def run_study(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run what has not completed yet, and write study.zip and table.md.
+    """Run what has not completed yet, and write study.zip, table.md and study.html.
 
     Args:
         seeds: each candidate runs with each.
@@ -174,16 +163,16 @@ def run_study(
         say: gets a line for every run that ended.
 
     Returns:
-        Label of a candidate -> results of its runs.
+        Label of a candidate -> its runs.
 
     Raises:
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice, or no site is left to train.
         StateError: an earlier run in `out` is damaged, or had other settings.
     """
     seeds = list(seeds)
-    _refuse_duplicates("row", [row.label for row in candidates])
-    _refuse_duplicates("seed", seeds)
-    _refuse_duplicates("left-out site", left_out)
+    for what, values in (("row", [row.label for row in candidates]), ("seed", seeds), ("left-out site", left_out)):
+        if twice := [value for value, count in Counter(values).items() if count > 1]:  # the same runs would count as repetitions
+            raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
     if left_out and len(setting.sites) < 2:
         raise ConfigError(f"without {setting.sites[0]} no site is left to train; name at least two sites")
     for candidate in candidates:
@@ -205,21 +194,10 @@ def run_study(
     groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         groups.setdefault(job.candidate.label, []).append(runs[job.name])
-    write_pages(out, groups)
-    return groups
-
-
-def write_pages(out: Path, groups: Groups) -> None:
-    """Write table.md and study.html."""
     study = StudyTables(groups)
     write_atomically(out / TABLE_FILE, study_report(study).encode(), public=True)
     write_atomically(out / PAGE_FILE, study_page(study).encode(), public=True)
-
-
-def _refuse_duplicates(what: str, values: Sequence[Hashable]) -> None:
-    """Raise ConfigError if a value is there twice: the same runs would count as repetitions."""
-    if twice := [value for value, count in Counter(values).items() if count > 1]:
-        raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
+    return groups
 
 
 def _check_same(out: Path, job: _Job, run: Run) -> None:

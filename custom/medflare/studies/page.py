@@ -16,11 +16,7 @@ PAGE_FILE: Final = "study.html"
 
 
 def study_page(study: StudyTables) -> str:
-    """The page as HTML, from the deployed model of every row.
-
-    Raises:
-        StateError: no run has a task.
-    """
+    """The page as HTML, from the deployed model of every row."""
     groups, metric = study.groups, study.metric
     values = _deployed(study)
     points = {label: {f"{site}, seed {seed}": value for (site, seed), value in column.dropna().items()} for label, column in values.items()}
@@ -70,7 +66,7 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
 
 def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:
     """Row -> {"sites": site -> (text, whether it loses), "losers": sites}, against the row of training alone; empty without it."""
-    alone = next((label for label, runs in study.groups.items() if runs[0]["method"] == SINGLE_SITE), None)
+    alone = study.label_of(SINGLE_SITE)
     if alone is None:
         return {}
     sign = -1 if lower_is_better(study.metric) else 1

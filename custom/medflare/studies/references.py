@@ -40,7 +40,6 @@ class Setting:
     """What all runs of a study share.
 
     Attributes:
-        rounds: federation rounds.
         data_root: folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         cross_site: also test every site's model on every site's test images.
     """
@@ -62,12 +61,13 @@ def recorded_run(
     sites: Sequence[str],
     *,
     models: dict[str, dict[str, Message]] | None = None,
+    opened: dict[str, Site] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by patient.
 
     Args:
-        models: receives site -> role -> final model.
+        models, opened: receive site -> role -> final model, and the sites.
         options: further arguments of `run_local`, and hyper-parameters.
     """
     curves: dict[str, dict[str, dict[int, float]]] = {}
@@ -83,13 +83,13 @@ def recorded_run(
         scores.setdefault(site, {})[role] = cases.to_dict()
         final.setdefault(site, {})[role] = model
 
-    opened: dict[str, Site] = {}
     open_other = options.pop("opener", None) or partial(setting.open, seed=seed)
     final: dict[str, dict[str, Message]] = {} if models is None else models
+    sites_by_name: dict[str, Site] = {} if opened is None else opened
 
     def opener(name: str, role: str) -> Site:
-        opened[name] = open_other(name, role)
-        return opened[name]
+        sites_by_name[name] = open_other(name, role)
+        return sites_by_name[name]
 
     results = run_local(
         method,
@@ -109,7 +109,7 @@ def recorded_run(
     }
     results |= {CURVES: points, SCORES: scores}
     if setting.cross_site:
-        results[CROSS_SITE] = cross_site(final, {name: opened.get(name) or opener(name, "outside") for name in setting.sites})
+        results[CROSS_SITE] = cross_site(final, {name: sites_by_name.get(name) or opener(name, "outside") for name in setting.sites})
     return results
 
 
@@ -137,9 +137,8 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) ->
     outside sites the global one.
     """
     started, task = time.monotonic(), replace(setting.task, resplit=seed)
-    roles = {site: "outside" if site in outside else "inside" for site in setting.sites}
-    sites = {name: setting.open(name, role, seed) for name, role in roles.items()}
-    training = {name: site.data.train for name, site in sites.items() if roles[name] == "inside"}
+    sites = {name: setting.open(name, "outside" if name in outside else "inside", seed) for name in setting.sites}
+    training = {name: site.data.train for name, site in sites.items() if name not in outside}
     everything = joined(list(training.values()), list(training))
     records: dict[str, SiteRecord] = {}
     scores: dict[str, dict[str, Any]] = {}
@@ -151,7 +150,7 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) ->
         measured = {model: score_constant(site, answer, "test", task.test_metrics) for model, answer in answers.items()}
         measured["deployed"] = measured.get("personal", measured["global"])
         values = {model: {name: finite_or_none(value) for name, value in result.values.items()} for model, result in measured.items()}
-        records[name] = SiteRecord(roles[name], site.n, values)
+        records[name] = SiteRecord("inside" if name in training else "outside", site.n, values)
         scores[name] = {model: result.cases.to_dict() for model, result in measured.items()}
     seconds = {"total": time.monotonic() - started}
     return build_results(RunRecord(CONSTANT, task, seed, setting.rounds, records, seconds=seconds)) | {SCORES: scores}
@@ -167,11 +166,8 @@ def single_site(
     merged[SCORES] = {site: run[SCORES].get(site, {}) for site, run in runs.items()}
     if setting.cross_site:
         merged[CROSS_SITE] = {site: row for run in runs.values() for site, row in run[CROSS_SITE].items()}
-    curves: dict[str, dict[str, Any]] = {}
-    for run in runs.values():
-        for model, of_site in run[CURVES].items():
-            curves.setdefault(model, {}).update(of_site)
-    merged[CURVES] = curves
+    models = dict.fromkeys(model for run in runs.values() for model in run[CURVES])
+    merged[CURVES] = {model: {site: run[CURVES][model][site] for site, run in runs.items() if model in run[CURVES]} for model in models}
     merged["events"] = [event for run in runs.values() for event in run["events"]]
     merged["seconds"] = {"total": sum(run["seconds"]["total"] for run in runs.values())}
     failed = [f"{site}: {run['reason']}" for site, run in runs.items() if run["reason"]]
@@ -196,21 +192,12 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
 
 
 def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """FedAvg's model, and as "deployed" the same model normalized by the statistics of the test images.
-
-    Raises:
-        ConfigError: the task's network has no BatchNorm.
-    """
+    """FedAvg's model, and as "deployed" the same normalized by the test images; raises ConfigError if the network has no BatchNorm."""
     check_adaptable(setting.task)
     sites: dict[str, Site] = {}
     models: dict[str, dict[str, Message]] = {}
-
-    def opener(name: str, role: str) -> Site:
-        sites[name] = setting.open(name, role, seed)
-        return sites[name]
-
     inside = [site for site in setting.sites if site not in outside]
-    results = recorded_run(TRAINED_AS, setting, seed, inside, outside=outside, opener=opener, models=models, **(hyper or {}))
+    results = recorded_run(TRAINED_AS, setting, seed, inside, outside=outside, models=models, opened=sites, **(hyper or {}))
     for name, of_site in models.items():
         module, _ = with_batch_statistics(build_deployed(setting.task, of_site["global"]).to(sites[name].device))
         scores = sites[name].score(module, "test")
@@ -226,11 +213,7 @@ def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] 
 
 
 def pooled(parts: Sequence[SiteData]) -> SiteData:
-    """The images of several sites as of one site; the number of the site is added to each patient's name.
-
-    Raises:
-        ConfigError: the sites annotated different structures.
-    """
+    """The images of several sites as of one, patients with the site's number; raises ConfigError if annotated structures differ."""
     annotated = {part.annotated for part in parts}
     if len(annotated) > 1:
         raise ConfigError(f"the row {CENTRALISED} needs sites with the same annotated structures; leave it out")

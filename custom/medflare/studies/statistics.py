@@ -30,8 +30,6 @@ RESAMPLES: Final = 1999
 _BATCH: Final = 200  # resamples in memory at once
 _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples; with three patients of a class, 5 % of the resamples have none of them
 
-# -- over seeds --------------------------------------------------------------------------------------------------------------
-
 
 def study_values(groups: Groups) -> pd.DataFrame:
     """The test metrics of a study, one value per seed.
@@ -74,18 +72,10 @@ class Comparison:
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """Compare two models seed by seed, by Student's t.
+    """Compare two models by Student's t, value by value of the same seeds in the same order; NaN where undefined.
 
     Below two pairs, and if all differences are equal, there is neither interval nor p. Splits of different seeds overlap, so that both
     are too confident.
-
-    Args:
-        first: one value per seed; NaN where undefined.
-        second: values of the same seeds, in the same order.
-
-    Examples:
-        >>> compare([0.5, float("nan")], [0.75, 0.5])
-        Comparison(difference=0.25, interval=None, p=None, n=1)
     """
     differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
     differences = differences[np.isfinite(differences)]
@@ -100,13 +90,7 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, Sec. 13.3).
 
-    With a handful of seeds it is too narrow.
-
-    Args:
-        values: one per seed, all defined.
-
-    Returns:
-        None below two values.
+    With a handful of seeds it is too narrow; below two values it is None.
     """
     if len(values) < 2:
         return None
@@ -122,7 +106,6 @@ class CaseTable:
     """The cases of one model that a metric is computed from.
 
     Attributes:
-        patients: of each case.
         columns: segmentation: "values" (cases,), NaN where undefined; classification: "probabilities" (cases, outputs) and "targets"
             (cases,) or, multilabel, (cases, labels).
     """
@@ -162,19 +145,12 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
 
     Raises:
         ConfigError: an unknown metric of classes.
-
-    Examples:
-        >>> weighted_metric(case_table({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, "dice"), "dice", np.array([1.0, 1.0]))
-        array(0.5)
     """
     if "values" in cases.columns:
         return weighted_mean(cases.columns["values"], weights)
     if metric not in metric_table():
         raise unknown("metric", metric, metric_table())
     return of_outputs(metric_table()[metric].compute, cases.columns["probabilities"], cases.columns["targets"], weights)
-
-
-# -- over patients -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,8 +181,7 @@ def compare_patients(
     two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
     Args:
-        first: results dicts with scores of single patients, and the model's name in them.
-        second: likewise, of the other row.
+        first, second: results dicts with scores of single patients, and the model's name in them.
         role: of the sites, "inside" or "outside".
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -269,7 +244,8 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
 
     def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
         """Drawn patients (..., draws), one array per site."""
-        counts = [_counts(np.moveaxis(places, axis, -1), site.patients) for site, places in zip(sites, drawn, strict=True)]
+        pairs = list(zip(sites, drawn, strict=True))
+        counts = [np.apply_along_axis(np.bincount, -1, np.moveaxis(each, axis, -1), minlength=site.patients) for site, each in pairs]
         values = [site.difference(metric, count.astype(float)) for site, count in zip(sites, counts, strict=True)]
         return np.asarray(np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0))
 
@@ -291,25 +267,16 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
     return float(low), float(high)
 
 
-def _counts(drawn: NDArray[np.int64], patients: int) -> NDArray[np.int64]:
-    """How often each patient is among the drawn ones (..., draws), as (..., patients)."""
-    rows = drawn.reshape(-1, drawn.shape[-1])
-    numbered = rows + patients * np.arange(len(rows))[:, None]  # every resample has its own numbers
-    return np.bincount(numbered.ravel(), minlength=patients * len(rows)).reshape(*drawn.shape[:-1], patients)
-
-
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
     """The p-value over patients, each with its mean difference over runs; None without values of patients."""
     if not all("values" in first.columns for site in sites for first, _ in site.pairs):
         return None
-    differences = pd.concat(
-        [
-            pd.concat([pd.Series(second.columns["values"] - first.columns["values"], first.patients) for first, second in site.pairs])
-            .groupby(level=0)
-            .mean()
-            for site in sites
-        ]
-    )
+    gains = {
+        (place, run): pd.Series(second.columns["values"] - first.columns["values"], first.patients)
+        for place, site in enumerate(sites)
+        for run, (first, second) in enumerate(site.pairs)
+    }
+    differences = pd.concat(gains).groupby(level=[0, 2]).mean()
     if len(differences) < 2:
         return None
     return float(wilcoxon(differences).pvalue) if differences.any() else 1.0

@@ -1,7 +1,6 @@
 """Suites: a table of a paper as a study, and the paper's numbers beside ours."""
 
 import json
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -53,7 +52,6 @@ class Suite:
         sites: in the order of the paper's columns.
         methods: row of the table -> method with its hyper-parameters, as for `medflare study`.
         numbers: row -> site or "mean" -> the paper's number, as far as legible; rows that no method of ours has are shown without ours.
-        source: of the numbers.
         differences: settings that differ from the paper's, one line each.
     """
 
@@ -99,28 +97,20 @@ def _files() -> dict[str, Any]:
 
 
 def load_suite(source: str) -> Suite:
-    """The suite of a name, or of a JSON file.
-
-    Raises:
-        ConfigError: there is none, it is unreadable, a setting is wrong, or a row or column has no counterpart.
-    """
+    """The suite of a name, or of a JSON file; raises ConfigError if there is none, or a setting, row or column is wrong."""
     file = _files().get(source, Path(source))
     if not file.is_file():
         raise unknown("suite", source, suites())
     place, remedy = f"suite {source}", "see app_configs/suites/ for working examples"
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{place}: not one JSON object ({error}); {remedy}") from error
     return checked(Suite, content, place, remedy=remedy)
 
 
 def beside_the_paper(suite: Suite, groups: Groups) -> str:
-    """Markdown: for every row of the paper's table its numbers and ours, as mean [95 % bootstrap interval over seeds] in its unit.
-
-    Args:
-        groups: label of a method -> results dicts that differ in their seed and in the sites left out.
-    """
+    """Markdown: for every row of the paper's table its numbers and ours, as mean [95 % bootstrap interval over seeds] in its unit."""
     values = study_values(groups)
     settings = suite.settings
     scale, digits = (100, 2) if settings.percent else (1, 4)
@@ -151,14 +141,13 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
 def deviations(suite: Suite, groups: Groups) -> list[str]:
     """Settings of the runs that differ from the suite, one line each."""
     runs = [run for of_label in groups.values() for run in of_label]
-    here: dict[str, Sequence[Any]] = {name: sorted({run[key] for run in runs}) for name, key in (("rounds", "rounds"), ("seeds", "seed"))}
-    here["sites"] = sorted({site for run in runs for site in run["sites"]})
-    there: dict[str, Sequence[Any]] = {"rounds": [suite.settings.rounds], "seeds": sorted(suite.seeds), "sites": sorted(suite.sites)}
-    lines = [
-        f"{name}: {', '.join(map(str, here[name]))}, the suite has {', '.join(map(str, there[name]))}"
-        for name in here
-        if here[name] != there[name]
-    ]
+    compared: dict[str, tuple[list[Any], list[Any]]] = {
+        "rounds": (sorted({run["rounds"] for run in runs}), [suite.settings.rounds]),
+        "seeds": (sorted({run["seed"] for run in runs}), sorted(suite.seeds)),
+        "sites": (sorted({site for run in runs for site in run["sites"]}), sorted(suite.sites)),
+    }
+    texts = {name: [", ".join(map(str, values)) for values in pair] for name, pair in compared.items()}
+    lines = [f"{name}: {here}, the suite has {there}" for name, (here, there) in texts.items() if here != there]
     for task in (run["configuration"]["task"] for run in runs if run["configuration"]["task"]):
         for name, value in load_task(suite.task).to_dict().items():
             if name != "resplit" and task.get(name) != value:

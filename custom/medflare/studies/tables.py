@@ -45,11 +45,7 @@ _STATISTICS: Final = ("95 % over seeds", "t-test over seeds, p", "seeds", "95 % 
 
 @dataclass(frozen=True)
 class Row:
-    """Models of one label that have the same values of a metric everywhere.
-
-    Attributes:
-        values: index (role, site), columns seeds.
-    """
+    """Models of one label that have the same values of a metric everywhere; values: index (role, site), columns seeds."""
 
     label: str
     models: tuple[str, ...]
@@ -64,14 +60,7 @@ class Row:
 
 
 class StudyTables:
-    """The tables of a study.
-
-    Args:
-        groups: label -> results dicts that differ in their seed and in the sites left out.
-
-    Raises:
-        StateError: no run has a task.
-    """
+    """The tables of a study; raises StateError if no run has a task."""
 
     def __init__(self, groups: Groups) -> None:
         self.metric: str = task_of(groups)["metric"]
@@ -86,10 +75,7 @@ class StudyTables:
 
     def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
         """Title -> table: for every metric, the task's own first, what each site reached and what the mean hides; then paired differences
-        to the first row and to training alone, the selector and routing.
-
-        Args:
-            wanted: titles of the tables to make (intervals over patients take time); None: all.
+        to the first row and to training alone, the selector and routing. `wanted`: titles (intervals take time); None: all.
         """
         makers: dict[str, Callable[[], str]] = {}
         for metric in sorted(self.metrics, key=lambda metric: metric != self.metric):
@@ -109,7 +95,6 @@ class StudyTables:
 
     @cached_property
     def everything(self) -> dict[str, str]:
-        """All tables."""
         return self.tables()
 
     def series(self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES) -> "pd.Series[float]":
@@ -136,8 +121,6 @@ class StudyTables:
                     rows.remove(equal)
                 rows.append(Row(label, (*(equal.models if equal else ()), model), values, runs))
         return rows
-
-    # -- what every site reached, and what the mean over sites hides ---------------------------------------------------------
 
     def sites(self, metric: str) -> str:
         """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
@@ -200,13 +183,13 @@ class StudyTables:
     def _headings(self) -> list[str]:
         return [f"mean {role}" if not site else site if role == "inside" else f"{site} ({role})" for role, site in self.places]
 
-    def _label_of(self, method: str) -> str | None:
+    def label_of(self, method: str) -> str | None:
         """The first row with this method."""
         return next((label for label, runs in self.groups.items() if runs[0]["method"] == method), None)
 
     def _below_alone(self, row: Row, metric: str, sites: Sequence[str]) -> list[str] | None:
         """The inside sites where the row is worse than training alone, in the mean over the seeds of both; None if nothing to compare."""
-        alone = self._label_of(SINGLE_SITE)
+        alone = self.label_of(SINGLE_SITE)
         if alone in (None, row.label):
             return None
         sign = -1 if lower_is_better(metric) else 1
@@ -215,21 +198,15 @@ class StudyTables:
 
     def _is_constant(self, row: Row, metric: str, role: str, site: str) -> bool:
         """Whether half of the seeds are near the constant answer of all sites, or of the site's own training images."""
-        label = self._label_of(CONSTANT)
+        label = self.label_of(CONSTANT)
         if label in (None, row.label) or lower_is_better(metric):
             return False
         values = row.values.loc[(role, site)]
         distances = [(values - self.series(label, model, role, metric, site)).abs().dropna() for model in ("global", "personal")]
         return any(len(distance) and 2 * (distance <= NEAR).sum() >= len(distance) for distance in distances)
 
-    # -- paired differences, over seeds and over patients --------------------------------------------------------------------
-
     def differences(self, against: str | None = None) -> str:
-        """Paired differences of the task's metric to what one row deploys, with 95 % intervals.
-
-        Args:
-            against: label of that row; None: the first.
-        """
+        """Paired differences of the task's metric to what one row (None: the first) deploys, with 95 % intervals."""
         against = next(iter(self.groups)) if against is None else against
         models = [(label, model) for label in self.groups for model in self.models(label)]
         rows = self._differences([(model, (against, "deployed"), model) for model in models])
@@ -243,11 +220,7 @@ class StudyTables:
         return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
-        """Lines of label, models and `_difference`; models with equal cells share a line.
-
-        Args:
-            pairs: the model that the line names, and the first and second model of the difference.
-        """
+        """Lines of label, models and `_difference` of (named model, first, second); models with equal cells share a line."""
         lines: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
         compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
         for (label, model), first, second in pairs:
@@ -292,8 +265,6 @@ class StudyTables:
                 lines.append([label, owner, *cells, str(len(rows))])
         return markdown(lines, left=2) if len(lines) > 1 else ""
 
-    # -- what methods choose by themselves at a site -------------------------------------------------------------------------
-
     def selector(self) -> str:
         """Balanced accuracy of each row's selector on test images, and how many images a personal model predicted; "" without one."""
         tables = {label: [table for run in runs if (table := confusion(run["sites"]))] for label, runs in self.groups.items()}
@@ -301,7 +272,8 @@ class StudyTables:
         lines = [["method", "balanced accuracy", *(f"{site} recognised" for site in sites), "answered by a personal model", "runs"]]
         for label, of_runs in tables.items():
             if of_runs:
-                recognised = pd.DataFrame([recalls(table) for table in of_runs], columns=sites)
+                recalls = [{site: row.get(site, 0) / n for site, row in table.items() if (n := sum(row.values()))} for table in of_runs]
+                recognised = pd.DataFrame(recalls, columns=sites)
                 personal = pd.Series([personal_share(run) for run in self.groups[label] if confusion(run["sites"])], dtype=float)
                 columns = [recognised.mean(axis=1), *(recognised[site] for site in sites), personal]
                 lines.append([label, *(spread("share", column) for column in columns), str(len(of_runs))])
@@ -376,17 +348,9 @@ def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "p
         names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
         tables = [case_table(run.get(SCORES, {}).get(name, {}).get(model) or {}, metric) for name in names]
         complete = [table for table in tables if table is not None]
-        if complete and len(complete) == len(tables):
-            cases = joined_cases(complete)
-            values.append(float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
-        else:
-            values.append(np.nan)
+        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
+        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
     return pd.Series(values, dtype=float)
-
-
-def recalls(counts: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Site -> share of its images that the selector assigned to it; `counts`: site -> assigned site -> images."""
-    return {site: row.get(site, 0) / sum(row.values()) for site, row in counts.items() if sum(row.values())}
 
 
 def personal_share(run: Run) -> float:
@@ -417,10 +381,6 @@ def is_rising(curve: Mapping[int, float]) -> bool:
     """Whether the metric still gained more than 0.01, and more than twice its standard error, over the last third of the rounds.
 
     The gain is that of a least-squares line through at least four points.
-
-    Examples:
-        >>> is_rising({at: 0.02 * at for at in range(13)}), is_rising({at: 0.8 for at in range(13)}), is_rising({0: 0.1, 1: 0.9})
-        (True, False, False)
     """
     late = [at for at in curve if at >= max(curve) * 2 / 3]
     if len(late) < 4:
@@ -432,11 +392,7 @@ def is_rising(curve: Mapping[int, float]) -> bool:
 def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     """The task's metric on validation images over the rounds as SVG, a line for every row and model; None without curves.
 
-    Args:
-        ink: colour of the text; the default is legible on light and dark pages.
-
-    Raises:
-        StateError: no run has a task.
+    The default colour of the text, `ink`, is legible on light and dark pages.
     """
     lines = {}
     for label, runs in groups.items():
@@ -448,9 +404,6 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
     svg = line_panels(panels, "curves")
     return svg and svg.replace("currentColor", ink)
-
-
-# -- table.md ----------------------------------------------------------------------------------------------------------------
 
 
 def study_report(study: StudyTables) -> str:
@@ -500,9 +453,6 @@ def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
     """The labels for which the condition is false in a run, and those for which it is true in one."""
     pairs = dict.fromkeys(labels)
     return ", ".join(label for label, true in pairs if not true), ", ".join(label for label, true in pairs if true)
-
-
-# -- cells -------------------------------------------------------------------------------------------------------------------
 
 
 def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
