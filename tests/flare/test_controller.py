@@ -120,7 +120,7 @@ def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
     handlers = controller._on_heartbeat, controller._on_work_request
     assert all(handler("", Shareable(), fl_ctx).get_return_code() == ReturnCode.OK for handler in handlers), "before the run begins"
     controller._exchange = exchange(sites)
-    heard = controller._exchange.liveness.heard
+    heard = controller._exchange.heard
     controller._on_heartbeat("", Shareable(), fl_ctx)
     first = heard["CS"]
     controller._on_work_request("", Shareable(), fl_ctx)

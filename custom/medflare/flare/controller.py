@@ -28,7 +28,7 @@ from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize
 from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
-from medflare.flare.liveness import ALIVE, LONG_POLL, WORK, Liveness
+from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import interrupted_id
 from medflare.flare.simulator import SimulatorHost, limit_spinning
@@ -129,34 +129,31 @@ class MedflareController(Controller):
 
         register_tensors()
         self._progress.log = lambda line: self.log_info(fl_ctx, line)
-        exchange = self._exchange = TaskExchange(
-            self,
-            fl_ctx,
-            abort_signal,
-            outside=self.outside if isinstance(self.outside, (list, tuple)) else (),
-            members=self._members,
-            stop_reason=lambda: self._stop_reason or "stopped on request",
-            say=self._progress.say,
-            step_timeout=self.step_timeout,
-            enrol_timeout=self.enrol_timeout,
-            liveness=Liveness(self.heartbeat_timeout),
-        )
         try:
             try:
                 run = self._run(fl_ctx)
             except Exception as error:
                 results = self._refused(error, fl_ctx)
             else:
-                results = run.execute(exchange, resume=bool(self.resume))
+                self._exchange = TaskExchange(
+                    self,
+                    fl_ctx,
+                    abort_signal,
+                    run.settings,
+                    members=self._members,
+                    stop_reason=lambda: self._stop_reason or "stopped on request",
+                    say=self._progress.say,
+                )
+                results = run.execute(self._exchange, resume=bool(self.resume))
         except Aborted as error:
-            self._progress.log_events()
+            self._progress.take_events()
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
             return
         except Exception as error:
             self.log_exception(fl_ctx, "medflare: the run ended by an error")
             self._fail(f"{type(error).__name__}: {error}", fl_ctx)
             return
-        self._progress.log_events()
+        self._progress.take_events()
         self.log_info(fl_ctx, "\n" + results_table(results))
         if results["status"] == FAILED:
             self._fail(results["reason"], fl_ctx)
@@ -279,7 +276,7 @@ class MedflareController(Controller):
 
     def _on_heartbeat(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
         if self._exchange is not None:
-            self._exchange.liveness.heard_from(_sender(fl_ctx))
+            self._exchange.heard_from(_sender(fl_ctx))
         return make_reply(ReturnCode.OK)
 
     def _on_work_request(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:

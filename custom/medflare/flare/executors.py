@@ -111,11 +111,9 @@ class MedflareExecutor(Executor):
             from medflare.tasks.config import load_task
 
             refuse_result_filters(fl_ctx)
-            methods, network = (
-                (task.spec.method, task.spec.server_algorithm or task.spec.method),
-                load_task(Path(task.spec.task_file)).network,
-            )
-            self._authorized = replace(task.spec, trusted=authorize(methods, network, fl_ctx))
+            methods = task.spec.method, task.spec.server_algorithm or task.spec.method
+            trusted = authorize(methods, load_task(Path(task.spec.task_file)).network, fl_ctx)
+            self._authorized = replace(task.spec, trusted=trusted)
         if self._host.started():
             return self._host.reply(self._authorized, task.phase, task.round, task.incoming, self._aborted)
         if self._participant is None:

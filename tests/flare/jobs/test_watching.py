@@ -44,8 +44,8 @@ def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
     noted = list[str]()
     progress = Progress(events, noted.append)
     events.add("rejected", "validation metric of the global model is 7.0; its vote does not count", site="B", round=1)
-    progress.log_events()
-    progress.log_events()
+    progress.take_events()
+    progress.take_events()
     log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
     event = "rejected: B (round 2): validation metric of the global model is 7.0; its vote does not count"
     assert followed(Served(COMPLETED, log=log))[1] == [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
