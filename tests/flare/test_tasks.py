@@ -24,7 +24,7 @@ from medflare.core.errors import Aborted, ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import memory_mapped
 from medflare.federation.exchange import Reply
-from medflare.federation.settings import RunSettings
+from medflare.federation.settings import run_settings
 from medflare.flare import tasks as steps
 from medflare.flare.messages import error_reply, register_decomposers, to_message, to_shareable
 from medflare.flare.tasks import TaskExchange, read_reply
@@ -92,9 +92,11 @@ def received(reply: Reply) -> Message:
 
 
 def exchange(controller: FakeController, *, say: Callable[[str], None] = lambda line: None, **changes: Any) -> TaskExchange:
-    settings = RunSettings(**{"rounds": 1, "seed": 0, "enrol_timeout": 0.0, "heartbeat_timeout": LONG, **changes})
-    options = {"members": lambda: list(controller.behaviours), "stop_reason": lambda: "asked to", "say": say}
-    return TaskExchange(controller, FLContext(), Signal(), settings, **options)
+    settings = run_settings({"rounds": 1, "seed": 0, "enrol_timeout": 0.0, "heartbeat_timeout": LONG, **changes})
+    context, signal = FLContext(), Signal()
+    return TaskExchange(
+        controller, context, signal, settings, members=lambda: controller.behaviours, stop_reason=lambda: "asked to", say=say
+    )
 
 
 def requests(controller: FakeController) -> dict[str, Message]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
@@ -94,12 +93,6 @@ class SiteFolder(ArtifactStore):
         note = {"phase": phase, "round": round, "rounds": rounds, "working": begins, "time": f"{datetime.now():%F %T}"}
         with suppress(OSError):
             write_json(self.folder / PROGRESS, note)
-
-
-def check_choice(site: Site, role: str, keep: str | None) -> None:
-    """Raises ConfigError if a site that does not train chooses its personal model, see `LocalSettings.keep`."""
-    if keep == "personal" and role == "outside":
-        raise ConfigError(f"site {site.name}: keep in its {PLACE} is 'personal', but a site that does not train has no personal model")
 
 
 def with_choice(models: Mapping[str, Message], keep: str | None) -> tuple[dict[str, Message], list[str]]:

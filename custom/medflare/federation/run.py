@@ -103,7 +103,12 @@ class Run:
             mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
             with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
                 federation = self._federation(plan, exchange, outcome, tracker)
-                federation.run(self._restored(federation) if resume else 0)
+                finished = 0
+                if resume:
+                    if self._checkpoint is None:
+                        raise StateError("a run without a folder cannot be resumed")
+                    finished = self._checkpoint.restore(federation)
+                federation.run(finished)
                 self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
             reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
@@ -160,12 +165,6 @@ class Run:
         server = self.method.make_server(context)
         federation = Federation(server, exchange, self.settings, identity, after_step, save_checkpoint, outcome)
         return federation
-
-    def _restored(self, federation: Federation) -> int:
-        """Restore the federation from the checkpoint; returns the number of finished steps."""
-        if self._checkpoint is None:
-            raise StateError("a run without a folder cannot be resumed")
-        return self._checkpoint.restore(federation)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:

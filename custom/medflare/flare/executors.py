@@ -94,9 +94,8 @@ class MedflareExecutor(Executor):
         try:
             if self._spec is None:
                 self._spec = self._make_spec(fl_ctx)
-            task = SiteTask(task_name, round, shareable, self._spec)
-            fl_ctx.set_prop(SITE_TASK, task, private=True, sticky=False)
-            return self._reply(task, fl_ctx)
+            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, shareable, self._spec), private=True, sticky=False)
+            return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         except Exception as error:
@@ -106,19 +105,19 @@ class MedflareExecutor(Executor):
         self.log_error(fl_ctx, f"{UNABLE}{reason}")
         return error_reply(reason)
 
-    def _reply(self, task: SiteTask, fl_ctx: FLContext) -> Shareable:
+    def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
         if self._authorized is None:  # before anything of another distribution is imported
             from medflare.tasks.config import load_task
 
             refuse_result_filters(fl_ctx)
-            methods = task.spec.method, task.spec.server_algorithm or task.spec.method
-            trusted = authorize(methods, load_task(Path(task.spec.task_file)).network, fl_ctx)
-            self._authorized = replace(task.spec, trusted=trusted)
+            spec = self._spec or self._make_spec(fl_ctx)
+            methods = spec.method, spec.server_algorithm or spec.method
+            self._authorized = replace(spec, trusted=authorize(methods, load_task(Path(spec.task_file)).network, fl_ctx))
         if self._host.started():
-            return self._host.reply(self._authorized, task.phase, task.round, task.incoming, self._aborted)
+            return self._host.reply(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
             self._participant = self._authorized.participant(self._aborted)
-        return to_shareable(self._participant.answer(task.phase, task.round, to_message(task.incoming)))
+        return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
     def _make_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
