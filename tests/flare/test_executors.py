@@ -137,7 +137,9 @@ def test_a_resumed_job_continues_from_the_state_of_the_interrupted_one(fl_ctx: F
 def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
     edited = enrolment(task, hyper=get_method("fedavg").effective({"weighting": "uniform"}))
     assert "weighting" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", edited)))
-    assert "seed" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task, seed=9))))
+    for name, other in (("seed", 9), ("task", "another fingerprint")):
+        changed = Message({}, {**enrolment(task).meta, name: other})
+        assert name in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", changed)))
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert reason.startswith("DataError") and "\n" not in reason
