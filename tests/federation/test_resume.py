@@ -1,5 +1,6 @@
 """Interrupted runs and damaged states in the plain loop."""
 
+import json
 import os
 import shutil
 import signal
@@ -19,19 +20,17 @@ from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
 
 TINY = tiny_phantom(batch_size=32)
-ROUNDS = 2
 
 KILLED = """
 import json, os, signal, sys
 import medflare
-from medflare.federation import run
-method, folder, task, moment, count = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+method, folder, task, moment = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
 seen = 0
 
 def die(*_):
     global seen
     seen += 1
-    if seen == count:
+    if seen == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if moment == "writing":  # between the temporary file and its final name
@@ -42,36 +41,21 @@ medflare.run_local(method, task, 2, rounds=2, seed=1, out=folder, say=die if mom
 
 
 def run(folder: Path, method: str = "fedsm", **options: Any) -> dict[str, Any]:
-    return medflare.run_local(method, TINY, 2, **{"rounds": ROUNDS, "seed": 1, "out": folder, **options})
+    return medflare.run_local(method, TINY, 2, **{"rounds": 2, "seed": 1, "out": folder, **options})
 
 
-def killed(folder: Path, method: str, moment: str, count: int) -> None:
-    """A run in a separate process that kills itself."""
-    import json
-
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, method, folder, json.dumps(TINY), moment, str(count)], env={**os.environ, **SOURCES}
-    )
-    assert done.returncode == -signal.SIGKILL
-
-
-SOURCES = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
-
-
-class TestResume:
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("method", "moment", "count"),
-        [("fedsm", "step", 2), ("fedsm", "writing", 2), ("prr", "step", 2)],  # test_catalogue.py interrupts every method
-    )
-    def test_kill_9_loses_nothing(self, tmp_path: Path, method: str, moment: str, count: int) -> None:
-        """The sites have the killed step behind them; they answer it again from the state before it."""
-        killed(tmp_path / "killed", method, moment, count)
-        results = resume_local(tmp_path / "killed")
-        assert results["status"] == "COMPLETED"
-        assert results["sites"] == run(tmp_path / "whole", method)["sites"]
-        assert same_weights(tmp_path / "whole", tmp_path / "killed")
-        assert [event["kind"] for event in results["events"]].count("resumed") == 1
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "moment"), [("fedsm", "step"), ("fedsm", "writing"), ("prr", "step")])
+def test_kill_9_loses_nothing(tmp_path: Path, method: str, moment: str) -> None:
+    """The sites have the killed step behind them; they answer it again from the state before it (test_catalogue.py: every method)."""
+    command = [sys.executable, "-c", KILLED, method, tmp_path / "killed", json.dumps(TINY), moment]
+    sources = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
+    assert subprocess.run(command, env={**os.environ, **sources}).returncode == -signal.SIGKILL
+    results = resume_local(tmp_path / "killed")
+    assert results["status"] == "COMPLETED"
+    assert results["sites"] == run(tmp_path / "whole", method)["sites"]
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+    assert [event["kind"] for event in results["events"]].count("resumed") == 1
 
 
 class TestAbsentAtResume:
@@ -109,16 +93,10 @@ class TestAbsentAtResume:
 
 
 class TestDamagedStates:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("finished")
-        run(folder, "fedavg", rounds=1)
-        return folder
-
     @pytest.fixture
-    def folder(self, finished: Path, tmp_path: Path) -> Path:
-        return Path(shutil.copytree(finished, tmp_path / "run"))
+    def folder(self, tmp_path: Path) -> Path:
+        run(tmp_path, "fedavg", rounds=1)
+        return tmp_path
 
     @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:40]), lambda path: path.write_bytes(b"")])
     def test_a_damaged_state_fails_the_run(self, folder: Path, damage: Any) -> None:
