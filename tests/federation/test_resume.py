@@ -48,7 +48,7 @@ def run(folder: Path, method: str = "fedsm", **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("method", "moment"), [("fedsm", "step"), ("fedsm", "writing"), ("prr", "step")])
 def test_kill_9_loses_nothing(tmp_path: Path, method: str, moment: str) -> None:
     """The sites have the killed step behind them; they answer it again from the state before it (test_catalogue.py: every method)."""
-    command = [sys.executable, "-c", KILLED, method, tmp_path / "killed", json.dumps(TINY), moment]
+    command = [sys.executable, "-c", KILLED, method, str(tmp_path / "killed"), json.dumps(TINY), moment]
     sources = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
     assert subprocess.run(command, env={**os.environ, **sources}).returncode == -signal.SIGKILL
     results = resume_local(tmp_path / "killed")

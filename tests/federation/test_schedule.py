@@ -20,6 +20,10 @@ FEDAVG = get_method("fedavg")
 FRESH = {"reset_optimizer": True}  # updates of every round then are as long as those of the first
 
 
+def participant(name: str) -> Participant:
+    return Participant(name, lambda role: squares.site(name), FEDAVG, FRESH)
+
+
 class Sites:
     """An exchange with three sites whose answers and presence a test may change."""
 
@@ -28,7 +32,7 @@ class Sites:
         absent: Mapping[int, set[str]] | None = None,
         spoil: Callable[[str, Step, Message], Message | None] = lambda site, step, message: message,
     ) -> None:
-        self.members = {name: Participant(name, lambda role, name=name: squares.site(name), FEDAVG, FRESH) for name in (*SITES, "O")}
+        self.members = {name: participant(name) for name in (*SITES, "O")}
         self.absent, self.spoil = absent or {}, spoil
         self.requests: list[tuple[str, int, tuple[str, ...]]] = []
 

@@ -52,8 +52,8 @@ def unknown_key(server: Server) -> None:
         (lambda server: server.task_file.unlink(), "fedavg", "unknown", "task.json"),
         (lambda server: server.task_file.write_text('{"name": "ph'), "fedavg", "unknown", "task.json"),
         (unknown_key, "fedavg", "unknown", "batchsize"),
-        (lambda server: vars(server).update(aggregator=WeightedAggregator(method="fedms")), "fedms", "phantom", "fedms"),
-        (lambda server: vars(server).update(aggregator=None), "unknown", "phantom", "aggregator"),
+        (lambda server: setattr(server, "aggregator", WeightedAggregator(method="fedms")), "fedms", "phantom", "fedms"),
+        (lambda server: setattr(server, "aggregator", None), "unknown", "phantom", "aggregator"),
     ],
 )
 def test_an_invalid_job_leaves_results(
