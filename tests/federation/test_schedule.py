@@ -1,4 +1,4 @@
-"""The schedule: which sites get requests, what happens to replies that are missing, unusable or come from newcomers."""
+"""The schedule: which sites are drawn and get requests, what happens to replies that are missing or unusable."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,15 +13,12 @@ from medflare.federation.schedule import Federation
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
+from medflare.methods.method import Method
 from methods import squares
 
 SITES = ("A", "B", "C")
 FEDAVG = get_method("fedavg")
 FRESH = {"reset_optimizer": True}  # updates of every round then are as long as those of the first
-
-
-def participant(name: str) -> Participant:
-    return Participant(name, lambda role: squares.site(name), FEDAVG, FRESH)
 
 
 class Sites:
@@ -31,10 +28,18 @@ class Sites:
         self,
         absent: Mapping[int, set[str]] | None = None,
         spoil: Callable[[str, Step, Message], Message | None] = lambda site, step, message: message,
+        method: Method = FEDAVG,
     ) -> None:
-        self.members = {name: participant(name) for name in (*SITES, "O")}
-        self.absent, self.spoil = absent or {}, spoil
+        self.absent, self.spoil, self.method = absent or {}, spoil, method
+        self.members = {name: self.member(name) for name in (*SITES, "O")}
         self.requests: list[tuple[str, int, tuple[str, ...]]] = []
+
+    def member(self, name: str) -> Participant:
+        return Participant(name, lambda role: squares.site(name), self.method, FRESH)
+
+    def of_phase(self, phase: str) -> list[tuple[int, str]]:
+        """The requests: (round, names of the sites)."""
+        return [(round, "".join(sites)) for name, round, sites in self.requests if name == phase]
 
     def present(self, round: int) -> list[str]:
         return [name for name in self.members if name not in self.absent.get(round, set())]
@@ -47,9 +52,10 @@ class Sites:
 
 
 def run(exchange: Sites, rounds: int = 2, rules: Rules | None = None, outside: tuple[str, ...] = ()) -> Federation:
-    plan = FEDAVG.plan(squares.SEGMENTATION, SITES, FRESH)
-    server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
-    identity = identity_of(FEDAVG, FRESH, squares.SEGMENTATION.fingerprint(), squares.SEED)
+    method = exchange.method
+    plan = method.plan(squares.SEGMENTATION, SITES, FRESH)
+    server = method.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=method.site_class.phases))
+    identity = identity_of(method, FRESH, squares.SEGMENTATION.fingerprint(), squares.SEED)
     federation = Federation(server, exchange, rules or Rules(), identity)
     federation.run()
     return federation
@@ -59,7 +65,7 @@ def kinds(federation: Federation) -> list[tuple[str, str | None, int | None]]:
     return [(event["kind"], event["site"], event["round"]) for event in federation.events]
 
 
-def poisoned(*victims: str) -> Sites:
+def poisoned(*victims: str, method: Method = FEDAVG) -> Sites:
     """Sites of which the victims send NaN in their models."""
 
     def spoil(site: str, step: Step, message: Message) -> Message:
@@ -67,7 +73,7 @@ def poisoned(*victims: str) -> Sites:
             next(iter(message.states["model"].values())).fill_(math.nan)
         return message
 
-    return Sites(spoil=spoil)
+    return Sites(spoil=spoil, method=method)
 
 
 def praised(value: float) -> Sites:
@@ -177,3 +183,32 @@ def test_outside_sites_are_delivered_to_and_never_train() -> None:
     federation = run(exchange, outside=("O",))
     assert all("O" not in requests for phase, _, requests in exchange.requests if phase in ("train", "validate"))
     assert federation.outcome.delivered["O"]["metrics"]["global"]["dice"] is not None
+
+
+# -- partial participation -------------------------------------------------------------------------------------------------------
+
+TWO = Rules(sites_per_round=2)
+
+
+def test_another_site_is_drawn_in_place_of_a_site_that_fails() -> None:
+    """Once; a site that has answered gets a second request, and other rounds have the draws that they have without the fault."""
+    fine, faulty = Sites(), poisoned("B")
+    run(fine, 5, TWO)
+    repeated = run(faulty, 5, TWO).events.of("repeated")
+    with_b = [(round, pair) for round, pair in fine.of_phase("train") if "B" in pair]
+    assert {pair for _, pair in with_b} == {"AB", "BC"} and [event["round"] for event in repeated] == [round for round, _ in with_b]
+    assert sorted(faulty.of_phase("train")) == sorted([*fine.of_phase("train"), *((round, "AC") for round, _ in with_b)])
+
+
+def test_later_steps_of_a_round_ask_the_sites_of_its_first_step() -> None:
+    """Models that were trained in a round are scored by those who trained them."""
+    exchange = poisoned("B", method=get_method("robust", server="sha"))
+    assert not run(exchange, 3, TWO).events.of("undefined")
+    assert exchange.of_phase("score") == [(round, "AC") for round in range(3)]
+
+
+def test_if_all_that_are_drawn_fail_twice_the_run_fails() -> None:
+    exchange = Sites(spoil=lambda site, step, message: None if step.phase == "train" else message)
+    with pytest.raises(FederationFailed, match="0 usable replies"):
+        run(exchange, 1, TWO)
+    assert [len(sites) for _, sites in exchange.of_phase("train")] == [2, 2]
