@@ -17,16 +17,15 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
-from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
 from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
-from medflare.data.local import FOLDER, LOCAL_FILE, local_settings, read_local
+from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.components import authorize
+from medflare.flare.components import authorize, settings_of
 from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import TASK_FILE
@@ -182,8 +181,7 @@ class MedflareController(Controller):
         task = load_task(self._task_file(fl_ctx))
         authorize((site_algorithm, aggregator.method_name), task.network, fl_ctx)
         settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
-        workspace: Workspace = fl_ctx.get_engine().get_workspace()
-        local = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
+        local = settings_of(fl_ctx.get_engine().get_workspace())
         for package in local.packages:
             trust(package)
         checkpoints, *interrupted = self._checkpoints(fl_ctx)
@@ -209,27 +207,29 @@ class MedflareController(Controller):
         )
 
     def _refused(self, error: Exception, fl_ctx: FLContext) -> dict[str, Any]:
-        """Results that say why the job cannot become a run."""
-        from medflare.evaluation.results import UNKNOWN
-        from medflare.federation.run import refused_run
+        """Write and return results that say why the job cannot become a run, of which any setting may be wrong."""
+        from medflare.evaluation.report import write_results
+        from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord
         from medflare.tasks.config import load_task
 
         reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
+        events = EventLog(self._events)
+        events.add("failed", reason)
         try:
             task = load_task(self._task_file(fl_ctx))
         except Exception:  # which is the reason
             task = None
         outside = self.outside if isinstance(self.outside, (list, tuple)) else ()
-        return refused_run(
-            self._results_folder(fl_ctx),
-            reason,
-            {site: "outside" if site in outside else "inside" for site in self._members()},
+        record = RunRecord(
             method=str(getattr(self._aggregator(fl_ctx), "method_name", "")) or UNKNOWN,
             task=task,
-            seed=self.seed,
-            rounds=self.rounds,
-            events=self._events,
+            seed=self.seed if isinstance(self.seed, int) else 0,
+            rounds=max(0, self.rounds) if isinstance(self.rounds, int) else 0,
+            sites={site: SiteRecord("outside" if site in outside else "inside") for site in self._members()},
+            reason=reason,
+            events=events.to_list(),
         )
+        return write_results(self._results_folder(fl_ctx), record)
 
     def _fail(self, reason: str, fl_ctx: FLContext) -> None:
         self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
