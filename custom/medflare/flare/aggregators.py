@@ -97,7 +97,13 @@ class MethodAggregator(ModelAggregator):
         """The next model, in sorted site order: numpy arrays if the clients sent numpy arrays."""
         import torch
 
-        models = {site: _site_model(model) for site, model in sorted(self._models.items())}
+        from medflare.methods.aggregation import SiteModel
+
+        models = {}
+        for site, model in sorted(self._models.items()):
+            state = {name: torch.as_tensor(value) for name, value in model.params.items()}
+            samples = float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0))
+            models[site] = SiteModel(state, samples, model.metrics or {})
         combined: dict[str, Any] = dict(self.combine(self._round, models))
         if not any(isinstance(value, torch.Tensor) for model in self._models.values() for value in model.params.values()):
             combined = {name: tensor.numpy() for name, tensor in combined.items()}
@@ -181,15 +187,6 @@ class OwnPartFilter(Filter):
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------------
-
-
-def _site_model(model: FLModel) -> "SiteModel":
-    import torch
-
-    from medflare.methods.aggregation import SiteModel
-
-    state = {name: torch.as_tensor(value) for name, value in model.params.items()}
-    return SiteModel(state, float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0)), model.metrics or {})
 
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:

@@ -156,38 +156,26 @@ def _started_by_flare() -> bool:
 
 
 class FedAvgExecutor(MedflareExecutor):
-    """The site algorithm of FedAvg."""
-
     default_method = "fedavg"
 
 
 class FedSMExecutor(MedflareExecutor):
-    """The site algorithm of FedSM."""
-
     default_method = "fedsm"
 
 
 class PRRExecutor(MedflareExecutor):
-    """The site algorithm of PRR-Imbalance."""
-
     default_method = "prr"
 
 
 class GraceExecutor(MedflareExecutor):
-    """The site algorithm of GRACE."""
-
     default_method = "grace"
 
 
 class IOPExecutor(MedflareExecutor):
-    """The site algorithm of IOP-FL."""
-
     default_method = "iop_fl"
 
 
 class FedDAGExecutor(MedflareExecutor):
-    """The site algorithm of FedDAG."""
-
     default_method = "feddag"
 
 
