@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,30 +93,17 @@ class TestAbsentAtResume:
         assert "site-3" in results["reason"] and "state" in results["reason"]
 
 
-class TestDamagedStates:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        run(tmp_path, "fedavg", rounds=1)
-        return tmp_path
-
-    @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:40]), lambda path: path.write_bytes(b"")])
-    def test_a_damaged_state_fails_the_run(self, folder: Path, damage: Any) -> None:
-        for path in (folder / "sites" / "site-2" / "state").glob("algorithm-*"):
-            damage(path)
-        results = resume_local(folder)
-        assert results["status"] == "FAILED"
-        assert "site-2" in results["reason"] and ".safetensors" in results["reason"]
-
-    def test_swapped_states_fail_the_run(self, folder: Path) -> None:
-        first, second = (folder / "sites" / site / "state" for site in ("site-1", "site-2"))
-        first.rename(folder / "aside")
-        second.rename(first)
-        (folder / "aside").rename(second)
-        results = resume_local(folder)
-        assert results["status"] == "FAILED"
-        assert "belongs to site site-2" in results["reason"]
-
-    def test_a_lost_state_is_not_replaced_by_a_new_one(self, folder: Path) -> None:
-        shutil.rmtree(folder / "sites" / "site-2" / "state")
-        results = resume_local(folder)
-        assert results["status"] == "FAILED" and "its state is lost" in results["reason"]
+@pytest.mark.parametrize(
+    ("damage", "token"),
+    [
+        (lambda state: [path.write_bytes(path.read_bytes()[:40]) for path in state.glob("algorithm-*")], ".safetensors"),
+        (lambda state: [path.write_bytes(b"") for path in state.glob("algorithm-*")], ".safetensors"),
+        (lambda state: shutil.copytree(state.parents[1] / "site-1" / "state", state, dirs_exist_ok=True), "belongs to site site-1"),
+        (shutil.rmtree, "its state is lost"),
+    ],
+)
+def test_a_damaged_foreign_or_lost_state_fails_the_run(damage: Callable[[Path], object], token: str, tmp_path: Path) -> None:
+    run(tmp_path, "fedavg", rounds=1)
+    damage(tmp_path / "sites" / "site-2" / "state")
+    results = resume_local(tmp_path)
+    assert results["status"] == "FAILED" and "site-2" in results["reason"] and token in results["reason"]
