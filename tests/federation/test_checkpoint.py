@@ -1,17 +1,14 @@
 """The server's checkpoint: restored by the same run only, and copied to the run that resumes it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medflare.core.errors import StateError
-from medflare.core.message import Message
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
-from medflare.federation.exchange import Reply
+from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.schedule import Federation
-from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer
 from methods import squares
 
@@ -24,19 +21,9 @@ PLAN: dict[str, Any] = {
 }
 
 
-class NoSites:
-    """An exchange that reaches no site."""
-
-    def present(self, round: int) -> list[str]:
-        return []
-
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        return {}
-
-
 def federation() -> Any:
     """A run that has done nothing yet."""
-    return Federation(squares.server(FedAvgServer), NoSites())
+    return Federation(squares.server(FedAvgServer), LocalExchange((), pytest.fail))
 
 
 def under_way() -> Any:

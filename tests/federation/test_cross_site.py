@@ -21,7 +21,6 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
-from medflare.training.site import Site
 from methods import squares
 
 TASK = load_task(tiny_phantom())
@@ -95,8 +94,9 @@ def test_a_site_that_does_not_test_has_no_column(monkeypatch: pytest.MonkeyPatch
 # -- at one site ---------------------------------------------------------------------------------------------------------------
 
 
-def finished(site: Site, *, share: bool | None = True, hyper: dict[str, Any] | None = None, **settings: Any) -> tuple[Participant, Message]:
+def finished(*, share: bool | None = True, hyper: dict[str, Any] | None = None, **settings: Any) -> tuple[Participant, Message]:
     """A participant after one round, and its reply with the final metrics."""
+    site = squares.site("A", squares.WITHOUT_BATCH_NORM)
     participant = Participant("A", lambda role: site, get_method("fedavg"), hyper or {}, **settings)
     participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
     state = site.network().state_dict()
@@ -116,7 +116,7 @@ def finished(site: Site, *, share: bool | None = True, hyper: dict[str, Any] | N
     ],
 )
 def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings: dict[str, Any], leaves: bool, named: str) -> None:
-    _, reply = finished(open_site("A", TASK, seed=0, role="inside"), share=share, **settings)
+    _, reply = finished(share=share, **settings)
     assert set(reply.states) == ({SHARED} if leaves else set())
     messages = [event["message"] for event in reply.meta["events"] if "personal model" in event["message"]]
     assert [named in message for message in messages] == [True] * bool(named)
@@ -124,7 +124,7 @@ def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings
 
 @pytest.mark.parametrize(("minimum", "sent"), [(5, True), (6, False)])
 def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> None:
-    participant, reply = finished(squares.site("A"), shares=True, minimum_patients=minimum)
+    participant, reply = finished(shares=True, minimum_patients=minimum)
     request = Message({f"{SHARED}/B": reply.states[SHARED]}, {"step": 1, "run_rounds": 1})
     value = participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
     assert (value is not None) == sent
@@ -133,7 +133,7 @@ def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> No
 
 
 def test_a_site_takes_models_of_members_that_fit() -> None:
-    participant, reply = finished(squares.site("A"), shares=True)
+    participant, reply = finished(shares=True)
     state = reply.states[SHARED]
     for states in ({f"{SHARED}/stranger": state}, {str(SHARED): state}, {f"{SHARED}/B": {"other": torch.ones(3)}}):
         with pytest.raises(MessageError):

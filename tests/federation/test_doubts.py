@@ -32,13 +32,6 @@ def grades(of: Sequence[int], blank: bool = False) -> Split:
     return Split(brightness * (not blank), labels, names, names)
 
 
-def squares(count: int) -> Split:
-    targets = torch.zeros(count, 16, 16, dtype=torch.long)
-    targets[:, 4:12, 4:12] = 1
-    names = tuple(str(number) for number in range(count))
-    return Split(torch.zeros(count, 1, 16, 16), targets, names, names)
-
-
 BALANCED = [0, 1, 2] * 4
 
 

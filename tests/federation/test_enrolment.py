@@ -66,16 +66,11 @@ def test_every_site_of_the_run_is_enrolled_and_no_other() -> None:
     assert noted(admission, "warning") == [(site, None) for site in "ABCO"]
 
 
-def test_a_returning_site_continues_and_a_new_one_starts() -> None:
-    sites = Sites({0: "ABC"})
-    enrolment(sites, returning=dict.fromkeys("AB", COUNTS["n"]), finished=4).open(2)
-    assert {site: meta["finished"] for site, meta in sites.sent.items()} == {"A": 4, "B": 4, "C": 0}
-
-
-def test_a_returning_site_with_other_counts_is_rejected() -> None:
+def test_a_returning_site_continues_unless_its_counts_changed_and_a_new_one_starts() -> None:
     sites = Sites({0: "ABC"})
     admission = enrolment(sites, returning={"A": COUNTS["n"], "B": {**COUNTS["n"], "train": 10**9}}, finished=4)
     admission.open(2)
+    assert {site: meta["finished"] for site, meta in sites.sent.items()} == {"A": 4, "B": 4, "C": 0}
     assert sorted(admission.enrolled) == ["A", "C"] and noted(admission, "rejected") == [("B", 0)]
     (event,) = admission.context.events.of("rejected")
     assert "counts" in event["message"] and "\n" not in event["message"]
@@ -103,29 +98,26 @@ def test_a_maximum_weight_applies_to_counts_by_class() -> None:
         assert admission.context.counted == counted
 
 
-def test_absent_sites_are_noted_at_the_start_and_at_every_step() -> None:
-    admission = enrolment(Sites({0: "AB", 1: "A"}))
-    admission.open(2)
-    assert noted(admission, "missing") == [("C", 0), ("O", 0)]
-    assert admission.members(Step("train", 1)) == ["A"]
-    assert noted(admission, "missing")[2:] == [("B", 1)]
-
-
-def test_a_late_site_joins_and_is_invited_once() -> None:
-    sites = Sites({0: "AB", 1: "ABC", 2: "ABC"})
+def test_absent_sites_are_noted_at_each_step_and_a_late_one_joins_and_is_invited_once() -> None:
+    sites = Sites({0: "AB", 1: "A", 2: "ABC", 3: "ABC"})
     admission = enrolment(sites)
     admission.open(2)
     sites.sent.clear()
-    assert [admission.members(Step("train", round)) for round in (1, 2)] == [["A", "B", "C"]] * 2
-    assert noted(admission, "joined") == [("C", 1)] and list(sites.sent) == ["C"]
+    assert [admission.members(Step("train", round)) for round in (1, 2, 3)] == [["A"], *[["A", "B", "C"]] * 2]
+    assert noted(admission, "missing") == [("C", 0), ("O", 0), ("B", 1)]
+    assert noted(admission, "joined") == [("C", 2)] and list(sites.sent) == ["C"]
 
 
-def test_a_late_site_that_fails_is_named_once_and_may_join_later() -> None:
-    sites = Sites({0: "AB", 1: "ABC", 2: "ABC", 3: "ABC"}, {"C": Reply(problem="no images")})
+LATE: Final = Reply(problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late")
+
+
+@pytest.mark.parametrize(("present", "reply", "round"), [("AB", Reply(problem="no images"), 1), ("ABC", LATE, 0)])
+def test_a_site_that_fails_late_or_is_late_is_named_once_and_may_join_later(present: str, reply: Reply, round: int) -> None:
+    sites = Sites({0: present, 1: "ABC", 2: "ABC", 3: "ABC"}, {"C": reply})
     admission = enrolment(sites)
     admission.open(2)
-    assert [admission.members(Step("train", round)) for round in (1, 2)] == [["A", "B"]] * 2
-    assert noted(admission, "failed") == [("C", 1)]
+    assert [admission.members(Step("train", step)) for step in (1, 2)] == [["A", "B"]] * 2
+    assert noted(admission, reply.kind) == [("C", round)]
     sites.broken = {}
     assert admission.members(Step("train", 3)) == ["A", "B", "C"]
 
@@ -134,17 +126,6 @@ def test_a_site_that_cannot_take_part_ends_the_run() -> None:
     admission = enrolment(Sites({0: "ABC"}, {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")}))
     with pytest.raises(FederationFailed, match=r"B: no images.*site C: another task"):
         admission.open(1)
-
-
-def test_a_site_without_an_answer_is_named_and_may_join_later() -> None:
-    late = Reply(problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late")
-    sites = Sites({0: "ABC", 1: "ABC"}, {"C": late})
-    admission = enrolment(sites)
-    admission.open(2)
-    assert admission.inside == ["A", "B"] and noted(admission, "late") == [("C", 0)]
-    assert noted(admission, "missing") == [("O", 0)]
-    sites.broken = {}
-    assert admission.members(Step("train", 1)) == ["A", "B", "C"] and not noted(admission, "failed")
 
 
 def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:

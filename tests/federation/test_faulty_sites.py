@@ -128,6 +128,11 @@ def test_a_rejected_update_has_no_effect_on_the_results(tmp_path: Path) -> None:
 
 # (federation, phase, round, fault, token of the event)
 REJECTED: Final[dict[str, tuple[str, str, int, Fault, str]]] = {
+    "NaN": ("fedavg", "train", 0, FAULTS["NaN in tensors"], "NaN"),
+    "a thousand times as long": ("fedavg", "train", 0, FAULTS["a thousand times"], "median"),
+    "another shape": ("fedavg", "train", 0, tensors(lambda tensor: tensor.reshape(-1)), "shape"),
+    "no tensors": ("fedavg", "train", 0, PLAUSIBLE["no states"], "missing"),
+    "false counts": ("fedavg", "train", 0, FAULTS["false counts"], "n_samples"),
     "an impossible gain": ("fedsm", "evaluate_gamma", ROUNDS, meta(gains={"0": 1e308}), "gains"),
     "a thousand temperatures": ("fedsm", "selector_confidence", ROUNDS, meta(calibration=[0.5] * 1000), "calibration"),
     "an unknown stage": ("prr", "train", 0, meta(stages=[7]), "stages"),

@@ -24,134 +24,130 @@ from medflare.training.opening import open_site
 from medflare.training.site import Site
 
 TINY = tiny_phantom()
+Kept = tuple[dict[str, Any], Path]  # the results of a run and its folder
 
 
 def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> dict[str, Any]:
     return medflare.run_local(method, TINY, sites, **{"rounds": 2, "seed": 3, **options})
 
 
-class TestResults:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-        folder = tmp_path_factory.mktemp("run")
-        return run(outside=["site-9"], out=folder), folder
-
-    def test_contract(self, kept: tuple[dict[str, Any], Path]) -> None:
-        results, folder = kept
-        validate_results(results)
-        assert results["status"] == "COMPLETED"
-        assert json.loads((folder / "results.json").read_text()) == results
-        assert {name: site["role"] for name, site in results["sites"].items()}["site-9"] == "outside"
-        assert results["sites"]["site-9"]["metrics"]["deployed"]["dice"] is not None
-        assert results["sites"]["site-9"]["metrics"]["personal"]["dice"] is None
-
-    def test_what_is_left_behind(self, kept: tuple[dict[str, Any], Path]) -> None:
-        _, folder = kept
-        assert {path.name for path in folder.iterdir()} >= {"results.json", "metrics.jsonl", "report.html", "models", "sites"}
-        assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
-        assert not (folder / "sites" / "site-9" / "personal").exists()
-
-    def test_what_single_patients_scored_stays_at_the_site(self, kept: tuple[dict[str, Any], Path]) -> None:
-        results, folder = kept
-        home = folder / "sites" / "site-2"
-        cases = json.loads((home / "scores" / "global.json").read_text())
-        defined = [value for value in cases["values"]["dice"] if value is not None]
-        assert sum(defined) / len(defined) == pytest.approx(results["sites"]["site-2"]["metrics"]["global"]["dice"], abs=1e-5)
-        assert not [*home.glob("*/*scores*")], "not beside a model that may be handed on"
-        for file in ("results.json", "metrics.jsonl", "report.html"):
-            assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
-
-    def test_every_site_has_a_separate_report(self, kept: tuple[dict[str, Any], Path]) -> None:
-        _, folder = kept
-        for name in ("site-2", "site-9"):
-            file = folder / "sites" / name / "report.html"
-            page, scores = file.read_text(), json.loads((file.parent / "scores" / "deployed.json").read_text())
-            assert file.stat().st_mode & 0o777 == 0o600
-            assert any(patient in page for patient in scores["patients"])
-            assert page.count('src="data:image/png;base64,') == 3, "the worst, the median and the best patient"
-            assert page.count("<svg") == 1
-
-    def test_what_every_site_has_cost(self, kept: tuple[dict[str, Any], Path]) -> None:
-        results, _ = kept
-        assert set(results["costs"]) == set(results["sites"])
-        for way in ("down_bytes", "up_bytes"):
-            assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
-        assert all(cost["seconds"] > 0 for cost in results["costs"].values())
-
-    def test_a_delivered_model_answers_as_in_the_run(self, kept: tuple[dict[str, Any], Path]) -> None:
-        results, folder = kept
-        model = load_model(folder / "sites" / "site-1" / "deployed")
-        site = open_site("site-1", model.task, seed=3)
-        again = site.score(build_deployed(model.task, model.message), "test").values["dice"]
-        assert again == results["sites"]["site-1"]["metrics"]["deployed"]["dice"]
-        assert model.kind == "super" and model.kind in get_method("fedsm").models
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp("run")
+    return run(outside=["site-9"], out=folder), folder
 
 
-class TestReproducible:
-    def test_same_seed_same_bits_whatever_ran_before(self, tmp_path: Path) -> None:
-        run(out=tmp_path / "a")
-        torch.rand(7)  # somebody else's random numbers
-        run(out=tmp_path / "b")
-        assert same_weights(tmp_path / "a", tmp_path / "b")
+def test_what_a_run_returns_and_leaves_behind(kept: Kept) -> None:
+    results, folder = kept
+    validate_results(results)
+    assert results["status"] == "COMPLETED"
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert {name: site["role"] for name, site in results["sites"].items()}["site-9"] == "outside"
+    assert results["sites"]["site-9"]["metrics"]["deployed"]["dice"] is not None
+    assert results["sites"]["site-9"]["metrics"]["personal"]["dice"] is None
+    assert {path.name for path in folder.iterdir()} >= {"results.json", "metrics.jsonl", "report.html", "models", "sites"}
+    assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
+    assert not (folder / "sites" / "site-9" / "personal").exists()
 
 
-class TestDefinedBehaviour:
-    def test_lambda_one_leaves_personal_models_alone(self, tmp_path: Path) -> None:
-        """With λ = 1 a site's personal model does not depend on who else is there."""
-        for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
-            run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
-        assert same_weights(*(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three")))
+def test_what_single_patients_scored_stays_at_the_site(kept: Kept) -> None:
+    results, folder = kept
+    home = folder / "sites" / "site-2"
+    cases = json.loads((home / "scores" / "global.json").read_text())
+    defined = [value for value in cases["values"]["dice"] if value is not None]
+    assert sum(defined) / len(defined) == pytest.approx(results["sites"]["site-2"]["metrics"]["global"]["dice"], abs=1e-5)
+    assert not [*home.glob("*/*scores*")], "not beside a model that may be handed on"
+    for file in ("results.json", "metrics.jsonl", "report.html"):
+        assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
 
-    def test_lambda_below_one_over_k_is_allowed_with_a_warning(self) -> None:
-        events = run(sites=2, rounds=1, lam=0.1)["events"]
-        assert any(event["kind"] == "warning" and "lam" in event["message"] for event in events)
 
-    def test_a_missing_data_root_is_a_failure_with_its_reason(self, tmp_path: Path) -> None:
-        results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
-        assert results["status"] == "FAILED"
-        assert "nowhere" in results["reason"]
-        assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
+def test_every_site_has_a_separate_report(kept: Kept) -> None:
+    _, folder = kept
+    for name in ("site-2", "site-9"):
+        file = folder / "sites" / name / "report.html"
+        page, scores = file.read_text(), json.loads((file.parent / "scores" / "deployed.json").read_text())
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert any(patient in page for patient in scores["patients"])
+        assert page.count('src="data:image/png;base64,') == 3, "the worst, the median and the best patient"
+        assert page.count("<svg") == 1
 
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"lamb": 0.3}, "did you mean lam"),
-            ({"lam": 2.0}, "lam"),
-            ({"personalization": "ditto"}, "personalization"),
-            ({"outside": ["site-1", "site-2", "site-3"]}, "outside"),
-            ({"sites": []}, "at least one site"),
-        ],
-    )
-    def test_wrong_settings_are_refused_before_anything_starts(self, options: dict[str, Any], words: str) -> None:
-        with pytest.raises(ConfigError, match=words):
-            run(**options)
 
-    def test_an_outside_site_may_be_named_among_all(self) -> None:
-        """As the command and studies take them."""
-        results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
-        assert {site: result["role"] for site, result in results["sites"].items()} == {
-            "site-1": "inside",
-            "site-2": "inside",
-            "site-3": "outside",
-        }
-        assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
+def test_what_every_site_has_cost(kept: Kept) -> None:
+    results, _ = kept
+    assert set(results["costs"]) == set(results["sites"])
+    for way in ("down_bytes", "up_bytes"):
+        assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
+    assert all(cost["seconds"] > 0 for cost in results["costs"].values())
 
-    @pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
-    def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
-        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
-        fit = FedAvgSite.fit
 
-        def broken(algorithm: FedAvgSite, *arguments: Any) -> float | None:
-            return 1 / 0 if algorithm.site.name == "site-2" else fit(algorithm, *arguments)
+def test_a_delivered_model_answers_as_in_the_run(kept: Kept) -> None:
+    results, folder = kept
+    model = load_model(folder / "sites" / "site-1" / "deployed")
+    site = open_site("site-1", model.task, seed=3)
+    again = site.score(build_deployed(model.task, model.message), "test").values["dice"]
+    assert again == results["sites"]["site-1"]["metrics"]["deployed"]["dice"]
+    assert model.kind == "super" and model.kind in get_method("fedsm").models
 
-        monkeypatch.setattr(FedAvgSite, "fit", broken)
-        with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-            run("fedavg", min_sites=1, out=tmp_path, **options)
-        results = load_results(tmp_path)
-        assert results["status"] == "FAILED" and "division by zero" in results["reason"]
+
+def test_same_seed_same_bits_whatever_ran_before(tmp_path: Path) -> None:
+    run(out=tmp_path / "a")
+    torch.rand(7)  # somebody else's random numbers
+    run(out=tmp_path / "b")
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_lambda_one_leaves_personal_models_alone(tmp_path: Path) -> None:
+    """With λ = 1 a site's personal model does not depend on who else is there."""
+    for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
+        run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
+    assert same_weights(*(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three")))
+
+
+def test_lambda_below_one_over_k_is_allowed_with_a_warning() -> None:
+    events = run(sites=2, rounds=1, lam=0.1)["events"]
+    assert any(event["kind"] == "warning" and "lam" in event["message"] for event in events)
+
+
+def test_a_missing_data_root_is_a_failure_with_its_reason(tmp_path: Path) -> None:
+    results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
+    assert results["status"] == "FAILED"
+    assert "nowhere" in results["reason"]
+    assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lamb": 0.3}, "did you mean lam"),
+        ({"lam": 2.0}, "lam"),
+        ({"personalization": "ditto"}, "personalization"),
+        ({"outside": ["site-1", "site-2", "site-3"]}, "outside"),
+        ({"sites": []}, "at least one site"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(**options)
+
+
+def test_an_outside_site_may_be_named_among_all() -> None:
+    """As the command and studies take them."""
+    results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
+    assert [results["sites"][f"site-{number}"]["role"] for number in (1, 2, 3)] == ["inside", "inside", "outside"]
+    assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
+    fit = FedAvgSite.fit
+    monkeypatch.setattr(FedAvgSite, "fit", lambda own, *rest: 1 / 0 if own.site.name == "site-2" else fit(own, *rest))
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+        run("fedavg", min_sites=1, out=tmp_path, **options)
+    results = load_results(tmp_path)
+    assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
 
 def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +187,11 @@ def test_the_learning_rate_follows_the_schedule_after_a_restart(tmp_path: Path, 
     monkeypatch.setattr(Site, "optimizer", noted)
     task = tiny_phantom(optimizer={"name": "sgd", "lr": 1.0}, schedule={"name": "polynomial", "power": 1.0})
 
-    class Dead(Exception):
-        pass
-
     def die(line: str) -> None:
         if len(rates) >= 4:
-            raise Dead
+            raise KeyboardInterrupt
 
-    with pytest.raises(Dead):
+    with pytest.raises(KeyboardInterrupt):
         medflare.run_local("fedavg", task, 2, rounds=4, seed=0, out=tmp_path, say=die)
     assert rates == [1.0, 1.0, 0.75, 0.75]
     resume_local(tmp_path)

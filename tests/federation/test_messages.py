@@ -197,21 +197,21 @@ def test_a_repeated_step_is_answered_again_also_after_a_restart() -> None:
         assert squares.equal(member.answer("train", 0, training()).states["model"], first.states["model"])
 
 
-@pytest.mark.parametrize(("item", "value"), [("selector", {"name": "vgg11"}), ("sites", ["A", "B"]), ("gamma", 1.5)])
-def test_a_super_model_of_another_run_raises(item: str, value: Any) -> None:
-    recording = recorded("fedsm")
-    message = copied(recording.sent[FINALIZE, ROUNDS, 0][FAULTY])
+@pytest.mark.parametrize(
+    ("federation", "phase", "item", "value"),
+    [
+        ("fedsm", FINALIZE, "selector", {"name": "vgg11"}),
+        ("fedsm", FINALIZE, "sites", ["A", "B"]),
+        ("fedsm", FINALIZE, "gamma", 1.5),
+        ("prr", "share_normalisation", "class_totals", [[1.0, 2.0, 3.0]]),
+    ],
+)
+def test_an_item_of_another_run_raises(federation: str, phase: str, item: str, value: Any) -> None:
+    recording = recorded(federation)
+    message = copied(recording.sent[phase, ROUNDS, 0][FAULTY])
     message.meta[item] = value
     with pytest.raises(MessageError, match=item):
-        recording.participants[FAULTY].answer(FINALIZE, ROUNDS, message)
-
-
-def test_class_totals_of_other_classes_raise() -> None:
-    recording = recorded("prr")
-    message = copied(recording.sent["share_normalisation", ROUNDS, 0][FAULTY])
-    message.meta["class_totals"] = [[1.0, 2.0, 3.0]]
-    with pytest.raises(MessageError, match="class_totals"):
-        recording.participants[FAULTY].answer("share_normalisation", ROUNDS, message)
+        recording.participants[FAULTY].answer(phase, ROUNDS, message)
 
 
 def test_training_a_selector_without_its_models_raises() -> None:

@@ -23,24 +23,21 @@ from methods import squares
 INVITATION = {"role": "inside", "sites": ["A", "B"]}
 
 
-def _site() -> Site:
-    """12 training, 4 validation and 5 test patients."""
-    return squares.site("A")
+def enrolled(site: Site, method: str = "fedavg", **settings: Any) -> Participant:
+    """A participant that has enrolled with 12 training, 4 validation and 5 test patients."""
+    participant = Participant("A", lambda role: site, get_method(method), {}, **settings)
+    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    return participant
 
 
-def _replies(minimum: int) -> dict[str, Message]:
-    """Replies to enrolment, one round and delivery of FedAvg."""
-    site = _site()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, minimum_patients=minimum)
-    replies = {ENROL: participant.answer(ENROL, 0, Message({}, dict(INVITATION)))}
-    for phase in ("train", FINALIZE):
-        incoming = Message({"model": site.network().state_dict()}, {"step": len(replies) - 1, "run_rounds": 1})
-        replies[phase] = participant.answer(phase, 0, incoming)
-    return replies
+def asked(participant: Participant, phase: str, number: int = 0, rounds: int = 1) -> Message:
+    """The reply to one step."""
+    incoming = Message({"model": squares.site("A").network().state_dict()}, {"step": number, "run_rounds": rounds})
+    return participant.answer(phase, number, incoming)
 
 
 def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() -> None:
-    site = _site()
+    site = squares.site("A")
     site.data = replace(site.data, left_out=tuple(f"{number}.png: damaged" for number in range(300)))
     site.notes = ["第一季度眼底照片无法读取，" * 40] * 60  # six bytes of JSON for each character
     reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
@@ -54,14 +51,16 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
 
 @pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
 def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, test: bool) -> None:
-    replies = _replies(minimum)
-    trained, delivered = replies["train"].meta, replies[FINALIZE].meta
+    site = squares.site("A")
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, minimum_patients=minimum)
+    replies = [participant.answer(ENROL, 0, Message({}, dict(INVITATION))), asked(participant, "train"), asked(participant, FINALIZE, 1)]
+    enrolment, trained, delivered = (reply.meta for reply in replies)
     assert (trained["validation"]["global"] is not None) == validation and trained["loss"] is not None
     assert (delivered["metrics"]["global"]["dice"] is not None) == test and delivered["n"]["test"] == 5
-    messages = [event["message"] for event in replies[ENROL].meta["events"]]
+    messages = [event["message"] for event in enrolment["events"]]
     expected = [split for split, sent in (("validation", validation), ("test", test)) if not sent]
     assert len(messages) == len(expected) and all(split in line for split, line in zip(expected, messages, strict=True))
-    assert all(message_problem(reply, "A") is None for reply in replies.values())
+    assert all(message_problem(reply, "A") is None for reply in replies)
 
 
 def test_a_report_that_cannot_be_written_is_a_warning() -> None:
@@ -69,27 +68,21 @@ def test_a_report_that_cannot_be_written_is_a_warning() -> None:
         def finish(self, *arguments: Any) -> None:
             raise OSError("no space left beside scans/Meier.png")
 
-    site = _site()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, artifacts=Full())
-    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
-    incoming = Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1})
-    meta = participant.answer(FINALIZE, 0, incoming).meta
+    meta = asked(enrolled(squares.site("A"), artifacts=Full()), FINALIZE).meta
     assert meta["metrics"]["global"]["dice"] is not None
     warnings = [event["message"] for event in meta["events"] if event["kind"] == "warning"]
     assert len(warnings) == 1 and "OSError" in warnings[0] and "Meier" not in warnings[0]
 
 
 def test_a_full_gpu_is_an_error_of_the_site() -> None:
-    site = _site()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {})
-    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
-
     def full() -> bool:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    site = squares.site("A")
+    participant = enrolled(site)
     site.abort = full
     with pytest.raises(ConfigError, match=r"site A.*batch_size"):
-        participant.answer("train", 0, Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1}))
+        asked(participant, "train")
 
 
 class Noting(ArtifactStore):
@@ -103,14 +96,13 @@ class Noting(ArtifactStore):
 
 
 def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
-    site, artifacts = _site(), Noting()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, artifacts=artifacts)
-    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    site, artifacts = squares.site("A"), Noting()
+    participant = enrolled(site, artifacts=artifacts)
     for number, phase in enumerate(("train", FINALIZE)):
-        participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))
+        asked(participant, phase, number)
     site.abort = lambda: 1 / 0 > 1
     with pytest.raises(ZeroDivisionError):
-        participant.answer("train", 0, Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1}))
+        asked(participant, "train")
     train, final = ("train", 0, 1), (FINALIZE, 1, 1)
     assert artifacts.notes == [(*train, True), (*train, False), (*final, True), (*final, False), (*train, True), (*train, False)]
 
@@ -130,57 +122,45 @@ class Clock:
         return False
 
 
-def _worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant:
+def worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant:
     """A participant as a separate process makes it; two batches make its round."""
-
-    def opened(role: str) -> Site:
-        site = _site()
-
-        site.abort = clock.batch
-        return site
-
-    return Participant("A", opened, get_method("fedavg"), {}, store=store, hours=hours)
-
-
-def _round(participant: Participant, number: int, rounds: int, phase: str = "train") -> Message:
-    incoming = Message({"model": squares.site("A").network().state_dict()}, {"step": number, "run_rounds": rounds})
-    return participant.answer(phase, number, incoming)
+    site = squares.site("A")
+    site.abort = clock.batch
+    return Participant("A", lambda role: site, get_method("fedavg"), {}, store=store, hours=hours)
 
 
 def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = Clock(monkeypatch), MemoryStore()
-    _worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
     done = 0
     with suppress(ConfigError):
         for done in range(20):
             clock.seconds += 10**6  # it waits for others
-            _round(_worked(clock, store, 2.0), done, rounds=20)
+            asked(worked(clock, store, 2.0), "train", done, 20)
     assert 1 < done < 10
     with pytest.raises(ConfigError, match=r"bounds\.hours"):
-        _round(_worked(clock, store, 2.0), done, rounds=20)
-    assert _round(_worked(clock, store, 2.0), 20, rounds=20, phase=FINALIZE).meta["metrics"]["global"]["dice"] is not None
+        asked(worked(clock, store, 2.0), "train", done, 20)
+    assert asked(worked(clock, store, 2.0), FINALIZE, 20, 20).meta["metrics"]["global"]["dice"] is not None
 
 
 def test_a_new_run_has_separate_hours_and_without_a_limit_none_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = Clock(monkeypatch), MemoryStore()
     for _ in range(3):
-        _worked(clock, store, 1.5).answer(ENROL, 0, Message({}, dict(INVITATION)))
-        _round(_worked(clock, store, 1.5), 0, rounds=1)
+        worked(clock, store, 1.5).answer(ENROL, 0, Message({}, dict(INVITATION)))
+        asked(worked(clock, store, 1.5), "train")
     store = MemoryStore()
-    _worked(clock, store, None).answer(ENROL, 0, Message({}, dict(INVITATION)))
-    _round(_worked(clock, store, None), 0, rounds=10**6)
+    worked(clock, store, None).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    asked(worked(clock, store, None), "train", 0, 10**6)
     assert "work" not in store.names()
 
 
 # -- the model that a site deploys -------------------------------------------------------------------------------------------
 
-DITTO = get_method("ditto")
-
 
 @pytest.fixture
 def models() -> dict[str, Message]:
     """Three different networks."""
-    site = _site()
+    site = squares.site("A")
     return {role: plain_message(site.network(role).state_dict()) for role in ("global", "personal", "deployed")}
 
 
@@ -200,13 +180,11 @@ def test_without_a_choice_nothing_changes(models: dict[str, Message]) -> None:
 
 
 def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
-    site = _site()
-    folder = SiteFolder(tmp_path, "A", DITTO, site.task, squares.SEED)
-    participant = Participant("A", lambda role: site, DITTO, {}, artifacts=folder, chosen="global")
-    participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
-    state = site.network().state_dict()
-    for step, phase in enumerate(("train", FINALIZE)):
-        reply = participant.answer(phase, 0, Message({"model": state}, {"step": step, "run_rounds": 1}))
+    site = squares.site("A")
+    folder = SiteFolder(tmp_path, "A", get_method("ditto"), site.task, squares.SEED)
+    participant = enrolled(site, "ditto", artifacts=folder, chosen="global")
+    asked(participant, "train")
+    reply = asked(participant, FINALIZE, 1)
     weights = {role: load_model(tmp_path / role).message.states["model"] for role in ("global", "personal", "deployed")}
     assert squares.equal(weights["deployed"], weights["global"]) and not squares.equal(weights["deployed"], weights["personal"])
     assert reply.meta["metrics"]["deployed"] == reply.meta["metrics"]["global"]
@@ -217,6 +195,6 @@ def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
 
 
 def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
-    participant = Participant("A", lambda role: _site(), DITTO, {}, chosen="personal")
+    participant = Participant("A", lambda role: squares.site("A"), get_method("ditto"), {}, chosen="personal")
     with pytest.raises(ConfigError, match="personal"):
         participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))

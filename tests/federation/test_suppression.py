@@ -16,7 +16,7 @@ from helpers.small_tasks import small_task
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Reply, numbered
 from medflare.federation.final_models import evaluated
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
@@ -29,34 +29,17 @@ from medflare.federation.update_validation.suppression import Suppression, has_s
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method, method_names
-from medflare.methods.method import Method
 from medflare.tasks.classes import Cases
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 from methods import squares
 
 MINIMUM: Final = 5
-# Training images and patients of each class: "a" and "b" suppress all counts, "c" has no rare class.
-CLASSES: Final = ("dark", "medium", "bright")
+# Training images and patients of each class (dark, medium, bright): "a" and "b" suppress all counts, "c" has no rare class.
 IMAGES: Final = {"a": (53, 41, 37), "b": (43, 29, 47), "c": (10, 11, 12), "z": (5, 6, 7)}
 PATIENTS: Final = {"a": (9, 8, 2), "b": (9, 1, 8), "c": (9, 8, 7), "z": (5, 6, 7)}
 SUPPRESSED: Final = ("a", "b")
-TASK: Final = load_task(
-    {
-        "name": "rare_shades",
-        "kind": "classification",
-        "target": "multiclass",
-        "labels": list(CLASSES),
-        "channels": 1,
-        "size": [16, 16],
-        "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
-        "loss": {"name": "ce"},
-        "optimizer": {"name": "adam", "lr": 0.01},
-        "batch_size": 64,
-        "local_epochs": 1,
-        "metric": "accuracy",
-    }
-)
+TASK: Final = small_task("classification", network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True}, batch_size=64)
 RUNS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     **{name: (name, {}) for name in (*method_names(), "fingerprint")},
     "ditto, cross-site": ("ditto", {"cross_site": True}),
@@ -105,15 +88,10 @@ def disclosures(message: Message, counts: tuple[int, ...]) -> list[str]:
     leaks = [place for place, value in numbers(message.meta, "meta") if any(abs(value - secret) < 1e-9 for secret in secrets)]
     for entry, state in message.states.items():
         for name, tensor in state.items():
-            values = tensor.double()
-            if any(bool((values == _as(tensor.dtype, secret)).any()) for secret in secrets):
+            dtype = tensor.dtype if tensor.is_floating_point() else torch.float64  # in which the tensor would hold a secret
+            if torch.isin(tensor.double(), torch.tensor(secrets, dtype=dtype).double()).any():
                 leaks.append(f"{entry}/{name}")
     return leaks
-
-
-def _as(dtype: torch.dtype, secret: float) -> float:
-    """The number as a tensor of this dtype holds it."""
-    return secret if not dtype.is_floating_point else float(torch.tensor(secret, dtype=dtype).double())
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -175,7 +153,10 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
     participants = [Participant("A", lambda role: site, method, {}, minimum_patients=minimum) for minimum in (0, 3)]
     server = squares.server(method.server_class, task, algorithms={"A": squares.algorithm(method.site_class, "A", task)}, outside=())
-    replies = [_trained(participant, server) for participant in participants]
+    replies = []
+    for participant in participants:
+        participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B", "C"]}))
+        replies.append(participant.answer("train", 0, numbered(server.configure(Step("train", 0), "A"), 0, 1)))
     whole, suppressed = (reply.states["prototypes"] for reply in replies)
     assert whole["present"].all() and whole["prototypes"][row].any()
     assert not suppressed["present"][row] and not suppressed["prototypes"][row].any()
@@ -186,13 +167,7 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     assert stored.equal(whole["prototypes"]), "the site itself uses all of them"
 
 
-def _trained(participant: Participant, server: Any) -> Message:
-    participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B", "C"]}))
-    outgoing = server.configure(Step("train", 0), "A")
-    return participant.answer("train", 0, Message(outgoing.states, {**outgoing.meta, "step": 0, "run_rounds": 1}))
-
-
-def test_suppressedstatistics_do_not_change_the_ridge_selector() -> None:
+def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
     method = get_method("fedsm")
     log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
     step, _, replies = next(turn for turn in log if turn.step.phase == "selector_features")
@@ -256,51 +231,50 @@ def test_confusion_counts_of_a_small_class_are_suppressed() -> None:
     assert not has_small_class(Cases("ab", {"dice": torch.ones(2)}), task, 9)
 
 
+def measured(task: TaskConfig, targets: torch.Tensor, minimum: int, always: tuple[float, ...] = ()) -> dict[str, Any]:
+    """The final metadata of a site with four test patients; its network answers `always` for each pixel, if given."""
+    part = Split(torch.rand(4, 1, 16, 16), targets, tuple("abcd"), tuple("abcd"))
+    site = Site("A", task, SiteData(part, part, part))
+    state = site.network().state_dict()
+    if always:
+        state |= {"head.weight": torch.zeros_like(state["head.weight"]), "head.bias": torch.tensor(always)}
+    model = plain_message(state)
+    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    assert declaration_problem(Message({}, meta), DELIVERS) is None
+    return meta
+
+
 @pytest.mark.parametrize(("minimum", "sent"), [(0, True), (2, True), (3, False)])
 def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool) -> None:
-    """Four test patients, two of each of two classes."""
-    task = small_task("classification", labels=["dark", "bright"])
-    part = Split(torch.rand(4, 1, 16, 16), torch.tensor([0, 0, 1, 1]), tuple("abcd"), tuple("abcd"))
-    site = Site("A", task, SiteData(part, part, part))
-    model = plain_message(site.network().state_dict())
-    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    """Two patients of each of two classes."""
+    meta = measured(small_task("classification", labels=["dark", "bright"]), torch.tensor([0, 0, 1, 1]), minimum)
     assert meta["metrics"]["global"]["accuracy"] is not None
     assert ("classes" in meta) == sent
     if sent:
         assert meta["classes"]["global"] == meta["classes"]["deployed"] and "personal" not in meta["classes"]
         assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
-        assert declaration_problem(Message({}, meta), DELIVERS) is None
 
 
 @pytest.mark.parametrize(("minimum", "sent"), [(2, True), (3, False)])
 def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, sent: bool) -> None:
-    """Four test patients, of whom two have a cup; the network predicts none."""
+    """Two patients have a cup; the network predicts none."""
     task = small_task(target="multiclass", labels=["background", "disc", "cup"])
     targets = torch.ones(4, 16, 16, dtype=torch.long)
     targets[:2, 0, 0] = 2
-    part = Split(torch.rand(4, 1, 16, 16), targets, tuple("abcd"), tuple("abcd"))
-    site = Site("A", task, SiteData(part, part, part))
-    state = site.network().state_dict()
-    state["head.weight"].zero_()
-    state["head.bias"].copy_(torch.tensor([0.0, 1.0, -1.0]))
-    model = plain_message(state)
-    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    meta = measured(task, targets, minimum, always=(0.0, 1.0, -1.0))
     assert ("by_label" in meta) == ("intervals" in meta) == sent and meta["metrics"]["global"]["dice"] is not None
     if sent:
         assert meta["by_label"]["deployed"]["cup"]["dice"] == 0 < meta["by_label"]["deployed"]["disc"]["dice"]
         assert meta["intervals"]["deployed"]["cup"]["dice"] == [0, 0]
-        assert declaration_problem(Message({}, meta), DELIVERS) is None
         for item, wrong in {"by_label": 2.0, "intervals": [0.0, 2.0]}.items():
             invalid = {**meta, item: {"global": {"cup": {"dice": wrong}}}}
             assert item in str(declaration_problem(Message({}, invalid), DELIVERS))
 
 
 def test_small_classes_of_a_multilabel_segmentation() -> None:
-    site = squares.site("A", squares.MULTILABEL)
-    targets = site.data.train.targets.clone()
-    targets[:10, 1] = 0
-    site.data = replace(site.data, train=replace(site.data.train, targets=targets))
-    assert not small_classes(site, "train", 2) and small_classes(site, "train", 3)
+    """All patients have pixels without a structure; two of twelve have all their pixels without this one."""
+    site = rare_square(squares.MULTILABEL)
+    targets = site.data.train.targets
     targets[:10, 1], targets[10:, 1] = 1, 0
     assert not small_classes(site, "train", 3)
 
@@ -310,15 +284,14 @@ def test_a_federation_without_counts_by_class(method: str) -> None:
     """The methods that use the counts report what they do instead."""
     options: dict[str, Any] = {"outside_model": "personal"} if method == "prr" else {}
     chosen = get_method(method)
-    members = {name: _member(name, chosen, options) for name in ("A", "B", "C", "O")}
+
+    def member(name: str) -> Participant:
+        return Participant(name, lambda role: squares.site(name), chosen, options, minimum_patients=13)
+
     run = Run(chosen, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
-    results = run.execute(LocalExchange(tuple(members), members.__getitem__))
+    results = run.execute(LocalExchange("ABCO", member))
     assert results["status"] == "COMPLETED", results["reason"]
     warnings = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]
     assert "no counts by class leave the site: a class has fewer than 13 training patients" in warnings
     assert method == "iop_fl" or any("minimum_patients" in line for line in warnings)
     assert not any("is in no site's training images" in event["message"] for event in results["events"])
-
-
-def _member(name: str, method: Method, options: dict[str, Any]) -> Participant:
-    return Participant(name, lambda role: squares.site(name), method, options, minimum_patients=13)

@@ -36,17 +36,12 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
     monkeypatch.setitem(sys.modules, name, made)
 
 
-@pytest.mark.parametrize("track", ["tensorboard", "none", "mlflow", "mlflow=https://ml.example:5000/x", "wandb", "wandb=a.study-1"])
-def test_what_may_be_named(track: str) -> None:
-    check_track(track, here=False)
-
-
-@pytest.mark.parametrize(
-    "track", ["", "tensorboard=x", "mlflow=", "mlflow=sqlite:///x.db", "mlflow=file:///x", "wandb=a/b", "mlflow http://x"]
-)
-def test_what_may_not(track: str) -> None:
-    with pytest.raises(ConfigError, match="track"):
+def test_what_may_be_named_and_what_may_not() -> None:
+    for track in ("tensorboard", "none", "mlflow", "mlflow=https://ml.example:5000/x", "wandb", "wandb=a.study-1"):
         check_track(track, here=False)
+    for track in ("", "tensorboard=x", "mlflow=", "mlflow=sqlite:///x.db", "mlflow=file:///x", "wandb=a/b", "mlflow http://x"):
+        with pytest.raises(ConfigError, match="track"):
+            check_track(track, here=False)
 
 
 def test_tensorboard_has_a_run_for_each_site(tmp_path: Path) -> None:

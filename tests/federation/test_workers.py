@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
+from helpers.waiting import eventually
 from medflare import run_local
 from medflare.core.errors import ConfigError
 from medflare.federation.local.exchange import threads_of_a_site
@@ -92,10 +92,7 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     errors = process.communicate(timeout=60)[1]
     assert errors.count("Traceback") <= 1 and "KeyboardInterrupt" in errors
-    end = time.monotonic() + 10
-    while any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert eventually(lambda: not any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites), seconds=10)
 
 
 @pytest.mark.parametrize(("value", "threads"), [("4,2", 4), (" 3", 3), ("", 1), ("many", 0), ("-2", 0)])

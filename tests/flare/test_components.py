@@ -134,16 +134,22 @@ def change(file: Path, how: Callable[[dict[str, Any]], Any]) -> None:
     file.write_text(json.dumps(content))
 
 
+def reason_for(party: Path, *paths: Any) -> str:
+    """Why the party refuses the job if it names these components as well."""
+    app = party / "4711" / "app_site-1"
+    more = [{"id": "a", "path": path} for path in paths]
+    change(app / "config" / "config_fed_client.json", lambda config: config["components"].extend(more))
+    reason, rest = JobComponents().validate(str(app))
+    assert rest == {}
+    return reason
+
+
 def test_a_job_of_ours_is_taken(party: Path) -> None:
-    assert JobComponents().validate(str(party / "4711" / "app_site-1")) == ("", {})
-    assert not (party / "audit.log").exists()
+    assert reason_for(party) == "" and not (party / "audit.log").exists()
 
 
 def test_a_refused_job_stands_in_the_audit_log(party: Path) -> None:
-    app = party / "4711" / "app_site-1"
-    change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": STREAMER}))
-    reason, _ = JobComponents().validate(str(app))
-    assert STREAMER in reason
+    assert STREAMER in reason_for(party, STREAMER)
     (line,) = (party / "audit.log").read_text().splitlines()
     assert "[R:4711]" in line and "refused" in line and STREAMER in line
 
@@ -151,26 +157,20 @@ def test_a_refused_job_stands_in_the_audit_log(party: Path) -> None:
 @pytest.mark.parametrize("path", ["os.system", ["os.system"], {"os": "system"}])
 def test_a_function_that_the_party_lists_is_refused_as_well(party: Path, path: Any) -> None:
     change(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("os.system"))
-    app = party / "4711" / "app_site-1"
-    change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": path}))
-    assert "refused" in JobComponents().validate(str(app))[0]
+    assert "refused" in reason_for(party, path)
 
 
 @pytest.mark.parametrize("name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "lab_nets:Net"])
 def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: Path, name: str) -> None:
-    app = party / "4711" / "app_site-1"
-    change(app / "config" / "task.json", lambda task: task.update(network={"name": name}))
-    reason, _ = JobComponents().validate(str(app))
-    assert f"network {name} refused" in reason
+    change(party / "4711" / "app_site-1" / "config" / "task.json", lambda task: task.update(network={"name": name}))
+    assert f"network {name} refused" in reason_for(party)
     (party / "local" / "medflare.json").write_text('{"packages": ["lab_nets"]}')
-    assert (JobComponents().validate(str(app))[0] == "") == name.startswith("lab_nets")
+    assert (reason_for(party) == "") == name.startswith("lab_nets")
 
 
 def test_a_job_that_brings_code_is_left_to_flares_own_policy(party: Path) -> None:
-    app = party / "4711" / "app_site-1"
-    change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": "mine.Widget"}))
-    (app / "custom").mkdir()
-    assert JobComponents().validate(str(app)) == ("", {})
+    (party / "4711" / "app_site-1" / "custom").mkdir()
+    assert reason_for(party, "mine.Widget") == ""
 
 
 def asked(party: Path, config: dict[str, Any], byoc: bool = False) -> str:

@@ -29,7 +29,7 @@ from medflare.flare.guard import validate_tensors
 from medflare.flare.liveness import Heartbeat
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.names import TASK_FILE
-from medflare.flare.participants import ParticipantSpec, anchor
+from medflare.flare.participants import ParticipantSpec, anchor_data_root
 from medflare.flare.privacy import UpdatePrivacy
 from medflare.flare.simulator import SimulatorHost
 from medflare.inference.deployed import load_model
@@ -57,7 +57,7 @@ def place(tmp_path: Path, task: TaskConfig) -> Path:
 @pytest.fixture
 def fl_ctx(place: Path) -> FLContext:
     workspace = SimpleNamespace(
-        get_run_dir=lambda job: str(place / "run"),
+        get_run_dir=lambda job: str(place / job),
         get_app_config_dir=lambda job: str(place / "config"),
         get_site_config_dir=lambda: str(place / "local"),
     )
@@ -67,7 +67,7 @@ def fl_ctx(place: Path) -> FLContext:
         send_aux_request=lambda **request: {},
         client=SimpleNamespace(communicator=SimpleNamespace(timeout=300.0)),
     )
-    manager = FLContextManager(engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={})
+    manager = FLContextManager(engine=engine, identity_name="CS", job_id="run", public_stickers={}, private_stickers={})
     engine.new_context = manager.new_context
     return manager.new_context()
 
@@ -127,10 +127,19 @@ def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, tas
     assert all((first.states["model"][name] == again.states["model"][name]).all() for name in first.states["model"])
 
 
+def test_a_resumed_job_continues_from_the_state_of_the_interrupted_one(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))
+    (place / "medflare" / "run").rename(place / "medflare" / "first")
+    assert error_of(answered(FedAvgExecutor(seed=0, resume="first"), fl_ctx, "train", model(task))) is None
+    assert "elsewhere" in str(error_of(answered(FedAvgExecutor(seed=0, resume="../elsewhere"), fl_ctx, "train", model(task))))
+
+
 def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
     edited = enrolment(task, hyper=get_method("fedavg").effective({"weighting": "uniform"}))
     assert "weighting" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", edited)))
-    assert "seed" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task, seed=9))))
+    for name, other in (("seed", 9), ("task", "another fingerprint")):
+        changed = Message({}, {**enrolment(task).meta, name: other})
+        assert name in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", changed)))
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert reason.startswith("DataError") and "\n" not in reason
@@ -198,9 +207,9 @@ def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskCo
 def test_a_relative_data_root_is_meant_where_the_user_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PWD", str(tmp_path))
     for given, meant in (("data", tmp_path / "data"), ("/data", Path("/data")), ("../data", tmp_path / ".." / "data")):
-        monkeypatch.setenv("SOME_ROOT", given)
-        anchor("SOME_ROOT")
-        assert os.environ["SOME_ROOT"] == str(meant)
+        monkeypatch.setenv("MEDFLARE_DATA_ROOT", given)
+        anchor_data_root()
+        assert os.environ["MEDFLARE_DATA_ROOT"] == str(meant)
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from nvflare.private.privacy_manager import Scope
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
-from medflare.data.local import local_settings, read_local
 from medflare.federation.settings import META_LIMIT
 from medflare.flare.guard import OutboundGuard
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
@@ -53,11 +52,11 @@ def context(spec: ParticipantSpec) -> FLContext:
     return prepared(spec, Message())
 
 
-def prepared(spec: ParticipantSpec, incoming: Message) -> FLContext:
-    """FLARE's context while the site answers to "train" of round 4."""
+def prepared(spec: ParticipantSpec, incoming: Message, phase: str = "train") -> FLContext:
+    """FLARE's context while the site answers to a phase of round 4."""
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, SITE)
-    fl_ctx.set_prop(SITE_TASK, SiteTask("train", 4, to_shareable(incoming), spec), private=True, sticky=False)
+    fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 4, to_shareable(incoming), spec), private=True, sticky=False)
     return fl_ctx
 
 
@@ -117,9 +116,7 @@ def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update
 
 
 def test_a_personal_model_leaves_only_with_the_sites_consent(spec: ParticipantSpec, update: Message) -> None:
-    context = FLContext()
-    context.set_prop(ReservedKey.IDENTITY_NAME, SITE)
-    context.set_prop(SITE_TASK, SiteTask("finalize", 5, to_shareable(Message()), spec), private=True, sticky=False)
+    context = prepared(spec, Message(), "finalize")
     final = Message({"personal": update.states["model"]}, {"metrics": {"global": {"dice": 0.5}}, "n": {"train": 1}})
     assert "personal" in blocked(OutboundGuard().process(to_shareable(final), context))
     Path(spec.local_file).write_text('{"share_model": true}')
@@ -204,8 +201,7 @@ def test_undeclared_metadata_blocks_the_reply(
 
 @pytest.mark.parametrize("phase", ["enrol", "finalize"])
 def test_metadata_of_enrollment_and_final_models_is_declared(spec: ParticipantSpec, phase: str) -> None:
-    fl_ctx = prepared(spec, Message())
-    fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 0, to_shareable(Message()), spec), private=True, sticky=False)
+    fl_ctx = prepared(spec, Message(), phase)
     meta: dict[str, Any] = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
     assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(meta))), fl_ctx)).meta == meta
     left = OutboundGuard().process(to_shareable(Message({}, {**meta, "patients": SECRET})), fl_ctx)
@@ -295,27 +291,22 @@ def test_results_of_other_executors_stay(update: Message) -> None:
     assert OutboundGuard().process(make_reply(ReturnCode.TASK_ABORTED), fl_ctx).get_return_code() == ReturnCode.TASK_ABORTED
 
 
-class TestTheSitesOwnList:
-    def test_entries(self, context: FLContext, spec: ParticipantSpec, update: Message) -> None:
-        Path(spec.local_file).write_text('{"outbound": {"entries": ["selector"]}}')
-        assert "model" in blocked(OutboundGuard().process(to_shareable(update), context))
-        Path(spec.local_file).write_text('{"outbound": {"entries": ["model"]}}')
-        assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
+# ---- the site's own settings and filters ---------------------------------------------------------------------------------
 
-    def test_bytes(self, context: FLContext, spec: ParticipantSpec, update: Message) -> None:
-        Path(spec.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes - 1}}))
-        assert str(update.nbytes) in blocked(OutboundGuard().process(to_shareable(update), context))
-        Path(spec.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes}}))
-        assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
 
-    @pytest.mark.parametrize("outbound", [["model"], {"entry": ["model"]}, {"bytes": "10"}, {"bytes": True}, {"entries": "model"}])
-    def test_a_misspelt_limit_is_not_taken_for_none(
-        self, context: FLContext, spec: ParticipantSpec, update: Message, outbound: Any
-    ) -> None:
-        Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
-        with pytest.raises(ConfigError, match="outbound"):
-            local_settings(read_local(Path(spec.local_file)))
-        assert "outbound" in blocked(OutboundGuard().process(to_shareable(update), context))
+def test_the_sites_own_list_of_entries_and_limit_of_bytes(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
+    size = update.nbytes
+    for allowed, refused in (({"entries": ["model"]}, {"entries": ["selector"]}), ({"bytes": size}, {"bytes": size - 1})):
+        Path(spec.local_file).write_text(json.dumps({"outbound": allowed}))
+        assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
+        Path(spec.local_file).write_text(json.dumps({"outbound": refused}))
+        assert ("model" if "entries" in refused else str(size)) in blocked(OutboundGuard().process(to_shareable(update), context))
+
+
+@pytest.mark.parametrize("outbound", [["model"], {"entry": ["model"]}, {"bytes": "10"}, {"bytes": True}, {"entries": "model"}])
+def test_a_misspelt_limit_is_not_taken_for_none(context: FLContext, spec: ParticipantSpec, update: Message, outbound: Any) -> None:
+    Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
+    assert "outbound" in blocked(OutboundGuard().process(to_shareable(update), context))
 
 
 class TestPrivacyFiltersOfFlare:
@@ -334,10 +325,9 @@ class TestPrivacyFiltersOfFlare:
         kept = UpdatePrivacy("percentile").process(to_shareable(update), context)
         assert "model" in blocked(kept)
 
-    def test_unknown_filters_and_options_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="laplace"):
-            UpdatePrivacy("laplace")
-        with pytest.raises(ConfigError, match="percentile"):
-            UpdatePrivacy("percentile", {"gama": 0.1})
-        with pytest.raises(ConfigError, match="tau"):
-            UpdatePrivacy("svt", {"tau": 0.1})
+    @pytest.mark.parametrize(
+        ("name", "options", "token"), [("laplace", {}, "laplace"), ("percentile", {"gama": 0.1}, "gama"), ("svt", {"tau": 0.1}, "tau")]
+    )
+    def test_unknown_filters_and_options_are_refused(self, name: str, options: dict[str, float], token: str) -> None:
+        with pytest.raises(ConfigError, match=token):
+            UpdatePrivacy(name, options)

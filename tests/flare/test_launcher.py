@@ -4,7 +4,9 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
+import pytest
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.app_common.job_launcher.process_launcher import ProcessHandle
 
@@ -27,28 +29,19 @@ class Processes:
 DIES = "import os; os.kill(os.getpid(), 9)"
 
 
-def test_a_killed_process_is_replaced() -> None:
-    start = Processes(DIES, DIES, "pass")
+@pytest.mark.parametrize(
+    ("programs", "started", "code"),
+    [
+        ((DIES, DIES, "pass"), 3, JobReturnCode.SUCCESS),
+        ((DIES,), 3, JobReturnCode.UNKNOWN),  # FLARE would end the job for all sites on an execution error
+        (("raise SystemExit(1)",), 1, JobReturnCode.EXECUTION_ERROR),
+    ],
+)
+def test_a_killed_process_is_replaced_at_most_twice(programs: tuple[str, ...], started: int, code: Any) -> None:
+    start = Processes(*programs)
     handle = RestartingHandle(start, restarts=2)
     handle.wait()
-    assert len(start.started) == 3
-    assert handle.poll() == JobReturnCode.SUCCESS
-
-
-def test_not_for_ever_and_not_as_a_failure_of_the_job() -> None:
-    start = Processes(DIES)
-    handle = RestartingHandle(start, restarts=2)
-    handle.wait()
-    assert len(start.started) == 3
-    assert handle.poll() == JobReturnCode.UNKNOWN, "FLARE would end the job for all sites on an execution error"
-
-
-def test_a_process_that_fails_by_itself_stays_failed() -> None:
-    start = Processes("raise SystemExit(1)")
-    handle = RestartingHandle(start, restarts=2)
-    handle.wait()
-    assert len(start.started) == 1
-    assert handle.poll() == JobReturnCode.EXECUTION_ERROR
+    assert len(start.started) == started and handle.poll() == code
 
 
 def test_a_process_that_was_asked_to_stop_stays_stopped() -> None:

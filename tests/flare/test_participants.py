@@ -20,7 +20,7 @@ from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize
 from medflare.flare.controller import MedflareController
-from medflare.flare.participants import ParticipantSpec, interrupted_folder, load_ahead
+from medflare.flare.participants import ParticipantSpec, load_ahead
 from medflare.methods import catalogue
 from medflare.networks import own
 
@@ -106,11 +106,3 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     spec = ParticipantSpec("clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job"))
     participant = spec.participant(lambda: False)
     assert (participant.minimum_patients, participant.chosen) == (5, "personal")
-
-
-def test_a_resumed_job_finds_the_folder_of_the_interrupted_one(tmp_path: Path) -> None:
-    workspace = SimpleNamespace(get_run_dir=lambda job: str(tmp_path / job))
-    assert interrupted_folder(workspace, "") == ""
-    assert interrupted_folder(workspace, "first") == str(tmp_path / "medflare/first")
-    with pytest.raises(ConfigError, match="elsewhere"):
-        interrupted_folder(workspace, "../elsewhere")

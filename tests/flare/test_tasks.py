@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from medflare.core.errors import Aborted, ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import memory_mapped
 from medflare.federation.exchange import Reply
+from medflare.federation.settings import run_settings
 from medflare.flare import tasks as steps
-from medflare.flare.liveness import Liveness
 from medflare.flare.messages import error_reply, register_decomposers, to_message, to_shareable
 from medflare.flare.tasks import TaskExchange, read_reply
 from medflare.methods.base import Step
@@ -90,11 +91,12 @@ def received(reply: Reply) -> Message:
     return reply.message
 
 
-def exchange(controller: FakeController, *, outside: tuple[str, ...] = (), **settings: Any) -> TaskExchange:
-    alive = Liveness(settings.pop("heartbeat_timeout", LONG))
-    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "stop_reason": lambda: "asked to", "say": lambda line: None, **settings}
-    options |= {"outside": outside, "members": lambda: list(controller.behaviours), "liveness": alive}
-    return TaskExchange(controller, FLContext(), Signal(), **options)
+def exchange(controller: FakeController, *, say: Callable[[str], None] = lambda line: None, **changes: Any) -> TaskExchange:
+    settings = run_settings({"rounds": 1, "seed": 0, "enrol_timeout": 0.0, "heartbeat_timeout": LONG, **changes})
+    context, signal = FLContext(), Signal()
+    return TaskExchange(
+        controller, context, signal, settings, members=lambda: controller.behaviours, stop_reason=lambda: "asked to", say=say
+    )
 
 
 def requests(controller: FakeController) -> dict[str, Message]:
@@ -176,7 +178,7 @@ def test_a_site_that_is_late_for_enrollment_is_asked_again_when_it_asks_for_work
     tasks = exchange(controller, enrol_timeout=0.3)
     replies = tasks(ENROLLMENT, requests(controller))
     assert {site: reply.kind for site, reply in replies.items() if reply.message is None} == {"DU": "late", "FG": "late"}
-    tasks.liveness.heard_from("DU")
+    tasks.heard_from("DU")
     assert tasks.present(0) == ["CS"], "it still reads its images: the others do not wait for it at each step"
     tasks.wait_for_task("DU", 0.0)
     assert tasks.present(1) == ["CS", "DU"]
@@ -207,7 +209,7 @@ def test_a_silent_site_is_given_up_until_it_is_heard_from() -> None:
     tasks = exchange(controller, heartbeat_timeout=0.5)
     assert tasks(STEP, requests(controller))["DU"].kind == "missing"
     assert tasks.present(4) == ["CS"]
-    tasks.liveness.heard_from("DU")
+    tasks.heard_from("DU")
     assert tasks.present(5) == ["CS", "DU"]
 
 
@@ -217,7 +219,7 @@ def test_a_site_with_heartbeats_is_waited_for_and_so_is_one_that_waits_for_its_t
     def slow(task: Any) -> Shareable | None:
         for _ in range(12):
             time.sleep(0.1)
-            tasks.liveness.heard_from("CS")
+            tasks.heard_from("CS")
         return answers()(task)
 
     def its_turn() -> None:
@@ -256,7 +258,7 @@ def test_a_reply_to_an_earlier_step_is_not_taken_for_a_later_one() -> None:
     controller.behaviours["CS"] = later(0.3, answers(step=4))
     late = SimpleNamespace(client=SimpleNamespace(name="CS"), task=old, result=answers(step=3)(old))
     threading.Timer(0.1, lambda: old.result_received_cb(client_task=late, fl_ctx=None)).start()
-    tasks.step_timeout = 0.0
+    tasks.settings = replace(tasks.settings, step_timeout=0.0)
     assert received(tasks(Step("train", 4), requests(controller))["CS"]).meta == {"step": 4}
 
 

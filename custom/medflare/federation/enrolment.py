@@ -9,9 +9,9 @@ from medflare.core.message import Message
 from medflare.core.packages import installed_versions
 from medflare.data.acquisition import joined_range, read_range
 from medflare.evaluation.results import shares
-from medflare.federation.exchange import START, Transport
+from medflare.federation.exchange import Transport
 from medflare.federation.settings import ENROL
-from medflare.federation.update_validation.messages import FINISHED, RANGE, ROLE, SITES, VERSIONS
+from medflare.federation.update_validation.messages import FINISHED, RANGE, ROLE, SITES, START, VERSIONS
 from medflare.federation.update_validation.updates import capped
 from medflare.methods.base import ServerContext, Step
 
@@ -109,15 +109,16 @@ class Enrolment:
             elif reply.message is not None:
                 self._problems.pop(site, None)
                 meta = dict(reply.message.meta)
-                if difference := package_difference(meta.get(VERSIONS, {}), versions_here()):
+                if difference := package_difference(meta.get(VERSIONS, {})):
                     context.events.add("warning", difference, site=site, round=round)
                 context.events.extend(meta.pop("events", []), site=site)
                 self.enrolled[site] = context.site_counts[site] = {**meta, ROLE: roles[site]}
 
     def _problem(self, site: str, meta: Mapping[str, Any]) -> str:
         """Why a site cannot take part with what it reports, "" if it can."""
-        if problem := release_difference(meta.get(VERSIONS, {}), versions_here()):
-            return problem
+        there = meta.get(VERSIONS, {}).get("medflare", medflare.__version__)
+        if there.split(".")[:2] != medflare.__version__.split(".")[:2]:
+            return f"runs medflare {there}, the server {medflare.__version__}; install the same version at both"
         images, before = meta["n"], self.returning.get(site, meta["n"])
         if images != before:
             return f"it came back with the image counts {images} instead of {before}; counts do not change during a run"
@@ -152,17 +153,9 @@ def versions_here() -> dict[str, str]:
     return {package: versions[package] for package in _COMPARED if package in versions}
 
 
-def release_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:
-    """Why a site with another minor release of medflare cannot take part; "" for the same one, or if the site does not report it."""
-    here = server["medflare"]
-    there = site.get("medflare", here)
-    if there.split(".")[:2] == here.split(".")[:2]:
-        return ""
-    return f"runs medflare {there}, the server {here}; install the same version at both"
-
-
-def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:
+def package_difference(site: Mapping[str, str]) -> str:
     """Which packages of a site have another version than the server's; builds of one version (+cpu, +cu124) are the same."""
+    server = versions_here()
     other = [name for name in server if name in site and site[name].partition("+")[0] != server[name].partition("+")[0]]
     names = ", ".join(f"{name} {site[name]} (the server {server[name]})" for name in other)
     return f"runs {names}: numbers may differ in the last digits" if names else ""

@@ -24,7 +24,6 @@ from medflare.federation.update_validation.messages import (
 )
 from medflare.methods.base import Step
 
-START: Final = "start"  # entry of an invitation: the initial weights, if the task names a weights file
 REPORTS_OF_ALL: Final = {  # phase -> (metadata, required items)
     ENROL: (ENROLS, ("n", "class_counts")),
     FINALIZE: (DELIVERS, ("metrics",)),

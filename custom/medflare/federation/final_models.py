@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
@@ -96,12 +95,6 @@ class SiteFolder(ArtifactStore):
             write_json(self.folder / PROGRESS, note)
 
 
-def check_choice(site: Site, role: str, keep: str | None) -> None:
-    """Raises ConfigError if a site that does not train chooses its personal model, see `LocalSettings.keep`."""
-    if keep == "personal" and role == "outside":
-        raise ConfigError(f"site {site.name}: keep in its {PLACE} is 'personal', but a site that does not train has no personal model")
-
-
 def with_choice(models: Mapping[str, Message], keep: str | None) -> tuple[dict[str, Message], list[str]]:
     """The final models with the site's choice as "deployed", and notes about it."""
     if keep is None or "deployed" not in models:
@@ -128,14 +121,9 @@ def evaluated(
             and under `KEPT` which of the site's models it is), "n", "events"; for classification "classes" (role -> `class_report`); of
             `MODEL_ROLES` "by_label" and "intervals", see `Summary`; "constant", the task's metric of the constant prediction.
     """
-    log = EventLog()
-    meta: dict[str, Any] = {}
-    metrics: dict[str, Metrics] = {}
+    log, constant = EventLog(), {}
+    metrics, reports, classes, by_label, intervals = (dict[str, Any]() for _ in range(5))
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
-    reports: dict[str, Any] = {}
-    classes: dict[str, Any] = {}
-    by_label: dict[str, Any] = {}
-    intervals: dict[str, Any] = {}
     for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.roles else ():
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.test_metrics)
@@ -151,7 +139,7 @@ def evaluated(
             if notices := getattr(module, "notices", None):  # one line for each adaptation that the model reverted
                 for line in notices():
                     log.add("reverted", f"{role}: {line}")
-        summary, constant = measured[id(models[role])]
+        summary, outputs = measured[id(models[role])]
         metrics[role] = summary.metrics
         keep(role, models[role], summary)
         small = has_small_class(summary.cases, site.task, minimum_patients)
@@ -159,17 +147,15 @@ def evaluated(
             classes[role] = class_report(summary.cases, site.task.target, site.task.labels)
         if role in MODEL_ROLES and not small:
             by_label[role] = summary.by_label
-            intervals[role] = {
-                label: {metric: list(bounds) for metric, bounds in values.items()} for label, values in summary.intervals.items()
-            }
+            intervals[role] = {label: {metric: [*bounds] for metric, bounds in of.items()} for label, of in summary.intervals.items()}
         if role == "deployed":
             least = constant_value(site)
-            _doubt(site, metrics[role], constant, least, log, named=not small)
-            meta |= {} if small else {"constant": least}
-    meta |= {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
+            _doubt(site, metrics[role], outputs, least, log, named=not small)
+            constant = {} if small else {"constant": least}
     parts = {"classes": classes, "by_label": by_label, "intervals": intervals}
     defined = {name: {role: content for role, content in part.items() if content} for name, part in parts.items()}
-    return {**meta, **{name: part for name, part in defined.items() if part}}
+    meta = {**constant, "metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
+    return meta | {name: part for name, part in defined.items() if part}
 
 
 def metric_of(model: Message, site: Site) -> float | None:

@@ -13,7 +13,7 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
-from medflare.federation.exchange import START
+from medflare.federation.update_validation.messages import START
 from medflare.methods.base import SiteAlgorithm
 
 _PREFIX = "algorithm-"

@@ -14,8 +14,7 @@ from medflare.core.store import MemoryStore, Store
 from medflare.data.local import PLACE
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
-from medflare.federation.exchange import START
-from medflare.federation.final_models import ArtifactStore, check_choice, evaluated, metric_of, with_choice
+from medflare.federation.final_models import ArtifactStore, evaluated, metric_of, with_choice
 from medflare.federation.memory import StoredAlgorithm, WorkingTime
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
 from medflare.federation.update_validation.messages import (
@@ -28,6 +27,7 @@ from medflare.federation.update_validation.messages import (
     SHARE,
     SHARED,
     SITES,
+    START,
     STEP,
     VERSIONS,
     RequestValidator,
@@ -171,9 +171,9 @@ class Participant:
         role, sites = incoming.meta[ROLE], tuple(incoming.meta[SITES])
         site = self._opened(role)
         self._check_identity(site, role, incoming.meta)
-        if self.method.trains:
-            check_choice(site, role, self.chosen)
-        self._validator.check_start(round, incoming, self.method.plan(site.task, sites, self.hyper), START)
+        if self.method.trains and self.chosen == "personal" and role == "outside":
+            raise ConfigError(f"site {self.name}: keep in its {PLACE} is 'personal', but a site that does not train has no personal model")
+        self._validator.check_start(round, incoming, self.method.plan(site.task, sites, self.hyper))
         if incoming.meta.get(FINISHED, 0):
             self._algorithm.recall(incoming.meta[FINISHED])
         else:

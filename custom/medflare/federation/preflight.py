@@ -41,22 +41,16 @@ def check_run(
         raise ConfigError(f"method {method.name!r} has no model for sites that do not train; remove outside: {', '.join(outside)}")
     if cross_site and "personal" not in method.roles:
         raise ConfigError(f"cross_site: method {method.name!r} has no personal models; every site tests its one model in any case")
-    if rounds is not None:
-        _check_rounds(rounds, task, method)
-    if method.origin is not None and (problem := _mismatch(method, method.plan(task, _SITES, hyper), outside)):
-        of_site, of_server = method.origin
-        raise ConfigError(f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}: {problem}")
-
-
-def _check_rounds(rounds: int, task: TaskConfig, method: Method) -> None:
-    """Without rounds every site tests the model that the run starts from; there must be one."""
-    if not method.trains and rounds > 0:
+    if not method.trains and rounds:
         raise ConfigError(f"rounds is {rounds}, and method {method.name!r} trains nothing; give 0")
-    if method.trains and rounds == 0 and "weights" not in task.network:
+    if method.trains and rounds == 0 and "weights" not in task.network:  # every site would test random weights
         raise ConfigError(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; give 1 or more, "
             "or a model to evaluate (network.weights, --model)"
         )
+    if method.origin is not None and (problem := _mismatch(method, method.plan(task, _SITES, hyper), outside)):
+        of_site, of_server = method.origin
+        raise ConfigError(f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}: {problem}")
 
 
 def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import Aborted, MedflareError, StateError
-from medflare.core.events import Event, EventLog
+from medflare.core.events import EventLog
 from medflare.core.states import memory_mapped, state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.report import LiveReport, write_results
-from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, UNKNOWN, RunRecord, SiteRecord, append_round, build_results
+from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
@@ -103,7 +103,12 @@ class Run:
             mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
             with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
                 federation = self._federation(plan, exchange, outcome, tracker)
-                federation.run(self._restored(federation) if resume else 0)
+                finished = 0
+                if resume:
+                    if self._checkpoint is None:
+                        raise StateError("a run without a folder cannot be resumed")
+                    finished = self._checkpoint.restore(federation)
+                federation.run(finished)
                 self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
             reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
@@ -160,12 +165,6 @@ class Run:
         server = self.method.make_server(context)
         federation = Federation(server, exchange, self.settings, identity, after_step, save_checkpoint, outcome)
         return federation
-
-    def _restored(self, federation: Federation) -> int:
-        """Restore the federation from the checkpoint; returns the number of finished steps."""
-        if self._checkpoint is None:
-            raise StateError("a run without a folder cannot be resumed")
-        return self._checkpoint.restore(federation)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:
@@ -228,35 +227,3 @@ class Run:
             citation=self.method.paper,
             running=running,
         )
-
-
-def refused_run(
-    folder: Path,
-    reason: str,
-    roles: Mapping[str, str],
-    *,
-    method: str = UNKNOWN,
-    task: TaskConfig | None = None,
-    seed: Any,
-    rounds: Any,
-    events: Iterable[Event] = (),
-) -> dict[str, Any]:
-    """Write and return the results of a run that could not start, because its task, method or settings are wrong.
-
-    Args:
-        roles: site -> "inside" or "outside".
-        seed: as in the job; a value that is not a whole number is recorded as 0.
-        rounds: as `seed`.
-    """
-    log = EventLog(events)
-    log.add("failed", reason)
-    record = RunRecord(
-        method=method,
-        task=task,
-        seed=seed if isinstance(seed, int) else 0,
-        rounds=max(0, rounds) if isinstance(rounds, int) else 0,
-        sites={site: SiteRecord(role) for site, role in roles.items()},
-        reason=reason,
-        events=log.to_list(),
-    )
-    return write_results(folder, record)

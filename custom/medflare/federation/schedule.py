@@ -197,11 +197,11 @@ class Federation:
         """Every enrolled site, inside and outside, gets its final models and evaluates them on its test images."""
         step = Step(FINALIZE, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
+        total = trained_on(self.outcome.enrolled)
         outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
-        if total := trained_on(self.outcome.enrolled):
-            outgoing = {site: Message(message.states, {**message.meta, RANGE: total}) for site, message in outgoing.items()}
-        if self.rules.cross_site:
-            outgoing = {site: Message(message.states, {**message.meta, SHARE: True}) for site, message in outgoing.items()}
+        for message in outgoing.values():
+            message.meta |= {RANGE: total} if total else {}
+            message.meta |= {SHARE: True} if self.rules.cross_site else {}
         shared: dict[str, StateDict] = {}
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:

@@ -82,20 +82,28 @@ class MethodAggregator(ModelAggregator):
         Raises:
             UpdateError: it has no site's name, its params_type is not FULL, or it holds NaN or infinite values.
         """
+        import torch
+
         site = (model.meta or {}).get("client_name") or (model.meta or {}).get(FLMetaKey.SITE_NAME)
         if not site:
             raise UpdateError("a model without the name of its site cannot be aggregated; set meta['client_name']")
         if model.params_type != ParamsType.FULL:
             raise UpdateError(f"site {site} sent {model.params_type}; send full models (params_type FULL)")
-        if name := _not_finite(model):
-            raise UpdateError(f"site {site} sent {name} with NaN or infinite values; its model is not used")
+        if bad := [name for name in sorted(model.params) if not torch.isfinite(torch.as_tensor(model.params[name])).all()]:
+            raise UpdateError(f"site {site} sent {bad[0]} with NaN or infinite values; its model is not used")
         self._models[site] = model
 
     def aggregate_model(self) -> FLModel:
         """The next model, in sorted site order: numpy arrays if the clients sent numpy arrays."""
         import torch
 
-        models = {site: _site_model(model) for site, model in sorted(self._models.items())}
+        from medflare.methods.aggregation import SiteModel
+
+        models = {}
+        for site, model in sorted(self._models.items()):
+            state = {name: torch.as_tensor(value) for name, value in model.params.items()}
+            samples = float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0))
+            models[site] = SiteModel(state, samples, model.metrics or {})
         combined: dict[str, Any] = dict(self.combine(self._round, models))
         if not any(isinstance(value, torch.Tensor) for model in self._models.values() for value in model.params.values()):
             combined = {name: tensor.numpy() for name, tensor in combined.items()}
@@ -179,22 +187,6 @@ class OwnPartFilter(Filter):
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------------
-
-
-def _site_model(model: FLModel) -> "SiteModel":
-    import torch
-
-    from medflare.methods.aggregation import SiteModel
-
-    state = {name: torch.as_tensor(value) for name, value in model.params.items()}
-    return SiteModel(state, float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0)), model.metrics or {})
-
-
-def _not_finite(model: FLModel) -> str:
-    """Name of the first tensor, in sorted order, that holds NaN or infinite values; "" for none."""
-    import torch
-
-    return next((name for name in sorted(model.params) if not torch.isfinite(torch.as_tensor(model.params[name])).all()), "")
 
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:

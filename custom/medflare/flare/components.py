@@ -29,7 +29,7 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import untrusted
-from medflare.data.local import LOCAL_FILE, local_settings, read_local
+from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
 
 _PATH_KEYS: Final = ("path", "class_path", "name")  # FLARE's keys for a component's class; FLARE takes the first one that is there
@@ -150,13 +150,14 @@ def brings_code(fl_ctx: FLContext) -> bool:
 
 
 def _require_trust(what: str, module: str, fl_ctx: FLContext) -> None:
-    trusted = _trusted_packages(fl_ctx.get_engine().get_workspace())
+    trusted = settings_of(fl_ctx.get_engine().get_workspace()).packages
     if reason := untrusted(module, [*trusted, module] if brings_code(fl_ctx) else trusted):
         raise ConfigError(f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; {reason}")
 
 
-def _trusted_packages(workspace: Workspace) -> tuple[str, ...]:
-    return local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE)).packages
+def settings_of(workspace: Workspace) -> LocalSettings:
+    """A party's settings in its local/medflare.json."""
+    return local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
 
 
 # -- classes -------------------------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def _network_refusal(task: Path, workspace: Workspace) -> str:
     network = content.get("network") if isinstance(content, Mapping) else None
     name = network.get("name") if isinstance(network, Mapping) else None
     module, colon, _ = str(name).partition(":")
-    if colon and (reason := untrusted(module, _trusted_packages(workspace))):
+    if colon and (reason := untrusted(module, settings_of(workspace).packages)):
         return f"network {_shown(name)} refused: {reason}"
     return ""
 

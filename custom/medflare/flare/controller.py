@@ -17,18 +17,17 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
-from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
 from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
-from medflare.data.local import FOLDER, LOCAL_FILE, local_settings, read_local
+from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.components import authorize
+from medflare.flare.components import authorize, settings_of
 from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
-from medflare.flare.liveness import ALIVE, LONG_POLL, WORK, Liveness
+from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import interrupted_id
 from medflare.flare.simulator import SimulatorHost, limit_spinning
@@ -129,34 +128,31 @@ class MedflareController(Controller):
 
         register_tensors()
         self._progress.log = lambda line: self.log_info(fl_ctx, line)
-        exchange = self._exchange = TaskExchange(
-            self,
-            fl_ctx,
-            abort_signal,
-            outside=self.outside if isinstance(self.outside, (list, tuple)) else (),
-            members=self._members,
-            stop_reason=lambda: self._stop_reason or "stopped on request",
-            say=self._progress.say,
-            step_timeout=self.step_timeout,
-            enrol_timeout=self.enrol_timeout,
-            liveness=Liveness(self.heartbeat_timeout),
-        )
         try:
             try:
                 run = self._run(fl_ctx)
             except Exception as error:
                 results = self._refused(error, fl_ctx)
             else:
-                results = run.execute(exchange, resume=bool(self.resume))
+                self._exchange = TaskExchange(
+                    self,
+                    fl_ctx,
+                    abort_signal,
+                    run.settings,
+                    members=self._members,
+                    stop_reason=lambda: self._stop_reason or "stopped on request",
+                    say=self._progress.say,
+                )
+                results = run.execute(self._exchange, resume=bool(self.resume))
         except Aborted as error:
-            self._progress.log_events()
+            self._progress.take_events()
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
             return
         except Exception as error:
             self.log_exception(fl_ctx, "medflare: the run ended by an error")
             self._fail(f"{type(error).__name__}: {error}", fl_ctx)
             return
-        self._progress.log_events()
+        self._progress.take_events()
         self.log_info(fl_ctx, "\n" + results_table(results))
         if results["status"] == FAILED:
             self._fail(results["reason"], fl_ctx)
@@ -185,8 +181,7 @@ class MedflareController(Controller):
         task = load_task(self._task_file(fl_ctx))
         authorize((site_algorithm, aggregator.method_name), task.network, fl_ctx)
         settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
-        workspace: Workspace = fl_ctx.get_engine().get_workspace()
-        local = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
+        local = settings_of(fl_ctx.get_engine().get_workspace())
         for package in local.packages:
             trust(package)
         checkpoints, *interrupted = self._checkpoints(fl_ctx)
@@ -212,27 +207,29 @@ class MedflareController(Controller):
         )
 
     def _refused(self, error: Exception, fl_ctx: FLContext) -> dict[str, Any]:
-        """Results that say why the job cannot become a run."""
-        from medflare.evaluation.results import UNKNOWN
-        from medflare.federation.run import refused_run
+        """Write and return results that say why the job cannot become a run, of which any setting may be wrong."""
+        from medflare.evaluation.report import write_results
+        from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord
         from medflare.tasks.config import load_task
 
         reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
+        events = EventLog(self._events)
+        events.add("failed", reason)
         try:
             task = load_task(self._task_file(fl_ctx))
         except Exception:  # which is the reason
             task = None
         outside = self.outside if isinstance(self.outside, (list, tuple)) else ()
-        return refused_run(
-            self._results_folder(fl_ctx),
-            reason,
-            {site: "outside" if site in outside else "inside" for site in self._members()},
+        record = RunRecord(
             method=str(getattr(self._aggregator(fl_ctx), "method_name", "")) or UNKNOWN,
             task=task,
-            seed=self.seed,
-            rounds=self.rounds,
-            events=self._events,
+            seed=self.seed if isinstance(self.seed, int) else 0,
+            rounds=max(0, self.rounds) if isinstance(self.rounds, int) else 0,
+            sites={site: SiteRecord("outside" if site in outside else "inside") for site in self._members()},
+            reason=reason,
+            events=events.to_list(),
         )
+        return write_results(self._results_folder(fl_ctx), record)
 
     def _fail(self, reason: str, fl_ctx: FLContext) -> None:
         self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
@@ -279,7 +276,7 @@ class MedflareController(Controller):
 
     def _on_heartbeat(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
         if self._exchange is not None:
-            self._exchange.liveness.heard_from(_sender(fl_ctx))
+            self._exchange.heard_from(_sender(fl_ctx))
         return make_reply(ReturnCode.OK)
 
     def _on_work_request(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:

@@ -24,13 +24,13 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.data.local import LOCAL_FILE, private_folder
+from medflare.data.local import LOCAL_FILE, find_private_folder, private_folder
 from medflare.flare.components import authorize, refuse_result_filters
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
 from medflare.flare.messages import ERRORS, UNABLE, error_reply, outward, register_tensors, to_message, to_shareable
 from medflare.flare.names import TASK_FILE
-from medflare.flare.participants import DATA_ROOT, SITE_TASK, ParticipantSpec, SiteTask, anchor, interrupted_folder, load_ahead
+from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask, anchor_data_root, interrupted_id, load_ahead
 from medflare.flare.simulator import SimulatorHost
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class MedflareExecutor(Executor):
         self._host = SimulatorHost(os.getppid())
         self._preload = threading.Thread(target=load_ahead, args=(self.method_name,), name="medflare_preload", daemon=True)
         share_cleanup_thread()
-        anchor(DATA_ROOT)
+        anchor_data_root()
         if _started_by_flare() and not self._host.started():
             self._preload.start()
 
@@ -106,28 +106,23 @@ class MedflareExecutor(Executor):
         return error_reply(reason)
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
-        if self._authorized is None:
+        if self._authorized is None:  # before anything of another distribution is imported
+            from medflare.tasks.config import load_task
+
             refuse_result_filters(fl_ctx)
-            self._authorized = self._authorize(fl_ctx)
+            spec = self._spec or self._make_spec(fl_ctx)
+            methods = spec.method, spec.server_algorithm or spec.method
+            self._authorized = replace(spec, trusted=authorize(methods, load_task(Path(spec.task_file)).network, fl_ctx))
         if self._host.started():
             return self._host.reply(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
             self._participant = self._authorized.participant(self._aborted)
         return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
-    def _authorize(self, fl_ctx: FLContext) -> ParticipantSpec:
-        """The spec with what this site allows, before anything of another distribution is imported."""
-        from medflare.tasks.config import load_task
-
-        assert self._spec is not None
-        network = load_task(Path(self._spec.task_file)).network
-        return replace(
-            self._spec, trusted=authorize((self._spec.method, self._spec.server_algorithm or self._spec.method), network, fl_ctx)
-        )
-
     def _make_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
         job = fl_ctx.get_job_id()
+        resumed = find_private_folder(Path(workspace.get_run_dir(interrupted_id(self.resume)))) if self.resume else ""
         return ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
@@ -137,7 +132,7 @@ class MedflareExecutor(Executor):
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
             folder=str(private_folder(Path(workspace.get_run_dir(job)))),
             hyper=self.hyper or {},
-            resumed=interrupted_folder(workspace, self.resume),
+            resumed=str(resumed),
         )
 
     def _store_traceback(self) -> None:
@@ -161,38 +156,26 @@ def _started_by_flare() -> bool:
 
 
 class FedAvgExecutor(MedflareExecutor):
-    """The site algorithm of FedAvg."""
-
     default_method = "fedavg"
 
 
 class FedSMExecutor(MedflareExecutor):
-    """The site algorithm of FedSM."""
-
     default_method = "fedsm"
 
 
 class PRRExecutor(MedflareExecutor):
-    """The site algorithm of PRR-Imbalance."""
-
     default_method = "prr"
 
 
 class GraceExecutor(MedflareExecutor):
-    """The site algorithm of GRACE."""
-
     default_method = "grace"
 
 
 class IOPExecutor(MedflareExecutor):
-    """The site algorithm of IOP-FL."""
-
     default_method = "iop_fl"
 
 
 class FedDAGExecutor(MedflareExecutor):
-    """The site algorithm of FedDAG."""
-
     default_method = "feddag"
 
 

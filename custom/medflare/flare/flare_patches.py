@@ -23,19 +23,11 @@ def share_cleanup_thread() -> None:
     RxTask._schedule_remove_task = _schedule_remove_task
 
 
-class _Scheduled:
-    """In place of FLARE's timer."""
-
-    def cancel(self) -> None:
-        """FLARE calls this when a stream is removed earlier."""
-
-
 def _schedule_remove_task(task: RxTask, ttl: float | None = None) -> None:
     with task.stop_lock:
-        if task.cleanup_timer is None:
-            task.cleanup_timer = _Scheduled()
-            seconds = task.completed_task_ttl if ttl is None else ttl
-            _cleanup_loop().call_soon_threadsafe(_cleanup_loop().call_later, seconds, _remove, weakref.ref(task))
+        if task.cleanup_timer is None:  # which FLARE cancels if the stream is removed earlier
+            loop, seconds = _cleanup_loop(), task.completed_task_ttl if ttl is None else ttl
+            task.cleanup_timer = loop.call_soon_threadsafe(loop.call_later, seconds, _remove, weakref.ref(task))
 
 
 def _remove(stream: "weakref.ref[RxTask]") -> None:

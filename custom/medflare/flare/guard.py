@@ -86,43 +86,31 @@ class OutboundGuard(Filter):
         return error_reply(reason)
 
     def _declared(self, task: SiteTask, *, shares: bool) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
-        """The tensors and metadata that the method declares for a reply to the task.
-
-        Args:
-            shares: whether a reply with the final metrics may hold the personal model.
+        """The tensors and metadata that the method declares for a reply; `shares`: the final one may hold the personal model.
 
         Raises:
             MedflareError: the job's method or task is unknown, or the site has not enrolled.
         """
         from medflare.federation.exchange import REPORTS_OF_ALL
+        from medflare.federation.memory import stored_members
         from medflare.federation.settings import ENROL, FINALIZE
         from medflare.federation.update_validation.messages import SHARED
+        from medflare.methods.catalogue import get_method
+        from medflare.tasks.config import load_task
 
+        spec = task.spec
         if task.phase == ENROL:
             self._planned = None  # a site that enrolls again may do so among other sites
         if task.phase in REPORTS_OF_ALL and not (shares and task.phase == FINALIZE):
             return {}, REPORTS_OF_ALL[task.phase][0]
-        if self._planned is None or self._planned[0] != task.spec:
-            self._planned = task.spec, *planned(task.spec)
+        if self._planned is None or self._planned[0] != spec:
+            method = get_method(spec.method, server=spec.server_algorithm or None)
+            plan = method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
+            self._planned = spec, method.site_class, plan
         _, algorithm, plan = self._planned
         if task.phase == FINALIZE:
             return {str(SHARED): SHARED.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
-        phase = algorithm.phase(task.phase)
-        return algorithm.manifest(task.phase, plan), phase.reply_meta
-
-
-def planned(spec: ParticipantSpec) -> "tuple[type[SiteAlgorithm[Any]], Plan[Any, Any]]":
-    """The site's algorithm and its plan, from the job's files and the site's state.
-
-    Raises:
-        MedflareError: the job's method or task is unknown, or the site has not enrolled.
-    """
-    from medflare.federation.memory import stored_members
-    from medflare.methods.catalogue import get_method
-    from medflare.tasks.config import load_task
-
-    method = get_method(spec.method, server=spec.server_algorithm or None)
-    return method.site_class, method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
+        return algorithm.manifest(task.phase, plan), algorithm.phase(task.phase).reply_meta
 
 
 def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundLimits) -> None:

@@ -1,4 +1,4 @@
-"""Which sites are alive and which have work: heartbeats and long polling from the sites, and the server's record of them.
+"""What a site tells the server to show that it is alive: heartbeats, and requests for work. `tasks` has the server's record of them.
 
 FLARE's own heartbeat reaches no controller and is missing in its simulator; FLARE's polls for tasks come at fixed intervals. A site
 therefore sends a heartbeat every two seconds while it has a task. Before it polls, it asks whether there is work, and the server answers
@@ -7,7 +7,6 @@ as soon as there is.
 
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from nvflare.apis.fl_constant import ReturnCode
@@ -25,9 +24,6 @@ _TRANSPORT = 5.0  # seconds that a request and its answer may take on the networ
 _UNREACHABLE = 60.0  # seconds after which a site that cannot reach the server polls anyway
 _RETRY = 0.5  # seconds between two attempts to reach the server
 _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
-
-
-# -- at a site -----------------------------------------------------------------------------------------------------------------
 
 
 class Heartbeat:
@@ -69,54 +65,3 @@ def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> bool:
         targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True
     )
     return any(reply.get_return_code() not in _UNANSWERED for reply in replies.values())
-
-
-# -- at the server -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Liveness:
-    """What the server knows about its sites.
-
-    Attributes:
-        heartbeat_timeout: seconds without a sign of life after which a site is lost.
-        heard: site -> when the server last heard from it, on the monotonic clock.
-        lost: sites that are given up until the server hears from them again.
-        not_ready: sites whose enrollment timed out; they are present again when they ask for work.
-    """
-
-    heartbeat_timeout: float
-    heard: dict[str, float] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
-    not_ready: set[str] = field(default_factory=set)
-
-    def heard_from(self, site: str) -> None:
-        """The server heard from the site just now."""
-        self.heard[site] = time.monotonic()
-        self.lost.discard(site)
-
-    def asks_for_work(self, site: str) -> None:
-        """The site asks for work, so it has finished reading its images."""
-        self.not_ready.discard(site)
-        self.heard_from(site)
-
-    def present(self, site: str) -> bool:
-        """Whether the site can be asked."""
-        return site not in self.lost and site not in self.not_ready
-
-    def silence(self, site: str, *moments: float) -> float:
-        """Seconds since the server heard from the site, or since the latest of `moments`, whichever is less."""
-        return time.monotonic() - max(self.heard.get(site, 0.0), *moments)
-
-    def gone(self, site: str, fetched: bool, sent: float, busy: float) -> bool:
-        """Whether a site that has a task is lost.
-
-        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites): its silence
-        counts only while no other site is at work.
-
-        Args:
-            fetched: whether the site has fetched its task.
-            sent: when the task was sent, on the monotonic clock.
-            busy: when any site was last at work, on the monotonic clock.
-        """
-        return self.silence(site, sent if fetched else max(sent, busy)) > self.heartbeat_timeout

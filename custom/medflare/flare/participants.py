@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.shareable import Shareable
-from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.data.local import CACHE, find_private_folder, local_settings, read_local
+from medflare.data.local import CACHE, local_settings, read_local
 from medflare.flare.components import foreign_module
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from medflare.training.site import Site
 
 SITE_TASK: Final = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
-DATA_ROOT: Final = "MEDFLARE_DATA_ROOT"
+_DATA_ROOT: Final = "MEDFLARE_DATA_ROOT"
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
 _LEDGER = "privacy"  # folder beside local/medflare.json: the privacy budget that the site's jobs have spent
 _STATE = "state"  # folder of the participant's state, in the site's folder of the job
@@ -158,17 +157,8 @@ def interrupted_id(job: str) -> str:
     return job
 
 
-def interrupted_folder(workspace: Workspace, job: str) -> str:
-    """The site's folder in the interrupted job `job`; "" if no job is resumed.
-
-    Raises:
-        ConfigError: it is not a job id.
-    """
-    return str(find_private_folder(Path(workspace.get_run_dir(interrupted_id(job))))) if job else ""
-
-
-def anchor(variable: str) -> None:
-    """Make a relative path in an environment variable absolute: FLARE changes the working directory, the shell's PWD stays."""
-    path, started_in = os.environ.get(variable), os.environ.get("PWD")
+def anchor_data_root() -> None:
+    """Make a relative MEDFLARE_DATA_ROOT absolute: FLARE changes the working directory, the shell's PWD stays."""
+    path, started_in = os.environ.get(_DATA_ROOT), os.environ.get("PWD")
     if path and started_in and not Path(path).expanduser().is_absolute():
-        os.environ[variable] = str(Path(started_in) / path)
+        os.environ[_DATA_ROOT] = str(Path(started_in) / path)

@@ -79,38 +79,26 @@ class MedflareRecipe(Recipe):
 
 
 class FedAvgRecipe(MedflareRecipe):
-    """FedAvg."""
-
     default_method = "fedavg"
 
 
 class FedSMRecipe(MedflareRecipe):
-    """FedSM."""
-
     default_method = "fedsm"
 
 
 class PRRRecipe(MedflareRecipe):
-    """PRR-Imbalance."""
-
     default_method = "prr"
 
 
 class GraceRecipe(MedflareRecipe):
-    """GRACE."""
-
     default_method = "grace"
 
 
 class IOPRecipe(MedflareRecipe):
-    """IOP-FL."""
-
     default_method = "iop_fl"
 
 
 class FedDAGRecipe(MedflareRecipe):
-    """FedDAG."""
-
     default_method = "feddag"
 
 

@@ -34,7 +34,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
 from medflare.flare.messages import from_bytes, register_decomposers, to_bytes, to_message, to_shareable
-from medflare.flare.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
+from medflare.flare.participants import DEVICES, ParticipantSpec, anchor_data_root, load_ahead
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
@@ -220,11 +220,10 @@ class SiteWorker:
                 self._participant = self._spec.participant(self._aborted, shares=True)  # all on one machine
             message = self._participant.answer(task["phase"], task["round"], to_message(from_bytes(content)))
             reply = to_bytes(to_shareable(message))
-        except MedflareError as error:
-            connection.send_bytes(json.dumps({"problem": str(error), "trace": ""}).encode())
         except Exception as error:
-            problem = {"problem": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-            connection.send_bytes(json.dumps(problem).encode())
+            ours = isinstance(error, MedflareError)
+            problem = str(error) if ours else f"{type(error).__name__}: {error}"
+            connection.send_bytes(json.dumps({"problem": problem, "trace": "" if ours else traceback.format_exc()}).encode())
         else:
             connection.send_bytes(b"{}")
             connection.send_bytes(reply)
@@ -239,7 +238,7 @@ def main(listener: socket.socket, simulator: int, method: str) -> None:
     from medflare.data.progress import print_lines
 
     folder = Path(listener.getsockname()).parent
-    anchor(DATA_ROOT)
+    anchor_data_root()
     print_lines()
     register_decomposers()
     load_ahead(method)

@@ -21,8 +21,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from medflare.core.errors import Aborted, ConfigError, StateError, UpdateError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, mapped_reply
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
-from medflare.flare.liveness import Liveness
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, RunSettings
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
 
@@ -53,13 +52,9 @@ class TaskExchange:
     """The schedule's exchange (`federation.exchange.Exchange`) over FLARE's tasks.
 
     Args:
-        outside: sites that never train.
         members: returns the names of the sites that FLARE has in this job now.
         stop_reason: returns why the job is being stopped.
         say: takes a progress line.
-        step_timeout: seconds until a step goes on without the sites that have not replied; 0 waits for all that are alive.
-            The final models always wait: the last evaluation may take long.
-        enrol_timeout: the same for enrollment, in which sites read their images.
     """
 
     def __init__(
@@ -67,18 +62,17 @@ class TaskExchange:
         controller: Controller,
         fl_ctx: FLContext,
         abort_signal: Signal,
+        settings: RunSettings,
         *,
-        outside: Iterable[str],
         members: Callable[[], Iterable[str]],
         stop_reason: Callable[[], str],
         say: Callable[[str], None],
-        step_timeout: float,
-        enrol_timeout: float,
-        liveness: Liveness,
     ):
-        self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
-        self.outside, self.members, self.stop_reason, self.say = tuple(outside), members, stop_reason, say
-        self.step_timeout, self.enrol_timeout, self.liveness = step_timeout, enrol_timeout, liveness
+        self.controller, self.fl_ctx, self.abort_signal, self.settings = controller, fl_ctx, abort_signal, settings
+        self.members, self.stop_reason, self.say = members, stop_reason, say
+        self.heard: dict[str, float] = {}  # site -> when the server last heard from it, on the monotonic clock
+        self._lost: set[str] = set()  # sites that are given up until the server hears from them again
+        self._not_ready: set[str] = set()  # sites whose enrollment timed out; they are present again when they ask for work
         self._step: Step | None = None
         self._tasks: dict[str, _SiteTask] = {}
         self._changed = threading.Condition()
@@ -91,11 +85,11 @@ class TaskExchange:
             ConfigError: FLARE does not know an outside site.
         """
         members = sorted(self.members())
-        if unknown := sorted(set(self.outside) - set(members)):
+        if unknown := sorted(set(self.settings.outside) - set(members)):
             raise ConfigError(
                 f"unknown outside site {unknown[0]!r}; this job runs at {', '.join(members)}: correct 'outside' or start the site first"
             )
-        return [site for site in members if self.liveness.present(site)]
+        return [site for site in members if site not in self._lost | self._not_ready]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         """Send each site its message and wait for the replies.
@@ -119,10 +113,16 @@ class TaskExchange:
             try_malloc_trim()
         return {site: missing.get(site) or _read(site_task) for site, site_task in tasks.items()}
 
+    def heard_from(self, site: str) -> None:
+        """The server heard from the site just now."""
+        self.heard[site] = time.monotonic()
+        self._lost.discard(site)
+
     def wait_for_task(self, site: str, seconds: float) -> None:
-        """The site asks for work: return when there is a task that it has not fetched, at the latest after `seconds`."""
+        """The site asks for work, so it has read its images: return when it has a new task, at the latest after `seconds`."""
         with self._changed:
-            self.liveness.asks_for_work(site)
+            self._not_ready.discard(site)
+            self.heard_from(site)
             self._changed.wait_for(lambda: self._closed or (site in self._tasks and self._tasks[site].fetched is None), seconds)
 
     def waiting(self) -> dict[str, Any]:
@@ -131,12 +131,10 @@ class TaskExchange:
             if self._step is None:
                 return {}
             silent = {
-                site: round(self.liveness.silence(site, site_task.sent), 1)
-                for site, site_task in self._tasks.items()
-                if not site_task.answered
+                site: round(self._silence(site, site_task.sent), 1) for site, site_task in self._tasks.items() if not site_task.answered
             }
             step = self._step
-        return {"phase": step.phase, "round": step.round, "silent": silent, "heartbeat_timeout": self.liveness.heartbeat_timeout}
+        return {"phase": step.phase, "round": step.round, "silent": silent, "heartbeat_timeout": self.settings.heartbeat_timeout}
 
     def close(self) -> None:
         """There are no more tasks: no site is kept waiting for one."""
@@ -145,10 +143,11 @@ class TaskExchange:
             self._changed.notify_all()
 
     def _timeout(self, step: Step) -> float:
-        """Seconds until the step is closed; 0: never."""
+        """Seconds until the step is closed; 0: never, as for the final models, whose evaluation may take long."""
         if step.phase != ENROL:
-            return 0.0 if step.phase in (FINALIZE, CROSS_SITE) else self.step_timeout
-        return self.enrol_timeout if self._step is None else min(self.enrol_timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
+            return 0.0 if step.phase in (FINALIZE, CROSS_SITE) else self.settings.step_timeout
+        timeout = self.settings.enrol_timeout
+        return timeout if self._step is None else min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
     # -- FLARE's tasks -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class TaskExchange:
         return _SiteTask(task, time.monotonic())
 
     def _on_fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        self.liveness.heard_from(client_task.client.name)
+        self.heard_from(client_task.client.name)
         with self._changed:
             if site_task := self._current(client_task):
                 site_task.fetched = time.monotonic()
@@ -168,7 +167,7 @@ class TaskExchange:
     def _on_reply(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Store the reply without reading it: FLARE holds its locks while this runs."""
         shareable, client_task.result = client_task.result, None  # FLARE would keep the result until its task monitor runs
-        self.liveness.heard_from(client_task.client.name)
+        self.heard_from(client_task.client.name)
         with self._changed:
             if site_task := self._current(client_task):
                 site_task.shareable = shareable
@@ -202,18 +201,29 @@ class TaskExchange:
                         state = "had not fetched its task" if site_task.fetched is None else "was still at work"
                         missing[site] = Reply(problem=f"{name} was closed after {timeout:g} s; the site {state}", kind="late")
                     if step.phase == ENROL:
-                        self.liveness.not_ready |= pending.keys()
+                        self._not_ready |= pending.keys()
                     return missing
                 gone = {site for site, site_task in pending.items() if self._gone(site, site_task, busy)}
-                self.liveness.lost |= gone
+                self._lost |= gone
                 missing |= {site: Reply(problem=f"no sign of life in {name}; going on without the site", kind="missing") for site in gone}
                 if any(site_task.fetched is not None for site, site_task in pending.items() if site not in gone):
                     busy = time.monotonic()
                 self._changed.wait(_POLL)
 
     def _gone(self, site: str, site_task: _SiteTask, busy: float) -> bool:
-        disconnected = bool(self.controller.get_client_disconnect_time(site))
-        return disconnected or self.liveness.gone(site, site_task.fetched is not None, site_task.sent, busy)
+        """Whether a site that has a task is lost; `busy` is when any site was last at work.
+
+        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites): its silence
+        counts only while no other site is at work.
+        """
+        if self.controller.get_client_disconnect_time(site):
+            return True
+        since = site_task.sent if site_task.fetched is not None else max(site_task.sent, busy)
+        return self._silence(site, since) > self.settings.heartbeat_timeout
+
+    def _silence(self, site: str, since: float) -> float:
+        """Seconds since the server heard from the site, or since this moment, whichever is less."""
+        return time.monotonic() - max(self.heard.get(site, 0.0), since)
 
 
 def read_reply(shareable: Shareable) -> Reply:

@@ -25,41 +25,33 @@ class Progress:
     def __init__(self, events: EventLog, log: Callable[[str], None] = lambda line: None):
         self.log = log
         self._events = events
-        self._logged = 0  # events that are in the log
         self._taken = 0  # events that are among the lines
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._count = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def say(self, line: str) -> None:
         """Take a line."""
-        self.log_events()
-        self.log(line)
         with self._lock:
-            self._take_events()
-            self._add(line)
+            self.take_events()
+            self._add(line, "")
 
-    def log_events(self) -> None:
-        """Write the new events to the log, where `jobs.watching` finds them after the end of the job."""
+    def take_events(self) -> None:
+        """Take the new events; `jobs.watching` finds them in the log after the end of the job."""
         with self._lock:
-            new = list(self._events)[self._logged :]
-            self._logged += len(new)
-        for event in new:
-            self.log(f"{NOTED}{event_line(event)}")
+            new = list(self._events)[self._taken :]
+            self._taken += len(new)
+            for event in new:
+                self._add(event_line(event), NOTED)
 
     def to_dict(self) -> dict[str, Any]:
         """`count` of all lines so far, and the last of them as `lines`."""
         with self._lock:
-            self._take_events()
+            self.take_events()
             return {"count": self._count, "lines": list(self._lines)}
 
-    def _take_events(self) -> None:
-        new = list(self._events)[self._taken :]
-        self._taken += len(new)
-        for event in new:
-            self._add(event_line(event))
-
-    def _add(self, line: str) -> None:
+    def _add(self, line: str, prefix: str) -> None:
+        self.log(f"{prefix}{line}")
         self._lines.append(line)
         self._count += 1
 

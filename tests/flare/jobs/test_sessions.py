@@ -16,7 +16,6 @@ from nvflare.fuel.flare_api.api_spec import JobNotRunning
 from nvflare.private.fed.server.job_runner import JobRunner
 
 from flare.jobs.sessions import Served, job
-from flare.jobs.sessions import job as listed
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.components import UnfinishedJobs
@@ -90,7 +89,7 @@ class Several(Served):
 
     def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
         states = ("FINISHED:COMPLETED", "SUBMITTED", "RUNNING", "RUNNING", "FINISHED:ABORTED", "FINISHED:ABANDONED")
-        return [listed(f"{number}000aaaa-full", f"job-{number}", state) for number, state in enumerate(states)]
+        return [job(f"{number}000aaaa-full", f"job-{number}", state) for number, state in enumerate(states)]
 
     def show_stats(self, identity: str, target: str) -> dict[str, Any]:
         if identity != "2000aaaa-full":

@@ -12,7 +12,7 @@ from medflare.core.errors import MedflareError
 from medflare.core.events import EventLog
 from medflare.evaluation.console import round_line
 from medflare.flare.jobs.sessions import Unreachable
-from medflare.flare.jobs.watching import explained, explanations, watch, watch_job
+from medflare.flare.jobs.watching import explained, explanations, watch_job
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import Progress
 
@@ -23,67 +23,6 @@ SUBMITTED, RUNNING, COMPLETED, FAILED = "SUBMITTED", "RUNNING", "FINISHED:COMPLE
 def told(*lines: str, count: int | None = None, **silent: float) -> dict[str, Any]:
     step = {"phase": "train", "round": 1, "silent": silent, "heartbeat_timeout": 120.0}
     return {"medflare": {"count": len(lines) if count is None else count, "lines": list(lines), **step}}
-
-
-def followed(served: Served, **options: Any) -> tuple[bool, list[str]]:
-    output: list[str] = []
-    return watch(served, "id", output.append, **options), output
-
-
-def test_every_line_is_said_once_as_it_comes() -> None:
-    stats: tuple[dict[str, Any], ...] = ({}, told(STEPS[0]), told(STEPS[0]), told(*STEPS[:2]), {})
-    assert followed(Served(SUBMITTED, RUNNING, RUNNING, RUNNING, COMPLETED, stats=stats)) == (
-        True,
-        ["id SUBMITTED", "id RUNNING", *STEPS[:2], "id FINISHED:COMPLETED"],
-    )
-
-
-def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
-    """Of a quick job that is all: what a site was rejected for must not be missed by who watches it."""
-    events = EventLog()
-    noted = list[str]()
-    progress = Progress(events, noted.append)
-    events.add("rejected", "validation metric of the global model is 7.0; its vote does not count", site="B", round=1)
-    progress.log_events()
-    progress.log_events()
-    log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
-    event = "rejected: B (round 2): validation metric of the global model is 7.0; its vote does not count"
-    assert followed(Served(COMPLETED, log=log))[1] == [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
-    stats = (told(STEPS[0], event),)
-    assert followed(Served(RUNNING, COMPLETED, stats=stats, log=log))[1] == [
-        "id RUNNING",
-        STEPS[0],
-        event,
-        STEPS[1],
-        "id FINISHED:COMPLETED",
-    ]
-
-
-def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
-    stats = tuple(told(A=seconds, B=1.0) for seconds in (4.0, 11.0, 15.0, 22.0, 45.0, 0.5, 12.0))
-    _, output = followed(Served(*[RUNNING] * 7, COMPLETED, stats=stats))
-    named = [line for line in output if line.startswith("silent")]
-    assert [line.split()[5] for line in named] == ["11", "22", "45", "12"]
-
-
-def test_who_refused_a_job_that_the_others_run_is_named() -> None:
-    details = ("site-1: OK", "site-2: ERROR: component os.system refused: it is not listed")
-    ended, output = followed(Served(SUBMITTED, RUNNING, COMPLETED, details=details))
-    assert ended and sum("site-2" in line and "os.system" in line for line in output) == 1 and "os.system" not in output[-1]
-
-
-def test_a_failed_job_says_why() -> None:
-    ended, output = followed(Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n"))
-    assert not ended and "no site is present" in output[-1]
-    ended, output = followed(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",)))
-    assert not ended and output[-1].startswith("site-3") and "--no-byoc" in output[-1]
-    ended, output = followed(Served("FINISHED:ABORTED"))
-    assert not ended and "job id" in output[-1]
-
-
-def test_who_has_watched_long_enough_is_told_that_the_job_goes_on() -> None:
-    ended, output = followed(Served(RUNNING), timeout=3)
-    assert not ended and output[-1].startswith("id is still RUNNING")
 
 
 class Restarted:
@@ -100,6 +39,67 @@ class Restarted:
         yield one
 
 
+def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list[str]]:
+    output: list[str] = []
+    return watch_job(Path("kit"), "fedsm-brain", output.append, every=0.01, opening=Restarted(*served), **options), output
+
+
+def test_every_line_is_said_once_as_it_comes() -> None:
+    stats: tuple[dict[str, Any], ...] = ({}, told(STEPS[0]), told(STEPS[0]), told(*STEPS[:2]), {})
+    assert watched(Served(SUBMITTED, RUNNING, RUNNING, RUNNING, COMPLETED, stats=stats)) == (
+        True,
+        ["id SUBMITTED", "id RUNNING", *STEPS[:2], "id FINISHED:COMPLETED"],
+    )
+
+
+def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
+    """Of a quick job that is all: what a site was rejected for must not be missed by who watches it."""
+    events = EventLog()
+    noted = list[str]()
+    progress = Progress(events, noted.append)
+    events.add("rejected", "validation metric of the global model is 7.0; its vote does not count", site="B", round=1)
+    progress.take_events()
+    progress.take_events()
+    log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
+    event = "rejected: B (round 2): validation metric of the global model is 7.0; its vote does not count"
+    assert watched(Served(COMPLETED, log=log))[1] == [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
+    stats = (told(STEPS[0], event),)
+    assert watched(Served(RUNNING, COMPLETED, stats=stats, log=log))[1] == [
+        "id RUNNING",
+        STEPS[0],
+        event,
+        STEPS[1],
+        "id FINISHED:COMPLETED",
+    ]
+
+
+def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
+    stats = tuple(told(A=seconds, B=1.0) for seconds in (4.0, 11.0, 15.0, 22.0, 45.0, 0.5, 12.0))
+    _, output = watched(Served(*[RUNNING] * 7, COMPLETED, stats=stats))
+    named = [line for line in output if line.startswith("silent")]
+    assert [line.split()[5] for line in named] == ["11", "22", "45", "12"]
+
+
+def test_who_refused_a_job_that_the_others_run_is_named() -> None:
+    details = ("site-1: OK", "site-2: ERROR: component os.system refused: it is not listed")
+    ended, output = watched(Served(SUBMITTED, RUNNING, COMPLETED, details=details))
+    assert ended and sum("site-2" in line and "os.system" in line for line in output) == 1 and "os.system" not in output[-1]
+
+
+def test_a_failed_job_says_why() -> None:
+    ended, output = watched(Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n"))
+    assert not ended and "no site is present" in output[-1]
+    ended, output = watched(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",)))
+    assert not ended and output[-1].startswith("site-3") and "--no-byoc" in output[-1]
+    ended, output = watched(Served("FINISHED:ABORTED"))
+    assert not ended and "job id" in output[-1]
+
+
+def test_who_has_watched_long_enough_is_told_that_the_job_goes_on() -> None:
+    ended, output = watched(Served(RUNNING), timeout=3)
+    assert not ended and output[-1].startswith("id is still RUNNING")
+
+
 class Leaving(Served):
     """Goes away at its last look."""
 
@@ -107,11 +107,6 @@ class Leaving(Served):
         if self.looks == len(self.states) - 1:
             raise Unreachable("no more session with the server of kit: inactive")
         return super().get_job_meta(identity)
-
-
-def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list[str]]:
-    output: list[str] = []
-    return watch_job(Path("kit"), "fedsm-brain", output.append, every=0.01, opening=Restarted(*served), **options), output
 
 
 GONE = Unreachable("no session with the server by kit: refused; is the server up?")

@@ -11,10 +11,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -78,25 +78,6 @@ def copied(message: Message) -> Message:
     return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.meta)
 
 
-@dataclass
-class _Fork:
-    """The process of a site."""
-
-    process: int
-    connection: Connection
-
-    def kill(self) -> None:
-        """Kill the process without waiting for its end."""
-        self.connection.close()
-        with suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGKILL)
-
-    def end(self) -> int:
-        """Kill the process and return its exit status; minus the number of the signal that ended it."""
-        self.kill()
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
-
-
 def send(connection: Connection, words: dict[str, Any], message: Message) -> None:
     """Send a message, and JSON values beside it, to another process, which calls `receive`; OSError if it is gone."""
     names = {entry: list(state) for entry, state in message.states.items()}  # safetensors changes the order
@@ -138,7 +119,7 @@ class ForkedExchange(LocalExchange):
             raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or remove 'workers'")
         import_ahead()
         self._workers, self._pictures = workers, pictures
-        self._forks: dict[str, _Fork] = {}
+        self._forks: dict[str, tuple[BaseProcess, Connection]] = {}
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         waiting = sorted(outgoing)[::-1]
@@ -147,7 +128,7 @@ class ForkedExchange(LocalExchange):
             while waiting or busy.get_map():
                 while waiting and len(busy.get_map()) < self._workers:
                     site = waiting.pop()
-                    busy.register(self._start(site, step, outgoing[site]).connection, selectors.EVENT_READ, site)
+                    busy.register(self._start(site, step, outgoing[site]), selectors.EVENT_READ, site)
                 for key, _ in busy.select():
                     busy.unregister(key.fileobj)
                     replies[key.data] = self._reply(key.data, step)
@@ -155,30 +136,37 @@ class ForkedExchange(LocalExchange):
 
     def close(self) -> None:
         """End all processes, at the same time."""
-        for fork in self._forks.values():
-            fork.kill()
-        for fork in self._forks.values():
-            fork.end()
-        self._forks.clear()
+        for process, _ in self._forks.values():
+            process.kill()
+        for site in list(self._forks):
+            self._end(site)
 
-    def _start(self, site: str, step: Step, message: Message) -> _Fork:
-        """The site's process, working on the step."""
+    def _start(self, site: str, step: Step, message: Message) -> Connection:
+        """The connection to the site's process, which works on the step."""
         words = {"phase": step.phase, "round": step.round}
         if site not in self._forks:
-            self._forks[site] = self._fork(site)
+            self._fork(site)
         try:
-            send(self._forks[site].connection, words, message)
+            send(self._forks[site][1], words, message)
         except OSError:  # it was killed between two steps; its state is on disk
-            self._forks.pop(site).end()
-            self._forks[site] = self._fork(site)
-            send(self._forks[site].connection, words, message)
-        return self._forks[site]
+            self._end(site)
+            self._fork(site)
+            send(self._forks[site][1], words, message)
+        return self._forks[site][1]
+
+    def _end(self, site: str) -> int:
+        """Kill the site's process and return its exit code; minus the number of the signal that ended it."""
+        process, connection = self._forks.pop(site)
+        connection.close()
+        process.kill()
+        process.join()
+        return process.exitcode or 0
 
     def _reply(self, site: str, step: Step) -> Reply:
         try:
-            words, message = receive(self._forks[site].connection)
+            words, message = receive(self._forks[site][1])
         except (EOFError, ConnectionError):
-            code = self._forks.pop(site).end()
+            code = self._end(site)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             return Reply(problem=f"site {site}: its process ended in '{step.phase}' of round {step.round} ({how})")
         if trace := words.get("trace"):
@@ -190,23 +178,21 @@ class ForkedExchange(LocalExchange):
         problem, seconds = words["problem"], words["seconds"]
         return Reply(problem=problem, seconds=seconds) if problem else mapped_reply(Reply(message, seconds=seconds))
 
-    def _fork(self, site: str) -> _Fork:
-        parent_end, child_end = Pipe()
-        parent = os.getpid()
-        process = os.fork()
-        if process == 0:
-            parent_end.close()
-            for other in self._forks.values():
-                other.connection.close()
-            self._work(site, child_end, parent)
-        child_end.close()
-        return _Fork(process, parent_end)
+    def _fork(self, site: str) -> None:
+        here, there = Pipe()
+        inherited = [here, *(connection for _, connection in self._forks.values())]
+        process = get_context("fork").Process(target=self._work, args=(site, there, os.getpid(), inherited))
+        process.start()
+        there.close()
+        self._forks[site] = process, here
 
-    def _work(self, site: str, connection: Connection, parent: int) -> NoReturn:
+    def _work(self, site: str, connection: Connection, parent: int, inherited: Iterable[Connection]) -> None:
         """The site's process: step after step, until the parent closes the connection or is gone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        for of_the_parent in inherited:
+            of_the_parent.close()
         sent = set(self._pictures)
-        with suppress(BaseException):  # this process never returns to the parent's code
+        with suppress(BaseException):
             while True:
                 request, message = receive(connection)
                 if os.getppid() != parent:

@@ -110,17 +110,14 @@ def run_local(
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
     run.weights, run.track = None if weights is None else Path(weights), track
 
-    def opened(name: str, role: str) -> Site:
-        return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
-
     def participant(name: str) -> Participant:
-        home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
+        def opened(role: str) -> Site:
+            return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
+
+        home = None if folder is None else SiteFolder(folder / SITES / name, name, chosen, config, seed)
         store = None if home is None else StateStore(home.folder / STATE)
         artifacts = _Shown(run, name, delivered, home or ArtifactStore())
-        minutes = Bounds().minutes
-        return Participant(
-            name, lambda role: opened(name, role), chosen, hyper, store=store, artifacts=artifacts, minutes=minutes, shares=True
-        )
+        return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, minutes=Bounds().minutes, shares=True)
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():

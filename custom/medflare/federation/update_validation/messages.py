@@ -254,6 +254,7 @@ CROSS: Final = Phase(CROSS_SITE, request=(TensorSpec(f"{SHARED}/"),), reply_meta
 
 # -- the server's requests at a site -----------------------------------------------------------------------------------------
 
+START: Final = "start"  # entry of an invitation: the initial weights, if the task names a weights file
 ROLE, SITES, FINISHED, STEP, RUN_ROUNDS = "role", "sites", "finished", "step", "run_rounds"
 INVITES: Final = (
     MetaSpec(ROLE, "whether the site trains", text("inside", "outside")),
@@ -285,9 +286,9 @@ class RequestValidator:
         if (message.meta[ROLE] == "inside") != (self.site in message.meta[SITES]):
             self._check(ENROL, round, f"item {SITES!r} and the role {message.meta[ROLE]!r} of {self.site} do not agree")
 
-    def check_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
-        """Check that an invitation holds the initial weights as entry `start` if the task names a weights file, and no other tensors."""
-        request = (TensorSpec(start),) if plan.task.network.get("weights") else ()
+    def check_start(self, round: int, message: Message, plan: Plan[Any, Any]) -> None:
+        """Check that an invitation holds the initial weights if the task names a weights file, and no other tensors."""
+        request = (TensorSpec(START),) if plan.task.network.get("weights") else ()
         self._check(ENROL, round, request_problem(Phase(ENROL, request=request, request_meta=INVITES), plan, message))
 
     def pop_numbers(self, phase: str, round: int, message: Message) -> dict[str, Any]:

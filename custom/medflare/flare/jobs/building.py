@@ -110,10 +110,12 @@ class FederationJob(FedJob):
         super().__init__(name=name, min_clients=settings.min_sites or 1, meta_props=about)
         self.set_app_packages(["medflare"])  # otherwise FLARE copies their sources into the job
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported
-        self.to_server(_controller(settings), id="medflare")
+        track, values = settings.track or "", {name: getattr(settings, name) for name in ("site_algorithm", *RUN_SETTINGS)}
+        mlflow = track.startswith(MLFLOW)
+        self.to_server(MedflareController(track=None if mlflow else settings.track, **values), id="medflare")
         self.to_server(_aggregator(method, hyper), id="aggregator")
-        if tracker := _mlflow(settings):
-            self.to_server(tracker, id=MLFLOW)
+        if mlflow:
+            self.to_server(MLflowTracker(track), id=MLFLOW)
         self.to_clients(_executor(settings, method, hyper), tasks=["*"])
         transport = _transport(method, task, hyper)
         self.to_server({"server": {"task_request_interval": _POLL}, **transport})
@@ -200,15 +202,6 @@ def size_of(folder: Path) -> int:
 
 
 # -- components ----------------------------------------------------------------------------------------------------------------
-
-
-def _controller(settings: JobSettings) -> MedflareController:
-    values = {name: getattr(settings, name) for name in ("site_algorithm", *RUN_SETTINGS)}
-    return MedflareController(track=None if _mlflow(settings) else settings.track, **values)
-
-
-def _mlflow(settings: JobSettings) -> MLflowTracker | None:
-    return MLflowTracker(settings.track) if settings.track and settings.track.startswith(MLFLOW) else None
 
 
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:

@@ -17,7 +17,7 @@ from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.api_spec import TargetType
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from medflare.core.errors import ConfigError, MedflareError
+from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
 from medflare.core.text import printable_json
 
@@ -61,13 +61,13 @@ def session(kit: Path) -> Iterator[Session]:
         with redirect_stdout(StringIO()):  # FLARE prints that it connects
             connection = new_secure_session(user, str(kit))
     except Exception as error:  # FLARE raises exceptions of many kinds
-        raise Unreachable(f"no session with the server by {kit}: {_one_line(error)}; is the server up?") from error
+        raise Unreachable(f"no session with the server by {kit}: {one_line(error)}; is the server up?") from error
     try:
         yield connection
     except LOST as error:
-        raise Unreachable(f"no more session with the server of {kit}: {_one_line(error)}") from error
+        raise Unreachable(f"no more session with the server of {kit}: {one_line(error)}") from error
     except REFUSALS as error:
-        raise MedflareError(f"the server of {kit}: {_one_line(error)}") from error
+        raise MedflareError(f"the server of {kit}: {one_line(error)}") from error
     finally:
         with suppress(Exception):  # the connection may be lost
             connection.close()
@@ -184,7 +184,7 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
         try:
             location = connection.download_job_result(job, str(scratch))
         except RuntimeError as error:  # FLARE's exception for a problem on this side
-            reason = f"job {job} could not be downloaded ({_one_line(error)})"
+            reason = f"job {job} could not be downloaded ({one_line(error)})"
             raise MedflareError(f"{reason}; see that there is room in {connection.download_dir} and {out}, then fetch it again") from error
         if not location or not Path(location).is_dir():
             raise MedflareError(f"the server sent no results of job {job}; `medflare job list` shows whether it has ended")
@@ -221,7 +221,3 @@ def put_in_place(new: Path, place: Path) -> None:
         os.rename(place, old)
     os.rename(new, place)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -49,7 +49,7 @@ MEANINGS: Final[Mapping[str, str]] = {
 
 
 class Follower:
-    """Prints what is new in a job's statistics.
+    """Prints what is new about a job, over all sessions with its server.
 
     Args:
         say: takes a line.
@@ -61,7 +61,46 @@ class Follower:
         self._printed: set[str] = set()
         self._reported: dict[str, float] = {}  # site -> its silence when it was last reported
 
-    def show(self, progress: Mapping[str, Any]) -> None:
+    def follow(self, connection: Session, job: str, timeout: float, every: float) -> bool:
+        """Follow a job until it ends, in one session; return whether it completed."""
+        shown, heard = "", time.monotonic()
+
+        def look(connection: Session, job: str, meta: Job) -> bool:
+            nonlocal heard, shown
+            state = meta[JobMetaKey.STATUS.value] + _waits(meta)
+            if state != shown and not state.startswith(_FINISHED):  # the last steps are printed before the final state
+                self._say(f"{job} {state}")
+                shown = state
+                self._print_once(explanations(deployment(meta)))  # a party refused the job while others run it
+            if meta[JobMetaKey.STATUS.value] == RUNNING:
+                try:
+                    self._show(_progress(connection.show_stats(job, TargetType.SERVER)))
+                except LOST:
+                    raise
+                except REFUSALS:  # the job's process starts or ends, or has ended
+                    return time.monotonic() - heard < _GONE
+            heard = time.monotonic()
+            return True
+
+        ended, meta = connection.monitor_job_and_return_job_meta(job, timeout, every, look)
+        if ended == MonitorReturnCode.TIMEOUT:
+            self._say(f"{job} is still {shown} after {timeout:.0f} s; it goes on; `medflare job watch` follows it again")
+            return False
+        if ended == MonitorReturnCode.ENDED_BY_CB:
+            self._say(f"{job} is called {RUNNING}, and has no process for {_GONE:g} s: {_RESUME}")
+            return False
+        state = meta[JobMetaKey.STATUS.value]
+        with suppress(*REFUSALS):  # the steps and events that came after the last look
+            matches = map(_PROGRESS.search, "".join(connection.get_job_logs(job)["logs"].values()).splitlines())
+            self._print_once(match["event"] or match["step"] for match in matches if match)
+        self._say(f"{job} {state}")
+        if state == RunStatus.FINISHED_COMPLETED.value:
+            return True
+        for line in [_RESUME] if state == RunStatus.ABANDONED.value else explained(connection, job):
+            self._say(line)
+        return False
+
+    def _show(self, progress: Mapping[str, Any]) -> None:
         """Print the new lines and the silent sites."""
         if not progress:
             return
@@ -78,17 +117,11 @@ class Follower:
                 self._reported[site] = seconds
         self._reported = {site: seconds for site, seconds in self._reported.items() if silent.get(site, 0.0) >= _SILENT}
 
-    def print_once(self, lines: Iterable[str]) -> None:
-        """Print the lines that have not been printed yet."""
+    def _print_once(self, lines: Iterable[str]) -> None:
         for line in lines:
             if line not in self._printed:
                 self._say(line)
                 self._printed.add(line)
-
-    def complete(self, log: str) -> None:
-        """Print the steps and events in the server's log that came after the last look."""
-        matches = map(_PROGRESS.search, log.splitlines())
-        self.print_once(match["event"] or match["step"] for match in matches if match)
 
 
 def watch_job(
@@ -125,7 +158,7 @@ def watch_job(
                     say(f"the server is back after {time.monotonic() - lost:.0f} s")
                     lost = 0.0
                 left = max(timeout - (time.monotonic() - began), every) if timeout else 0.0
-                return watch(connection, job, say, timeout=left, every=every, follower=follower)
+                return follower.follow(connection, job, left, every)
         except Unreachable as error:
             if not job:
                 raise
@@ -136,54 +169,6 @@ def watch_job(
                 reason = f"the server did not come back within {patience:g} s ({error})"
                 raise Unreachable(f"{reason}; job {job} may go on: watch it again") from error
         time.sleep(every)
-
-
-def watch(
-    connection: Session,
-    job: str,
-    say: Callable[[str], None],
-    *,
-    timeout: float = 0.0,
-    every: float = _INTERVAL,
-    follower: Follower | None = None,
-) -> bool:
-    """Follow a job until it ends, in one session; return whether it completed."""
-    follower, shown = follower or Follower(say), ""
-    heard = time.monotonic()
-
-    def look(connection: Session, job: str, meta: Job) -> bool:
-        nonlocal heard, shown
-        state = meta[JobMetaKey.STATUS.value] + _waits(meta)
-        if state != shown and not state.startswith(_FINISHED):  # the last steps are printed before the final state
-            say(f"{job} {state}")
-            shown = state
-            follower.print_once(explanations(deployment(meta)))  # a party refused the job while others run it
-        if meta[JobMetaKey.STATUS.value] == RUNNING:
-            try:
-                follower.show(_progress(connection.show_stats(job, TargetType.SERVER)))
-            except LOST:
-                raise
-            except REFUSALS:  # the job's process starts or ends, or has ended
-                return time.monotonic() - heard < _GONE
-        heard = time.monotonic()
-        return True
-
-    ended, meta = connection.monitor_job_and_return_job_meta(job, timeout, every, look)
-    if ended == MonitorReturnCode.TIMEOUT:
-        say(f"{job} is still {shown} after {timeout:g} s; it goes on; `medflare job watch` follows it again")
-        return False
-    if ended == MonitorReturnCode.ENDED_BY_CB:
-        say(f"{job} is called {RUNNING}, and has no process for {_GONE:g} s: {_RESUME}")
-        return False
-    state = meta[JobMetaKey.STATUS.value]
-    with suppress(*REFUSALS):
-        follower.complete("".join(connection.get_job_logs(job)["logs"].values()))
-    say(f"{job} {state}")
-    if state == RunStatus.FINISHED_COMPLETED.value:
-        return True
-    for line in [_RESUME] if state == RunStatus.ABANDONED.value else explained(connection, job):
-        say(line)
-    return False
 
 
 def _waits(meta: Job) -> str:
