@@ -15,8 +15,7 @@ from helpers import paper_releases
 from medflare.cli import main
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import check_patients, read_datalist, site_folders
-from medflare.data.dataset_import.papers.catalogue import PREPARATIONS, get_preparation
-from medflare.data.dataset_import.papers.pathology import patch_corner
+from medflare.data.dataset_import.papers.catalogue import PREPARATIONS, get_preparation, patch_corner
 from medflare.data.dataset_import.papers.preparing import prepare
 from medflare.studies.suites import load_suite, suites
 from medflare.tasks.config import load_task
