@@ -31,21 +31,13 @@ _OUTER, _INNER = (5, 95), (10, 90)  # percentiles over the images; neither is th
 
 @plain_dataclass(frozen=True)
 class Acquisition:
-    """One image.
+    """One image."""
 
-    Attributes:
-        sides: pixels, the shorter side first, since pictures are turned; voxels along the task's axes.
-        spacing: millimetres between voxels; None for pictures, or if unknown.
-        medians: of every channel.
-        contrasts: of every channel, the difference of the 95th and the 5th percentile.
-        coloured: whether its colours differ; False if the channels are not colours.
-    """
-
-    sides: tuple[float, ...]
-    spacing: Spacing | None
-    medians: tuple[float, ...]
-    contrasts: tuple[float, ...]
-    coloured: bool
+    sides: tuple[float, ...]  # pixels, the shorter side first, since pictures are turned; voxels along the task's axes
+    spacing: Spacing | None  # millimetres between voxels; None for pictures, or if unknown
+    medians: tuple[float, ...]  # of every channel
+    contrasts: tuple[float, ...]  # of every channel, the difference of the 95th and the 5th percentile
+    coloured: bool  # whether its colours differ; False if the channels are not colours
 
     @property
     def extent(self) -> Spacing | None:

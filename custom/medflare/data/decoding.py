@@ -183,44 +183,26 @@ def _file_state(file: Path) -> list[Any]:
 
 
 class DecodedRow(NamedTuple):
-    """A picture, a volume, or a slice of a volume, with its target.
+    """A picture, a volume, or a slice of a volume, with its target."""
 
-    Attributes:
-        image: float32 (C, ...); None where it stays on the disk.
-        target: see `loading.Split.targets`; None where it stays on the disk.
-        entry: index of its item in the datalist.
-        place: its index among the rows of that item.
-        name: file name; slices end in "[number]".
-        spacing: millimetres between the voxels of a volume; None for pictures and where it is unknown.
-        acquired: of its file, see `acquisition.Acquisition.row`.
-        counts: of its classes, see `targets.class_counts`.
-        nbytes: of image and target.
-    """
-
-    image: Any
-    target: Any
-    entry: int
-    place: int
-    name: str
-    spacing: Spacing | None
-    acquired: list[float]
-    counts: list[int]
-    nbytes: int
+    image: Any  # float32 (C, ...); None where it stays on the disk
+    target: Any  # see `loading.Split.targets`; None where it stays on the disk
+    entry: int  # index of its item in the datalist
+    place: int  # its index among the rows of that item
+    name: str  # file name; slices end in "[number]"
+    spacing: Spacing | None  # millimetres between the voxels of a volume; None for pictures and where it is unknown
+    acquired: list[float]  # of its file, see `acquisition.Acquisition.row`
+    counts: list[int]  # of its classes, see `targets.class_counts`
+    nbytes: int  # of image and target
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """All images of a site in the order of its datalist.
+    """All images of a site in the order of its datalist."""
 
-    Attributes:
-        rows: see `DecodedRow`.
-        failed: index of an item that cannot be used -> why.
-        read: reads "image" or "target" of a row whose tensors stay on the disk.
-    """
-
-    rows: list[DecodedRow]
-    failed: dict[int, str]
-    read: Callable[[DecodedRow, str], Tensor] | None = None
+    rows: list[DecodedRow]  # see `DecodedRow`
+    failed: dict[int, str]  # index of an item that cannot be used -> why
+    read: Callable[[DecodedRow, str], Tensor] | None = None  # reads "image" or "target" of a row whose tensors stay on the disk
 
     def tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> Images:
         """Field "image" or "target" of some of the rows: one tensor if all images of the task have one size, else a sequence."""

@@ -89,19 +89,12 @@ class ImageBounds:
 
 
 class Image(NamedTuple):
-    """An image before its intensities and size are changed.
+    """An image before its intensities and size are changed."""
 
-    Attributes:
-        array: float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes.
-        stored_grid: of the voxels in the file; None for pictures.
-        grid: of the voxels of `array`; None for pictures.
-        coloured: whether `array` is the luminance of a picture in colours.
-    """
-
-    array: np.ndarray
-    stored_grid: Grid | None = None
-    grid: Grid | None = None
-    coloured: bool = False
+    array: np.ndarray  # float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes
+    stored_grid: Grid | None = None  # of the voxels in the file; None for pictures
+    grid: Grid | None = None  # of the voxels of `array`; None for pictures
+    coloured: bool = False  # whether `array` is the luminance of a picture in colours
 
 
 class Stored(NamedTuple):

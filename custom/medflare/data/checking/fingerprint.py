@@ -74,31 +74,18 @@ class Presence:
 
 @dataclass(frozen=True, config=STRICT)
 class DatasetFingerprint:
-    """The training images of a site in numbers.
-
-    Attributes:
-        site: its name.
-        images: number of training images: volumes, pictures, or slices.
-        patients: number of their patients.
-        learnt: settings of the task, see `LEARNT`.
-        sizes: stored pixels or voxels along each axis, volumes along the task's axes.
-        spacings: millimetres between voxels; None for pictures, or if a file does not have it.
-        extents: sizes in millimetres, or None.
-        zeros: share of pixels or voxels that are 0 in every channel.
-        channels: intensities by channel.
-        classes: presence by class; in multiclass segmentation with background.
-    """
+    """The training images of a site in numbers."""
 
     site: str
-    images: Annotated[int, Field(ge=1)]
+    images: Annotated[int, Field(ge=1)]  # in training: volumes, pictures, or slices
     patients: Annotated[int, Field(ge=1)]
-    learnt: dict[str, Any]
-    sizes: Spread
-    spacings: Spread | None
-    extents: Spread | None
-    zeros: Share
+    learnt: dict[str, Any]  # settings of the task, see `LEARNT`
+    sizes: Spread  # stored pixels or voxels along each axis, volumes along the task's axes
+    spacings: Spread | None  # millimetres between voxels; None for pictures, or if a file does not have it
+    extents: Spread | None  # sizes in millimetres, or None
+    zeros: Share  # of pixels or voxels that are 0 in every channel
     channels: tuple[Channel, ...]
-    classes: dict[str, Presence]
+    classes: dict[str, Presence]  # in multiclass segmentation with background
 
 
 def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:

@@ -56,19 +56,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A proposed task.
+    """A proposed task."""
 
-    Attributes:
-        settings: as in a task's JSON file.
-        choices: the settings with their reasons, in the order of the decisions.
-        source: of the rules; "" if there is none.
-        warnings: one line each.
-    """
-
-    settings: dict[str, Any]
-    choices: tuple[Choice, ...]
+    settings: dict[str, Any]  # as in a task's JSON file
+    choices: tuple[Choice, ...]  # the settings with their reasons, in the order of the decisions
+    # of the rules; "" if there is none
     source: str = "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # one line each
 
     def render(self) -> str:
         """Two lines for every choice, the source of the rules, and the warnings."""

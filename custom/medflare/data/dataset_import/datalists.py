@@ -32,54 +32,31 @@ _SITES, _IMAGES = 30, 5  # maximum of folders, and minimum of images in each, fo
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Options of `import_folder`.
+    """Options of `import_folder`."""
 
-    Attributes:
-        kind: "segmentation", "classification", or "" for what the folder has.
-        table: the table with the labels.
-        columns: of the table.
-        patient: regular expression, see `assign_patients`.
-        sites: number of simulated sites that the patients are distributed over; None: one site.
-        shares: split -> its share of the patients; None: `datalist.SHARES`.
-        seed: of the random splits and sites.
-        redraw: ignore the splits that the folder names.
-        skip: leave out images without mask or label.
-        site_folders: each folder in the folder is a site.
-        out: folder for the datalists and hard links to the files; None: the folder of the images.
-        copy: copy the files to `out`.
-        force: replace existing datalists.
-    """
-
-    kind: str = ""
-    table: Path | None = None
-    columns: Columns = GUESSED
-    patient: str = ""
-    sites: int | None = None
-    shares: Mapping[str, float] | None = None
-    seed: int = 0
-    redraw: bool = False
-    skip: bool = False
-    site_folders: bool = False
-    out: Path | None = None
-    copy: bool = False
-    force: bool = False
+    kind: str = ""  # "segmentation", "classification", or "" for what the folder has
+    table: Path | None = None  # the table with the labels
+    columns: Columns = GUESSED  # of the table
+    patient: str = ""  # regular expression, see `assign_patients`
+    sites: int | None = None  # number of simulated sites that the patients are distributed over; None: one site
+    shares: Mapping[str, float] | None = None  # split -> its share of the patients; None: `datalist.SHARES`
+    seed: int = 0  # of the random splits and sites
+    redraw: bool = False  # ignore the splits that the folder names
+    skip: bool = False  # leave out images without mask or label
+    site_folders: bool = False  # each folder in the folder is a site
+    out: Path | None = None  # folder for the datalists and hard links to the files; None: the folder of the images
+    copy: bool = False  # copy the files to `out`
+    force: bool = False  # replace existing datalists
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """The datalists that were written.
+    """The datalists that were written."""
 
-    Attributes:
-        dataset: the content of the folder.
-        sites: site, or "" if there is one folder -> its images with their splits.
-        home: a site's folder, or the folder of all sites.
-        warnings: one line each.
-    """
-
-    dataset: Dataset
-    sites: Mapping[str, Sequence[Item]]
-    home: Path
-    warnings: tuple[str, ...]
+    dataset: Dataset  # the content of the folder
+    sites: Mapping[str, Sequence[Item]]  # site, or "" if there is one folder -> its images with their splits
+    home: Path  # a site's folder, or the folder of all sites
+    warnings: tuple[str, ...]  # one line each
 
     def render(self) -> str:
         """The layout, and a table of images and patients by site and split."""

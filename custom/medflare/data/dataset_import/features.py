@@ -40,17 +40,11 @@ _UNCHANGED: Final = {"name": "ScaleIntensityRange", "a_min": 0.0, "a_max": 1.0, 
 
 @dataclass(frozen=True)
 class Features:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        home: folder of the sites and of the task.
-        task: trains a head on the features.
-        images: site -> number of images.
-    """
-
-    home: Path
-    task: TaskConfig
-    images: Mapping[str, int]
+    home: Path  # folder of the sites and of the task
+    task: TaskConfig  # trains a head on the features
+    images: Mapping[str, int]  # site -> number of images
 
     def render(self) -> str:
         """A line per site, and the task file."""

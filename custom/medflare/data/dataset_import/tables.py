@@ -30,23 +30,14 @@ _NORMAL: Final = ("no finding", "none", "normal")  # among findings that a cell 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns; "" is recognised by its usual names. Labels and masks may be several, separated by commas.
+    """Names of the columns; "" is recognised by its usual names. Labels and masks may be several, separated by commas."""
 
-    Attributes:
-        image: path of the file, its name, or its name without suffix.
-        label: the class; or one column of 0 and 1 per finding.
-        mask: the mask file; or one column per structure.
-        patient: ID of the patient.
-        site: name of the site; never guessed.
-        split: training, validation or test.
-    """
-
-    image: str = ""
-    label: str = ""
-    mask: str = ""
-    patient: str = ""
-    site: str = ""
-    split: str = ""
+    image: str = ""  # path of the file, its name, or its name without suffix
+    label: str = ""  # the class; or one column of 0 and 1 per finding
+    mask: str = ""  # the mask file; or one column per structure
+    patient: str = ""  # ID of the patient
+    site: str = ""  # name of the site; never guessed
+    split: str = ""  # training, validation or test
 
 
 GUESSED: Final = Columns()

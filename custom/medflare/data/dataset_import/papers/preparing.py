@@ -33,43 +33,26 @@ class Download:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How downloads become the sites of a paper's experiments.
+    """How downloads become the sites of a paper's experiments."""
 
-    Attributes:
-        name: for the command line.
-        title: description.
-        papers: the tables that use the data.
-        licence: of the data, as their owners state it.
-        downloads: what to get.
-        find: (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them.
-        kind: "segmentation" or "classification".
-        shares: split -> share of the patients, for splits that the download does not name.
-        classes: of a classification, in the order of their numbers.
-        unit: "images", "volumes" or "patches".
-        splits: lists to write; a missing list is drawn when the data are read.
-        counts: site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> published number.
-        total: published number of images of all sites.
-        source: of `counts` and `total`.
-        crossing: why the published split has a patient in two splits; "" if that is an error.
-        notes: differences from the paper, one line each.
-    """
-
-    name: str
+    name: str  # for the command line
     title: str
-    papers: str
-    licence: str
-    downloads: tuple[Download, ...]
+    papers: str  # the tables that use the data
+    licence: str  # of the data, as their owners state it
+    downloads: tuple[Download, ...]  # what to get
+    # (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them
     find: Callable[..., list[Item]]
-    kind: str
-    shares: Mapping[str, float]
-    classes: tuple[str, ...] = ()
-    unit: str = "images"
-    splits: tuple[str, ...] = SPLITS
+    kind: str  # "segmentation" or "classification"
+    shares: Mapping[str, float]  # split -> share of the patients, for splits that the download does not name
+    classes: tuple[str, ...] = ()  # of a classification, in the order of their numbers
+    unit: str = "images"  # "images", "volumes" or "patches"
+    splits: tuple[str, ...] = SPLITS  # lists to write; a missing list is drawn when the data are read
+    # site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> published number
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    total: int | None = None
-    source: str = ""
-    crossing: str = ""
-    notes: tuple[str, ...] = ()
+    total: int | None = None  # published number of images of all sites
+    source: str = ""  # of `counts` and `total`
+    crossing: str = ""  # why the published split has a patient in two splits; "" if that is an error
+    notes: tuple[str, ...] = ()  # differences from the paper, one line each
 
     def describe(self) -> str:
         """The sites with their published numbers, the licence, and what to download."""
@@ -123,21 +106,13 @@ def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None
 
 
 class Prepared(NamedTuple):
-    """Sites that were written.
-
-    Attributes:
-        preparation: of the data.
-        sites: site -> its images with their splits.
-        home: folder of the sites.
-        table: numbers of images, beside the published ones.
-        warnings: differences from the paper, one line each.
-    """
+    """Sites that were written."""
 
     preparation: Preparation
-    sites: Sites
-    home: Path
-    table: str
-    warnings: tuple[str, ...]
+    sites: Sites  # site -> its images with their splits
+    home: Path  # folder of the sites
+    table: str  # numbers of images, beside the published ones
+    warnings: tuple[str, ...]  # differences from the paper, one line each
 
     def render(self) -> str:
         """The table, notes and warnings, and the files that were written."""
