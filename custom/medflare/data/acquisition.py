@@ -116,11 +116,7 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
     Args:
         rows: `Acquisition.row` of the images, (N, ...).
         patients: number of their patients.
-        axes: of the images.
         minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles are 10 and 90, not 5 and 95.
-
-    Returns:
-        None if there are no images or too few patients.
     """
     if not len(rows) or patients < minimum:
         return None
@@ -145,11 +141,7 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
 
 
 def read_range(value: object) -> TrainedOn:
-    """A range from JSON values.
-
-    Raises:
-        ConfigError: not a range.
-    """
+    """A range from JSON values; ConfigError for other values."""
     return checked(TrainedOn, value if isinstance(value, dict) else {}, TRAINED_ON)
 
 
@@ -187,11 +179,6 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
 
     Limits are wide: millimetres 1.5 times, pixels twice, the span of intensities three times beyond the range, a median half the largest
     span. Spacings are compared only if both are known.
-
-    Args:
-        image: as it was read.
-        trained: the range of the training images.
-        channels: their names.
 
     Returns:
         "field of view", "size", "spacing", "intensities" or "colour" -> the value and the range.

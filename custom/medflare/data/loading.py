@@ -211,7 +211,7 @@ def load_site_data(
     if role == "inside":
         missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if count == 0]
         if annotation is None and task.kind == "segmentation":
-            absent = absent_structures(missing, task)
+            absent = _absent_structures(missing, task)
         else:
             missing = [name for name in missing if annotation is None or name not in annotation.missing]
             notes += [f"class {name} is absent from the training images" for name in missing]
@@ -235,15 +235,8 @@ def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskC
     return Split(images, targets, patients, names, tuple(row.spacing for row in rows) if task.spatial_dims == 3 else ())
 
 
-def absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
-    """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated".
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> task = SimpleNamespace(kind="segmentation", target="multiclass", labels=("background", "liver", "spleen"))
-        >>> for line in absent_structures(["spleen"], task): print(line[:59])
-        spleen is in no training mask and is trained as background;
-    """
+def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
+    """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated"."""
     structures = structures_of(task)
     present = [name for name in structures if name not in missing]
     remedy = f"write to {FILE} {_annotated(structures)} if it does not occur here, "
@@ -296,10 +289,8 @@ def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, s
     share, count = task.unreadable_limit.share, task.unreadable_limit.count
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))
-        raise DataError(
-            f"site {site}: {len(failed)} of {images} images cannot be used, the task's unreadable_limit is {share:g} of them and {count}; "
-            f"repair them, the first: {first}"
-        )
+        found = f"{len(failed)} of {images} images cannot be used, the task's unreadable_limit is {share:g} of them and {count}"
+        raise DataError(f"site {site}: {found}; repair them, the first: {first}")
 
 
 def _check_not_empty(counts: Mapping[str, int], site: str, role: str) -> None:

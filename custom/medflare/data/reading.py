@@ -37,47 +37,27 @@ _RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predic
 
 @dataclass(frozen=True, config=STRICT)
 class ImageBounds:
-    """The largest image that is read: a file of a megabyte can hold many gigabytes.
+    """The largest image that is read: a file of a megabyte can hold many gigabytes."""
 
-    Attributes:
-        pixels: of a picture; 8192 x 8192 by default.
-        voxels: of a volume with all its channels; 512 x 512 x 1024 by default.
-    """
-
-    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26
-    voxels: Annotated[int, Field(ge=1)] = 2**28
+    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26  # of a picture: 8192 x 8192
+    voxels: Annotated[int, Field(ge=1)] = 2**28  # of a volume with all its channels: 512 x 512 x 1024
 
     def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
-        """Refuse an image by the size in its header, before its pixels are read.
-
-        Raises:
-            DataError: it is larger.
-        """
+        """Raise DataError for an image whose size in its header is larger; to be called before its pixels are read."""
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(shape) > limit:
-            memory = math.prod(shape) * 4 / 2**30  # float32
-            raise DataError(
-                f"{path}: {format_shape(shape)} {unit}, {memory:.3g} GiB once unpacked, above the bound of {limit}; "
-                f"store the image smaller, or {_RAISE.format(unit)}"
-            )
+            found = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
+            raise DataError(f"{path}: {found}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
 
     def check_task(self, task: TaskConfig, place: str) -> None:
-        """Refuse a task by the size of its network's images.
-
-        Raises:
-            ConfigError: they are larger.
-        """
+        """Raise ConfigError for a task whose images are larger."""
         unit, limit = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
         if math.prod(task.size) > limit:
             size = format_shape(task.size)
             raise ConfigError(f"{place}: task {task.name} has size {size}, more than {limit} {unit}; {_RAISE.format(unit)}")
 
     def check_resampled(self, path: Path, grid: Grid, task: TaskConfig) -> None:
-        """Refuse a volume by its size at the task's spacing, as where the header's millimetres are wrong.
-
-        Raises:
-            DataError: it would be larger.
-        """
+        """Raise DataError for a volume that is larger at the task's spacing, as where the header's millimetres are wrong."""
         spacing = grid.turned(task.orientation).spacing
         if task.spacing is None or spacing is None:
             return
@@ -299,10 +279,7 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """The files of an image's channels, None for a channel of zeros.
-
-    Args:
-        listed: a file for each channel; None, or a file that does not exist, for a missing channel.
+    """The files of an image's channels, None for a channel of zeros: one that is missing, where `listed` has None or no file exists.
 
     Raises:
         DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
@@ -391,9 +368,8 @@ def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple
         array = np.repeat(array, 3, axis=0)
     if len(array) != count:
         more = ", or say in the task which of them it means (pick)" if len(array) > count else ""
-        raise DataError(
-            f"{path}: the image has {len(array)} channels, the task takes {count}; correct the file or the task's channels{more}"
-        )
+        found = f"the image has {len(array)} channels, the task takes {count}"
+        raise DataError(f"{path}: {found}; correct the file or the task's channels{more}")
     return array, coloured
 
 
@@ -414,14 +390,11 @@ def is_coloured(channels: np.ndarray) -> bool:
 def read_mask(
     path: Path, image_path: Path, image: Image | None, task: TaskConfig, bounds: ImageBounds = ImageBounds(), *, several: bool = False
 ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-    """Label values laid out as their image; and label and number of every segment of a DICOM segmentation.
+    """Label values laid out as their image, int64 (M, ...); and label and number of every segment of a DICOM segmentation.
 
     Args:
         image: gives the grid to compare with; None: grids are not compared.
         several: whether each channel is a structure's own mask; else equal channels are one mask, saved in colours.
-
-    Returns:
-        int64 (M, ...), and the segments; none of other files.
 
     Raises:
         DataError: as `read_image`, or values that are not whole numbers, or a mask on another grid than its image.

@@ -113,8 +113,6 @@ def fingerprint_of(
     """The fingerprint of one site; training images are read one at a time.
 
     Args:
-        site: its name.
-        task: see `fingerprints`.
         source_of_task: task -> the site's images as that task reads them.
         minimum: small-cell suppression: number of patients below which a number is left out. A class or a foreground that fewer patients
             show is left out (of exclusive classes then all), and minimum and maximum of a `Spread` become the 10th and 90th percentile.

@@ -378,13 +378,8 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
 def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share; folders of splits do not count.
 
-    Args:
-        folder: the files.
-        images: of the folder, those that are classified.
-        any_number: whether there may be more than `MAX_CLASSES` classes.
-
     Raises:
-        DataError: fewer than two classes, or too many.
+        DataError: fewer than two classes; or, unless there may be `any_number`, more than `MAX_CLASSES` or nearly as many as images.
     """
     images = list(images)
     common = Path(os.path.commonpath([image.parent for image in images]))
@@ -403,15 +398,11 @@ def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bo
     if len(names) < 2:
         raise DataError(f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}")
     if len(shared := set.intersection(*inner.values())) > 1:
-        raise DataError(
-            f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; if {names[0]}, ... are sites, give "
-            "--site-folders, otherwise rename the folders in them"
-        )
+        remedy = f"if {names[0]}, ... are sites, give --site-folders, otherwise rename the folders in them"
+        raise DataError(f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; {remedy}")
     if (len(names) > MAX_CLASSES or len(names) > max(4, len(items) / _IMAGES_OF_CLASS)) and not any_number:
-        raise DataError(
-            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes; if they are classes and no "
-            "patients, give --kind classification"
-        )
+        found = f"{len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes"
+        raise DataError(f"{folder.root}: {found}; if they are classes and no patients, give --kind classification")
     labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
     labels = {str(number): name for number, name in enumerate(names)}
     return Dataset("classification", labelled, labels, f"a folder per class: {', '.join(names)}", missing=tuple(missing))

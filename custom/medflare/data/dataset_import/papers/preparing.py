@@ -137,12 +137,10 @@ def prepare(
     """Make the sites of a paper from its downloads; nothing is written before all checks pass.
 
     Args:
-        preparation: of the data.
         source: folder of the downloads, unpacked.
         target: folder of the sites; each gets its files as hard links and its datalist.json.
         strict: whether counts that differ from the paper's are an error.
         redraw: draw all splits by patient, also if the download names them.
-        seed: of the random draw.
         copy: copy the files.
         force: replace existing datalists.
 
