@@ -1,6 +1,7 @@
 """How images were acquired, in numbers: size, spacing and intensities as stored. The range over the training images, and whether a new
 image is outside of it."""
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -76,25 +77,20 @@ Values = Annotated[tuple[float, ...], Field(max_length=_MAX_CHANNELS)]
 
 @dataclass(frozen=True, config=STRICT)
 class TrainedOn:
-    """The range of training images: (lowest, highest) of each number of `Acquisition`.
-
-    Attributes:
-        images: number of images.
-        spacing, extent: None if no image has a spacing.
-        coloured: which of False and True there are.
-    """
+    """The range of training images: (lowest, highest) of each number of `Acquisition`."""
 
     images: Annotated[int, Field(ge=1)]
     sides: tuple[Axes, Axes]
-    spacing: tuple[Axes, Axes] | None
+    spacing: tuple[Axes, Axes] | None  # as the extent, None if no image has one
     extent: tuple[Axes, Axes] | None
     medians: tuple[Values, Values]
     contrasts: tuple[Values, Values]
-    coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]
+    coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]  # which of False and True there are
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with six digits."""
-        return {name: _json(value) for name, value in asdict(self).items()}
+        rounded: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+        return rounded
 
     def misfit(self, task: TaskConfig) -> str:
         """Why it cannot be of a task's images, or ""."""
@@ -102,12 +98,6 @@ class TrainedOn:
         channels = {len(end) for pair in (self.medians, self.contrasts) for end in pair}
         expected = task.image_channels if task.image_channels <= _MAX_CHANNELS else 0
         return "" if axes == {task.spatial_dims} and channels == {expected} else f"{TRAINED_ON} has other axes or channels than the task"
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_json(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn | None:

@@ -95,23 +95,16 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class SiteData:
-    """The three splits of a site.
-
-    Attributes:
-        notes: remarks about the data, one line each.
-        left_out: one line for each unusable image.
-        annotated: the structures that the site annotated; None: it does not say, and all count as annotated.
-        absent: structures in none of the training masks of a site without "annotated", one line each with the remedy.
-        acquired: float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it was not computed.
-    """
+    """The three splits of a site."""
 
     train: Split
     validation: Split
     test: Split
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    annotated: tuple[str, ...] | None = None
-    absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks about the data, one line each
+    left_out: tuple[str, ...] = ()  # one line for each unusable image
+    annotated: tuple[str, ...] | None = None  # the structures that the site annotated; None: it does not say, and all count as annotated
+    absent: tuple[str, ...] = ()  # structures in none of the training masks of a site without "annotated", one line each with the remedy
+    # float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it was not computed
     acquired: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     def split(self, name: str) -> Split:

@@ -48,16 +48,11 @@ def find_private_folder(run_folder: Path) -> Path:
 
 @dataclass(frozen=True, config=STRICT)
 class CacheSettings:
-    """The cache of decoded images.
+    """The cache of decoded images."""
 
-    Attributes:
-        folder: of the cache; "" for MEDFLARE_CACHE, else the engine's folder.
-        limit_gb: most that all files take on disk, in gigabytes; the least recently used are deleted.
-        memory_gb: images of a site that take more memory, in gigabytes, stay on disk and are read batch by batch.
-    """
-
-    folder: str = ""
-    limit_gb: Annotated[float, Field(gt=0)] = 100.0
+    folder: str = ""  # of the cache; "" for MEDFLARE_CACHE, else the engine's folder
+    limit_gb: Annotated[float, Field(gt=0)] = 100.0  # most that all files take on disk, in gigabytes; the least recently used are deleted
+    # images of a site that take more memory, in gigabytes, stay on disk and are read batch by batch
     memory_gb: Annotated[float, Field(ge=0)] = 4.0
 
 
@@ -85,50 +80,32 @@ def _spelt_out(cache: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class OutboundLimits:
-    """Limits of what may leave the site, beyond what the method declares.
+    """Limits of what may leave the site, beyond what the method declares."""
 
-    Attributes:
-        entries: names of a message's entries that may leave; None: all that the method declares.
-        bytes: most bytes of tensors in one reply; None: no limit.
-    """
-
-    entries: tuple[str, ...] | None = None
-    bytes: Annotated[int, Field(ge=0)] | None = None
+    entries: tuple[str, ...] | None = None  # names of a message's entries that may leave; None: all that the method declares
+    bytes: Annotated[int, Field(ge=0)] | None = None  # most bytes of tensors in one reply; None: no limit
 
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacyLimit:
-    """The site's privacy budget over all jobs.
+    """The site's privacy budget over all jobs."""
 
-    Attributes:
-        epsilon: limit of the privacy loss ε at `delta`.
-        ledger: folder for the site's ledger; None for the engine's choice.
-    """
-
-    epsilon: Annotated[float, Field(gt=0)]
+    epsilon: Annotated[float, Field(gt=0)]  # limit of the privacy loss ε at `delta`
     delta: Annotated[float, Field(gt=0, lt=1)]
-    ledger: str | None = None
+    ledger: str | None = None  # folder for the site's ledger; None for the engine's choice
 
 
 @dataclass(frozen=True, config=STRICT)
 class Bounds(ImageBounds):
-    """Limits of what a job may demand of the site, and of the size of images.
+    """Limits of what a job may demand of the site, and of the size of images."""
 
-    Attributes:
-        epochs: passes over the training images in a round.
-        hours: of the site's work on one job, without waiting times; after them it only receives the final models.
-        memory: GiB that a training step needs at least; a transform of one image may take a quarter of it.
-        minutes: of one step of the federation.
-        model_bytes: of the task's network.
-        batch: largest `batch_size`, `accumulate` and `patches_per_image` of a task.
-    """
-
-    epochs: Annotated[int, Field(ge=1)] = 1000
+    epochs: Annotated[int, Field(ge=1)] = 1000  # passes over the training images in a round
+    # of the site's work on one job, without waiting times; after them it only receives the final models
     hours: Annotated[float, Field(gt=0)] = 720.0  # thirty days
-    memory: Annotated[float, Field(gt=0)] = 64.0
-    minutes: Annotated[float, Field(gt=0)] = 1440.0  # a day
-    model_bytes: Annotated[int, Field(ge=1)] = 2**33
-    batch: Annotated[int, Field(ge=1)] = 2**16
+    memory: Annotated[float, Field(gt=0)] = 64.0  # GiB that a training step needs at least; a transform of one image may take a quarter
+    minutes: Annotated[float, Field(gt=0)] = 1440.0  # of one step of the federation; a day
+    model_bytes: Annotated[int, Field(ge=1)] = 2**33  # of the task's network
+    batch: Annotated[int, Field(ge=1)] = 2**16  # largest `batch_size`, `accumulate` and `patches_per_image` of a task
 
 
 @dataclass(frozen=True, config=STRICT)
