@@ -11,16 +11,7 @@ from PIL import Image
 
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
-from medflare.data.acquisition import (
-    Acquisition,
-    TrainedOn,
-    acquisition_of,
-    check_range,
-    joined_range,
-    outside,
-    range_of,
-    read_range,
-)
+from medflare.data.acquisition import Acquisition, TrainedOn, acquisition_of, check_range, joined_range, outside, range_of, read_range
 from medflare.data.geometry import Grid
 from medflare.data.reading import Image as Read
 from medflare.data.reading import read_image
@@ -67,7 +58,7 @@ def test_colours_of_the_channels_or_of_the_file(tmp_path: Path) -> None:
     assert [read_image([tmp_path / f"{name}.png"], small_task()).coloured for name in ("grey", "red")] == [False, True]
 
 
-def rows(count: int = 101, **spread: float) -> list[list[float]]:
+def rows(count: int = 101) -> list[list[float]]:
     """Images whose median goes from 0 to 100."""
     return [dataclasses.replace(WITHIN, medians=(100.0 * number / (count - 1),)).row() for number in range(count)]
 
