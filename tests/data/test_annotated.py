@@ -50,34 +50,28 @@ def write_site(folder: Path, seed: int, kept: tuple[int, ...] = (1, 2), annotate
     return folder
 
 
-def set_annotated(folder: Path, annotated: Any) -> None:
-    content = json.loads((folder / "datalist.json").read_text())
-    (folder / "datalist.json").write_text(json.dumps({**content, "annotated": annotated}))
-
-
 @pytest.fixture
 def two(make_task: TaskOf) -> TaskConfig:
     return make_task(target="multiclass", labels=LABELS, size=[24, 24], optimizer={"name": "adam", "lr": 0.02})
 
 
-def test_unexplained_absent_structures_are_a_problem_of_the_check(two: TaskConfig, tmp_path: Path) -> None:
-    report = check_site(write_site(tmp_path / "A", 0, kept=(1,)), two)
+def test_absent_structures_are_a_problem_that_annotated_solves(two: TaskConfig, tmp_path: Path, edit: Any) -> None:
+    folder = write_site(tmp_path / "A", 0, kept=(1,))
+    report = check_site(folder, two)
     (problem,) = report.sites["A"].problems
     assert not report.ok and "stripe" in problem
     assert '"annotated": ["square"]' in problem and '"annotated": ["square", "stripe"]' in problem
     assert not any("stripe" in note for note in report.sites["A"].notes)
-
-
-@pytest.mark.parametrize("annotated", [["square"], ["square", "stripe"], ["Square"]])
-def test_annotated_solves_the_problem(annotated: list[str], two: TaskConfig, tmp_path: Path) -> None:
-    report = check_site(write_site(tmp_path / "A", 0, kept=(1,), annotated=annotated), two)
-    assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
+    for annotated in (["square"], ["square", "stripe"], ["Square"]):
+        edit(folder, lambda content, annotated=annotated: content.update(annotated=annotated))
+        report = check_site(folder, two)
+        assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
 
 
 @pytest.mark.parametrize("annotated", [[], None, "square", [1], ["sqare"], ["background"]])
-def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_path: Path) -> None:
+def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_path: Path, edit: Any) -> None:
     folder = write_site(tmp_path / "A", 0)
-    set_annotated(folder, annotated)
+    edit(folder, lambda content: content.update(annotated=annotated))
     with pytest.raises(DataError, match="annotated"):
         open_site("A", two, data_root=folder)
     assert "annotated" in check_site(folder, two).sites["A"].problems[0]
@@ -118,8 +112,7 @@ def _federation(root: Path, annotated: list[str] | None) -> Path:
     """Site A has both structures in its masks, the larger site B squares alone; a third one, which never trains, measures."""
     write_site(root / "A", 0, images=8)
     write_site(root / "B", 1, kept=(1,), annotated=annotated, images=24)
-    write_site(root / "O", 2)
-    return root
+    return write_site(root / "O", 2).parent
 
 
 def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(two: TaskConfig, tmp_path: Path) -> None:
@@ -136,15 +129,7 @@ def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(two: Tas
     assert any("stripe" in line and "not annotated" in line for line in notes["with"])
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("fedsm", {}),
-        ("prr", {}),
-        ("feddag", {"warmup": 0, "generator_width": 2}),
-        ("moon", {}),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), [("fedsm", {}), ("prr", {}), ("feddag", {"warmup": 0, "generator_width": 2}), ("moon", {})])
 def test_methods_learn_from_such_a_site(method: str, options: dict[str, Any], two: TaskConfig, tmp_path: Path) -> None:
     root = _federation(tmp_path / "data", ["square"])
     task = {**two.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
