@@ -133,13 +133,10 @@ def test_differences_beyond_the_limits_are_named(change: dict[str, Any], kinds: 
     assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == kinds
 
 
-def test_sizes_in_pixels_are_compared_without_spacing() -> None:
+def test_sizes_in_pixels_without_spacing_and_grey_pictures_among_coloured_ones() -> None:
     trained = dataclasses.replace(RANGE, sides=((100.0, 100.0), (200.0, 300.0)), spacing=None, extent=None)
     picture = Acquisition((90.0, 500.0), None, (25.0,), (90.0,), False)
     assert outside(picture, trained) == {} and list(outside(dataclasses.replace(picture, sides=(90.0, 601.0)), trained)) == ["size"]
-
-
-def test_a_grey_picture_is_unlike_coloured_ones_where_colours_are_channels() -> None:
     assert outside(WITHIN, dataclasses.replace(RANGE, coloured=(True,))) == {}
     three = dataclasses.replace(RANGE, medians=((10.0,) * 3, (40.0,) * 3), contrasts=((80.0,) * 3, (100.0,) * 3), coloured=(True,))
     grey = dataclasses.replace(WITHIN, medians=(25.0,) * 3, contrasts=(90.0,) * 3)

@@ -179,7 +179,7 @@ def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPat
         try_transforms(task, 4.0, "site A", "bounds.memory")
 
 
-def test_ordinary_arguments_are_accepted() -> None:
+def test_ordinary_arguments_are_accepted_and_common_ones_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     augment = [
         {"name": "RandGridDistortion"},
         {"name": "Rand2DElastic", "spacing": [8, 8], "magnitude_range": [0, 1]},
@@ -190,9 +190,6 @@ def test_ordinary_arguments_are_accepted() -> None:
     ]
     task = load_task({**TASK, "augment": augment, "intensity": {"name": "GaussianSmooth", "sigma": 2.0}})
     try_transforms(task, 4.0, "site A", "bounds.memory")
-
-
-def test_common_transforms_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_problem", None)
     intensity = {"name": "ScaleIntensityRange", "a_min": -1000, "a_max": 1e6, "b_min": 0, "b_max": 1}
     try_transforms(load_task({**TASK, "intensity": intensity}), 4.0, "site A", "bounds.memory")

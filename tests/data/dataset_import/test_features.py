@@ -22,8 +22,6 @@ from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig, load_task
 
 NETWORK = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
-
-
 MONAIS = {"name": "DenseNet", "init_features": 4, "growth_rate": 2, "block_config": [1, 1]}
 
 
@@ -45,7 +43,6 @@ def pretrained(make_task: Callable[..., TaskConfig], tmp_path: Path) -> Callable
 
 @pytest.fixture
 def task(pretrained: Callable[[dict[str, Any]], TaskConfig]) -> TaskConfig:
-    """The task with a network of our own."""
     return pretrained(NETWORK)
 
 
@@ -72,11 +69,8 @@ def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: Callable
     assert actual.images == {"A": 10, "B": 10} and "A: 10 x 8 features" in actual.render()
     head = load_task(tmp_path / "features" / TASK)
     assert head == actual.task and head.sampling == task.sampling and head.name == "shades_features"
-    cases: list[tuple[str, Any]] = [("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})]
-    for method, settings in cases:
-        run: Any = run_local(
-            method, head, sites=["A", "B"], rounds=2, seed=0, data_root=tmp_path / "features", out=tmp_path / method, **settings
-        )
+    for method, settings in (("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})):
+        run: Any = run_local(method, head, sites=["A", "B"], rounds=2, seed=0, data_root=tmp_path / "features", **settings)
         assert run["status"] == "COMPLETED"
 
 
