@@ -1,7 +1,6 @@
 """`annotated` of a datalist: sites that annotated some structures only."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.picture_sites import TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.federation.local.loop import run_local
 from medflare.studies.references import pooled
@@ -18,7 +18,6 @@ from medflare.training.check import check_site
 from medflare.training.opening import open_site
 
 LABELS = ["background", "square", "stripe"]
-TaskOf = Callable[..., TaskConfig]
 
 
 def scene(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

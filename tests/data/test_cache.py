@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.picture_sites import SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
 from medflare.data.loading import SiteData, load_site_data
 from medflare.data.local import Bounds, CacheSettings, cache_with_folder
 from medflare.data.reading import ImageBounds
 from medflare.tasks.config import TaskConfig
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from helpers.picture_sites import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Decoded, PhantomSource, Source, decode
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.tasks.config import TaskConfig, load_task
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
-Edit = Callable[..., None]
 
 
 def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:

@@ -10,14 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.picture_sites import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data.loading import ENVIRONMENT, Split, joined, load_site_data, resolve_data_root
 from medflare.data.targets import class_counts
-from medflare.tasks.config import TaskConfig, load_task
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
-Edit = Callable[..., None]
+from medflare.tasks.config import load_task
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,15 @@
 """Stored values as targets, and class numbers of a site as those of the task."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.picture_sites import TaskOf
 from medflare.core.errors import DataError
 from medflare.data.datalist import class_numbers
 from medflare.data.targets import encode_label, encode_mask, renumbering
-from medflare.tasks.config import TaskConfig
-
-TaskOf = Callable[..., TaskConfig]
 
 
 def refused(expected: Any) -> AbstractContextManager[Any]:

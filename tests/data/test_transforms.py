@@ -1,20 +1,18 @@
 """MONAI transforms of a task: resizing, intensities, augmentation, and the trial of unusual arguments."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.picture_sites import TaskOf
 from medflare.core.errors import ConfigError
 from medflare.data import trial
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.data.trial import try_transforms
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.tasks.transforms import photometric_augmentations, spatial_augmentations
-
-TaskOf = Callable[..., TaskConfig]
 
 
 def _disc() -> tuple[torch.Tensor, torch.Tensor]:

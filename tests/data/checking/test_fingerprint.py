@@ -2,7 +2,6 @@
 
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.picture_sites import SiteOf, TaskOf
 from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
 from medflare.data.datalist import DatalistItem
 from medflare.data.decoding import Source
-from medflare.tasks.config import TaskConfig
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 
 SPLITS = {"training": ["smith", "smith", "jones"], "validation": ["brown"], "test": ["davis"]}
 
