@@ -29,22 +29,14 @@ FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 @dataclass(frozen=True, eq=False)
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """The images of a split with their targets and patients, in memory or on disk.
+    """The images of a split with their targets and patients, in memory or on disk."""
 
-    Attributes:
-        images: float32 (N, C, H, W), ready for the network; or a sequence of (C, ...) where sizes differ or images are on disk.
-        targets: segmentation long (N, H, W), multilabel float (N, C, H, W); classification long (N,), multilabel float (N, C); or a
-            sequence likewise.
-        patients: patient of every image.
-        names: file of every image; slices of a volume end in "[number]".
-        spacings: millimetres between the voxels of every volume, None where unknown; empty for pictures.
-    """
-
-    images: Images
+    images: Images  # float32 (N, C, H, W), ready for the network; or a sequence of (C, ...) where sizes differ or images are on disk
+    # segmentation long (N, H, W), multilabel float (N, C, H, W); classification long (N,), multilabel float (N, C); or a sequence likewise
     targets: Images
-    patients: tuple[str, ...]
-    names: tuple[str, ...]
-    spacings: tuple[Spacing | None, ...] = ()
+    patients: tuple[str, ...]  # patient of every image
+    names: tuple[str, ...]  # file of every image; slices of a volume end in "[number]"
+    spacings: tuple[Spacing | None, ...] = ()  # millimetres between the voxels of every volume, None where unknown; empty for pictures
 
     @property
     def in_memory(self) -> bool:

@@ -110,44 +110,30 @@ class Bounds(ImageBounds):
 
 @dataclass(frozen=True, config=STRICT)
 class LocalSettings:
-    """The content of local/medflare.json; every setting may be left out.
+    """The content of local/medflare.json; every setting may be left out."""
 
-    Attributes:
-        batch_size: most images that go through a network at once; None as the task says.
-        bounds: the most that an image may be, and that a job may ask.
-        cache: of decoded images; true for the engine's folder, a text for another folder, false for none.
-        channels_last: whether networks use torch's channels-last memory format, faster on most GPUs.
-        compile: whether torch compiles networks at their first use; needs a C++ compiler.
-        data_folders: further folders in which a datalist may name files.
-        data_root: folder of the data, see `data.loading.site_folder`.
-        device: torch device; "" for MEDFLARE_DEVICE, else cpu.
-        keep: the model that is deployed here in the end, "global" or "personal"; None: the method's choice.
-        minimum_patients: metrics of fewer patients do not leave the site.
-        models_gb: at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files
-            beside the checkpoints.
-        outbound: limits of what leaves the site.
-        packages: installed packages whose networks ("package.module:name") and methods a job may name.
-        privacy: the site's budget; None for no limit.
-        share_model: whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run).
-        weights: at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS.
-    """
-
-    batch_size: Annotated[int, Field(ge=2)] | None = None  # batch normalization cannot train on one image
+    # most images that go through a network at once (batch normalization cannot train on one); None as the task says
+    batch_size: Annotated[int, Field(ge=2)] | None = None
     bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
+    # of decoded images; true for the engine's folder, a text for another folder, false for none
     cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()
-    channels_last: bool = False
-    compile: bool = False
-    data_folders: tuple[str, ...] = ()
-    data_root: str = ""
-    device: str = ""
+    channels_last: bool = False  # whether networks use torch's channels-last memory format, faster on most GPUs
+    compile: bool = False  # whether torch compiles networks at their first use; needs a C++ compiler
+    data_folders: tuple[str, ...] = ()  # further folders in which a datalist may name files
+    data_root: str = ""  # folder of the data, see `data.loading.site_folder`
+    device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu
+    # the model that is deployed here in the end, "global" or "personal"; None: the method's choice
     keep: Literal["global", "personal"] | None = None
-    minimum_patients: Annotated[int, Field(ge=0)] = 0
+    minimum_patients: Annotated[int, Field(ge=0)] = 0  # metrics of fewer patients do not leave the site
+    # at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files beside the
+    # checkpoints
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
+    # installed packages whose networks ("package.module:name") and methods a job may name
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
-    share_model: bool = False
-    weights: str = ""
+    share_model: bool = False  # whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run)
+    weights: str = ""  # at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS
 
     def chosen_device(self) -> str:
         """The site's device, else MEDFLARE_DEVICE, else cpu."""

@@ -401,7 +401,14 @@ def read_mask(
     """
     segments: list[tuple[str, int]] = []
     if is_segmentation(path):
-        stored, segments = _read_segmentation(path, image_path, image)
+        from pydicom import dcmread
+
+        if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
+            raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
+        with explained(path):
+            series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
+            array, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
+        stored = Stored(array, image.stored_grid)
     else:
         stored = read_stored(path, bounds, mask=True)
     masks = label_values(stored.array, path, several=several or bool(segments))
@@ -436,14 +443,3 @@ def is_segmentation(path: Path) -> bool:
         from pydicom import dcmread
 
         return str(dcmread(path, stop_before_pixels=True, specific_tags=["SOPClassUID"]).get("SOPClassUID", "")) == dicom.SEGMENTATION
-
-
-def _read_segmentation(path: Path, image_path: Path, image: Image | None) -> tuple[Stored, list[tuple[str, int]]]:
-    from pydicom import dcmread
-
-    if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
-        raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
-    with explained(path):
-        series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
-        masks, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
-    return Stored(masks, image.stored_grid), segments

@@ -207,12 +207,6 @@ def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] |
     """Classes (segmentation: structures) in fewer than three training images: name -> images; empty without training images.
 
     Only `annotated` structures count; None: all.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> task = SimpleNamespace(kind="classification", target="multiclass", classes=("mild", "severe"), labels=("mild", "severe"))
-        >>> scarce_classes(torch.tensor([0, 0, 0, 1]), task)
-        {'severe': 1}
     """
     if not len(targets):
         return {}

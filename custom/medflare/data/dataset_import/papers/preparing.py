@@ -19,7 +19,6 @@ PATIENTS: Final = "patients"
 TRAINED_ON: Final = "not test"  # training and validation images together, if a paper has no validation images of its own
 TEST: Final = "test"
 
-_NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
 Sites: TypeAlias = Mapping[str, Sequence[Item]]
 
 
@@ -117,8 +116,10 @@ class Prepared(NamedTuple):
     def render(self) -> str:
         """The table, notes and warnings, and the files that were written."""
         lines = [self.preparation.title, "", self.table, ""]
-        notes = (*self.preparation.notes, *([] if "test" in self.preparation.splits else [_NO_TEST]))
-        lines += [f"note: {note}" for note in notes]
+        lines += [f"note: {note}" for note in self.preparation.notes]
+        if "test" not in self.preparation.splits:
+            own = "a site that trains draws one from its training patients, an outside site is tested on all its images"
+            lines.append(f"note: no test list: {own}")
         lines += [f"WARNING: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"written: {self.home / site / FILE}" for site in self.sites)])
 
