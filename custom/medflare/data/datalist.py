@@ -236,11 +236,7 @@ def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...]
 
 
 def check_patients(entries: Iterable[DatalistItem]) -> None:
-    """Refuse data that would leak test patients into training.
-
-    Raises:
-        DataError: a patient is in two splits, or an image is listed twice.
-    """
+    """Raise DataError for a patient in two splits and an image that is listed twice: test patients would leak into training."""
     patients: dict[str, DatalistItem] = {}
     images: dict[Path, DatalistItem] = {}
     for entry in entries:

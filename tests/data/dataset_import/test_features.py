@@ -62,7 +62,8 @@ def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: SiteOf, 
     assert actual.images == {"A": 10, "B": 10} and "A: 10 x 8 features" in actual.render()
     head = load_task(tmp_path / "features" / TASK)
     assert head == actual.task and head.sampling == task.sampling and head.name == "shades_features"
-    for method, settings in (("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})):
+    cases: list[tuple[str, Any]] = [("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})]
+    for method, settings in cases:
         run: Any = run_local(method, head, sites=["A", "B"], rounds=2, seed=0, data_root=tmp_path / "features", **settings)
         assert run["status"] == "COMPLETED"
 

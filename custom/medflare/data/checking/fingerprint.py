@@ -200,32 +200,6 @@ class _Row(NamedTuple):
     areas: dict[str, int]
 
 
-def _read_rows(
-    task: TaskConfig,
-    source: Source,
-    entry: DatalistItem,
-    random: np.random.Generator,
-    overall: "Sequence[_Values]",
-    foreground: "Sequence[_Values]",
-) -> list[_Row]:
-    """The rows of an entry (several if a volume is cut into slices); adds its intensities by channel."""
-    image = source.image(entry)
-    target = target_of(task, source, entry, image)
-    spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
-    rows = []
-    pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
-    for _, picture, label in pictures:
-        inside = label.any(axis=0) if task.kind == "segmentation" else None
-        areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
-        zeros = int((picture == 0).all(axis=0).sum())
-        rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
-        for channel, values in enumerate(picture):
-            overall[channel].add(values.reshape(-1), random, len(pictures))
-            if inside is not None:
-                foreground[channel].add(values[inside], random, len(pictures))
-    return rows
-
-
 class _Values:
     """Intensities of all images: sums of all values, and a random sample of each image for percentiles."""
 
@@ -251,6 +225,32 @@ class _Values:
         return Intensities(low, middle, high, mean, max(self._squares / self._count - mean**2, 0.0) ** 0.5)
 
 
+def _read_rows(
+    task: TaskConfig,
+    source: Source,
+    entry: DatalistItem,
+    random: np.random.Generator,
+    overall: Sequence[_Values],
+    foreground: Sequence[_Values],
+) -> list[_Row]:
+    """The rows of an entry (several if a volume is cut into slices); adds its intensities by channel."""
+    image = source.image(entry)
+    target = target_of(task, source, entry, image)
+    spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
+    rows = []
+    pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
+    for _, picture, label in pictures:
+        inside = label.any(axis=0) if task.kind == "segmentation" else None
+        areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
+        zeros = int((picture == 0).all(axis=0).sum())
+        rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
+        for channel, values in enumerate(picture):
+            overall[channel].add(values.reshape(-1), random, len(pictures))
+            if inside is not None:
+                foreground[channel].add(values[inside], random, len(pictures))
+    return rows
+
+
 def _class_areas(target: np.ndarray, task: TaskConfig) -> dict[str, int]:
     if task.target == "multilabel":
         return {name: int(part.sum()) for name, part in zip(task.labels, target, strict=True)}
@@ -274,11 +274,7 @@ def to_json(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> DatasetFingerprint:
-    """One of the sites of `to_json`, validated.
-
-    Raises:
-        DataError: not a fingerprint.
-    """
+    """One of the sites of `to_json`, validated; DataError for another value."""
     try:
         return TypeAdapter(DatasetFingerprint).validate_json(json.dumps(value))
     except ValidationError as error:

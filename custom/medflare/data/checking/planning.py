@@ -201,12 +201,7 @@ def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequen
 
 
 def plan(
-    sites: Sequence[DatasetFingerprint],
-    *,
-    modality: Modality = "mr",
-    memory: float = 8.0,
-    voxels: bool = False,
-    name: str | None = None,
+    sites: Sequence[DatasetFingerprint], *, modality: Modality = "mr", memory: float = 8.0, voxels: bool = False, name: str | None = None
 ) -> Plan:
     """A segmentation task for sites with these fingerprints.
 

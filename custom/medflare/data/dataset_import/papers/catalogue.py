@@ -308,11 +308,7 @@ PREPARATIONS: Final = {name: Preparation(name=name, find=_FIND[name], **descript
 
 
 def get_preparation(name: str) -> Preparation:
-    """The preparation of a name.
-
-    Raises:
-        ConfigError: there is none; the message has the nearest names.
-    """
+    """The preparation of a name; ConfigError with the nearest names if there is none."""
     if name not in PREPARATIONS:
         raise unknown("data of a paper", name, PREPARATIONS)
     return PREPARATIONS[name]

@@ -66,11 +66,7 @@ class Preparation:
 
 
 def expected(root: Path, *choices: str, download: Download) -> Path:
-    """The first path below `root` that exists.
-
-    Raises:
-        DataError: none exists; the message names the page to download from.
-    """
+    """The first path below `root` that exists; DataError with the page to download from if there is none."""
     for choice in choices:
         if (root / choice).exists():
             return root / choice
@@ -78,11 +74,7 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
 
 
 def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files with these endings in lower case, sorted, without hidden files.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Files with these endings in lower case, sorted, without hidden files; DataError if there is none."""
     files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and not path.name.startswith("."))
     if not files:
         raise DataError(f"{folder}: no file that ends in {' or '.join(endings)}; unpack the download completely")
@@ -90,11 +82,7 @@ def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
-    """The images of a table's rows; `item` returns None for a row that is left out.
-
-    Raises:
-        DataError: a row that the release does not have.
-    """
+    """The images of a table's rows; `item` returns None for a row to leave out. DataError names a row that the release does not have."""
     items = []
     for number, row in enumerate(rows, start=1):
         try:
