@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import nibabel
 import numpy as np
 import pytest
 import torch
@@ -14,12 +13,15 @@ from PIL import Image
 from torch import Tensor
 
 from helpers.picture_sites import Edit, SiteOf, TaskOf
+from helpers.volume_sites import write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Decoded, PhantomSource, Source, decode
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.tasks.config import TaskConfig, load_task
+
+LPS = np.diag([-1, -1, 1, 1])
 
 
 def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
@@ -30,9 +32,8 @@ def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
         volume = np.zeros(shape, np.float32) + 100 * number + np.arange(shape[2])
         mask = np.zeros(shape, np.uint8)
         mask[4:8, 4:8, [1, 3]] = 1
-        nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), folder / f"v{number}.nii.gz")
-        nibabel.save(nibabel.Nifti1Image(mask, np.diag([-1, -1, 1, 1])), folder / f"m{number}.nii.gz")
-        listed[split].append({"image": f"v{number}.nii.gz", "label": f"m{number}.nii.gz"})
+        files = {"image": (f"v{number}.nii.gz", volume), "label": (f"m{number}.nii.gz", mask)}
+        listed[split].append({kind: write(folder / name, voxels, LPS).name for kind, (name, voxels) in files.items()})
     (folder / "datalist.json").write_text(json.dumps(listed))
     return folder
 
@@ -85,12 +86,11 @@ def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: Task
     for seed in range(3):  # slices are chosen again where splits are drawn again
         data = load_site_data("V", replace(task, resplit=seed), folder, cache=CacheSettings(str(tmp_path / "cache")))
         assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
-    empty = nibabel.Nifti1Image(np.zeros((16, 16, 5), np.uint8), np.diag([-1, -1, 1, 1]))
-    nibabel.save(empty, folder / "m1.nii.gz")
+    write(folder / "m1.nii.gz", np.zeros((16, 16, 5), np.uint8), LPS)
     data = load_site_data("V", task, folder)
     assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
     assert set(data.train.patients) == {"v0.nii.gz"} and set(data.test.patients) == {"v2.nii.gz"}
-    nibabel.save(empty, folder / "m0.nii.gz")
+    write(folder / "m0.nii.gz", np.zeros((16, 16, 5), np.uint8), LPS)
     with pytest.raises(DataError, match="training"):
         load_site_data("V", task, folder)
 

@@ -40,9 +40,6 @@ def volume(path: Path) -> tuple[np.ndarray, Grid]:
     return stored.array, stored.grid
 
 
-# -- pictures --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ending", [".png", ".bmp", ".tif", ".TIFF"])
 def test_grey_is_repeated_and_colour_becomes_luminance(tmp_path: Path, ending: str) -> None:
     Image.fromarray(GREY).save(tmp_path / f"g{ending}")
@@ -79,9 +76,6 @@ def test_equal_colour_channels_are_one_mask(tmp_path: Path) -> None:
     assert masked(tmp_path / "rgb.png", several=True).shape == (3, 3, 4), "each is a structure's own mask"
     with pytest.raises(DataError, match=r"soft\.nii"):
         masked(write(tmp_path / "soft.nii", np.full((2, 2, 2), 0.5, np.float32)))
-
-
-# -- NIfTI -----------------------------------------------------------------------------------------------------------------
 
 
 def test_volumes_are_turned_to_lps_before_they_are_cut_into_slices(tmp_path: Path) -> None:
@@ -166,9 +160,6 @@ def test_channels_in_several_files_and_missing_channels(tmp_path: Path) -> None:
                 read_image([files[0], other], cube_task(**dims))
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
-
-
 def odd_files(folder: Path) -> dict[str, Path]:
     """A file for each problem."""
     nan, zero = VOLUME.copy(), affine()
@@ -224,9 +215,6 @@ def test_pipes_are_not_opened(suffix: str, tmp_path: Path) -> None:
     for read in (pictured, masked):
         with pytest.raises(DataError, match=rf"odd{suffix}"):
             read(tmp_path / f"odd{suffix}")
-
-
-# -- bounds ----------------------------------------------------------------------------------------------------------------
 
 
 def test_images_beyond_the_bounds(tmp_path: Path) -> None:

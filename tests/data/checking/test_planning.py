@@ -119,10 +119,13 @@ class TestMemory:
 
 
 class TestIntensity:
-    def test_no_unit(self) -> None:
+    def test_no_unit_and_photographs(self) -> None:
         for zeros, nonzero in ((0.2, False), (0.4, True)):
             intensity = planned(fingerprint(SIDE, SIDE, SIDE, zeros=zeros))["intensity"]
             assert intensity == {"name": "NormalizeIntensity", "nonzero": nonzero, "channel_wise": True}
+        for highest, top in ((255, 255), (4000, 65535)):
+            picture = fingerprint(SIDE, SIDE, channels=(Channel(Intensities(0, 20, highest, 50, 80), None),))
+            assert planned(picture, modality="photo")["intensity"]["a_max"] == top
 
     def test_ct_by_the_foreground_of_all(self) -> None:
         other = Intensities(0, 0, 100, 10, 40)
@@ -136,11 +139,6 @@ class TestIntensity:
         for inside in (None, Intensities(5, 5, 5, 5, 0)):
             with pytest.raises(ConfigError, match=r"ct.*foreground"):
                 plan([fingerprint(SIDE, SIDE, SIDE, channels=(Channel(VALUES, inside),))], modality="ct")
-
-    def test_photographs(self) -> None:
-        for highest, top in ((255, 255), (4000, 65535)):
-            actual = fingerprint(SIDE, SIDE, channels=(Channel(Intensities(0, 20, highest, 50, 80), None),))
-            assert planned(actual, modality="photo")["intensity"]["a_max"] == top
 
 
 def test_every_decided_setting_has_one_reason() -> None:

@@ -143,9 +143,6 @@ def test_each_folder_is_a_site(tmp_path: Path) -> None:
         assert len({entry.patient for entry in read_datalist(tmp_path / "DATA" / site, "classification")}) == 12
     with pytest.raises(DataError, match="--site-folders"):
         import_folder(tmp_path / "hospitals" / "north" / "cat", options)
-
-
-def test_folders_that_may_be_sites_are_named(tmp_path: Path) -> None:
-    for site in ("north", "south"):
+    for site in ("north", "south"):  # folders that may be sites are named
         pairs(tmp_path / "all" / site)
     assert any("--site-folders" in warning for warning in import_folder(tmp_path / "all").warnings)

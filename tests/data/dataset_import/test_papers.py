@@ -83,9 +83,6 @@ def test_every_missing_download_is_one_line_that_says_where_to_get_it(name: str,
         shutil.move(tmp_path / "away", place)
 
 
-# -- counts and leaks ------------------------------------------------------------------------------------------------------
-
-
 def test_counts_are_laid_beside_the_papers(tmp_path: Path) -> None:
     root = paper_releases.prostate(tmp_path / "from")
     prepared = prepare(get_preparation("prostate"), root, tmp_path / "DATA")
@@ -119,9 +116,6 @@ def test_a_patient_on_two_sides_and_an_odd_row_are_refused(row: str, error: str,
     file.write_text(file.read_text().replace("0,000,1,0,64,0,0,0,0", row))
     with pytest.raises(DataError, match=error):
         prepare(get_preparation("camelyon17"), root, tmp_path / "DATA")
-
-
-# -- single releases -------------------------------------------------------------------------------------------------------
 
 
 def test_masks_of_both_fundus_releases_mean_the_same(tmp_path: Path) -> None:
@@ -180,9 +174,7 @@ def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
     [
         (lambda found: found.pop("images"), "images"),
         (lambda found: found["annotations"][0].update(bbox=None), "row 1"),
-        (lambda found: found["annotations"][0].update(category_id=3), "row 1"),
         (lambda found: found["annotations"][2].update(bbox=[110, 30, 160, 80]), "row 3"),
-        (lambda found: found["images"][0].update(file_name="355.tiff"), "355.tiff"),
         (lambda found: found["images"][1].update(height=120), "002.tiff"),
         (lambda found: found["annotations"][1].update(id=1), "1.png"),
     ],
@@ -200,7 +192,6 @@ def test_wrong_annotations_of_cells_are_one_line(change: Callable[[dict[str, Any
 @pytest.mark.parametrize(
     ("box", "corner"),
     [
-        ((10, 10, 20, 20), (11, 11)),
         ((10, 10, 21, 21), (11, 11)),  # a centre between pixels
         ((0, 0, 2, 2), (0, 0)),
         ((38, 28, 40, 30), (32, 22)),
@@ -226,9 +217,6 @@ def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None
     (root / "HK/Case02_segmentation.nii.gz").unlink()
     with pytest.raises(DataError, match=r"HK/Case02.nii.gz"):
         prepare(get_preparation("prostate"), root, tmp_path / "again")
-
-
-# -- the command -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
