@@ -71,9 +71,6 @@ def item(**tags: Any) -> Dataset:
     return tagged(Dataset(), **tags)
 
 
-# -- pixels ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("slope", "intercept"), [(1, 0), (2, -1000)])
 def test_slope_intercept_and_inverted_images(tmp_path: Path, slope: int, intercept: int) -> None:
     """One picture stored both ways is one picture; twelve bits of sixteen are used, as detectors do."""
@@ -88,8 +85,7 @@ def test_slope_intercept_and_inverted_images(tmp_path: Path, slope: int, interce
 
 def test_tables(tmp_path: Path) -> None:
     table = [item(LUTDescriptor=[256, 0, 16], ModalityLUTType="US", LUTData=TABLE.astype("<u2").tobytes())]
-    file = rewritten(tmp_path / "ct/t.dcm", ModalityLUTSequence=table)
-    np.testing.assert_array_equal(pictured(file)[0], TABLE[PIXELS])
+    np.testing.assert_array_equal(pictured(rewritten(tmp_path / "ct/t.dcm", ModalityLUTSequence=table))[0], TABLE[PIXELS])
     red = np.linspace(255, 0, 256).astype(np.uint8)
     tables = {"Red": red, "Green": red // 2, "Blue": red * 0}
     palette: dict[str, Any] = {f"{colour}PaletteColorLookupTableDescriptor": [256, 0, 8] for colour in tables}
@@ -112,9 +108,6 @@ def test_slope_and_intercept_of_the_frames_of_enhanced_objects(tmp_path: Path) -
     np.testing.assert_array_equal(pictured(file)[0], frames.transpose(1, 2, 0) * 2.0 - 1)
     with pytest.raises(DataError, match=r"e\.dcm"):
         pictured(rewritten(tmp_path / "ct/e.dcm", frames, **groups(1, 2, 4)))
-
-
-# -- series ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -226,14 +219,12 @@ def test_frames_that_are_no_volume(tmp_path: Path) -> None:
     assert pictured(cine).shape == (1, 6, 5, 4)
     with pytest.raises(DataError, match="cine"):
         read_image([cine], cube_task(channels=1))
-    file = pydicom.dcmread(cine)
-    del file.PerFrameFunctionalGroupsSequence[0]
-    file.save_as(tmp_path / "short.dcm")
-    with pytest.raises(DataError, match="short"):
-        pictured(tmp_path / "short.dcm")
+    short = pydicom.dcmread(cine)
+    del short.PerFrameFunctionalGroupsSequence[0]
+    short.save_as(cine)
+    with pytest.raises(DataError, match="cine"):
+        pictured(cine)
 
-
-# -- segmentations ---------------------------------------------------------------------------------------------------------
 
 TWO: dict[str, Any] = {"target": "multiclass", "labels": ["background", "liver", "spleen"]}
 
@@ -289,15 +280,13 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
     from medflare.inference.dicom_seg import dicom_seg
 
     both, grid = np.ones((5, 6, 4), bool), series_grid(site / "ct")
-    whole = (site / "seg.dcm").read_bytes()
-    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented()))
-    with pytest.raises(DataError, match="overlap"):
-        mask_of(site, **TWO)
-    (site / "seg.dcm").write_bytes(whole)
     moved = pydicom.dcmread(site / "seg.dcm")
     moved.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence[0].ImagePositionPatient = [10, 20, 31]
     with pytest.raises(DataError, match="beside"):
         segments(moved, site / "seg.dcm", "1.2.3", grid)
+    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented()))
+    with pytest.raises(DataError, match="overlap"):
+        mask_of(site, **TWO)
     change(site / "ct", (0, 1, 2, 3), SeriesInstanceUID="1.2.99")
     with pytest.raises(DataError, match=r"1\.2\.99"):
         mask_of(site, **TWO)

@@ -43,15 +43,12 @@ def test_embedded_data_are_used_without_a_data_root(tmp_path: Path, make_task: T
         resolve_data_root("A", phantom)
 
 
-def test_roots_without_the_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        resolve_data_root("A", make_task(), data_root=tmp_path / "nowhere")
+@pytest.mark.parametrize(("site", "root", "named"), [("A", "nowhere", "nowhere"), ("CX", ".", "'CX'"), ("bare", ".", "bare")])
+def test_roots_without_the_site(site: str, root: str, named: str, make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     make_site(name="CS")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match="'CX'"):
-        resolve_data_root("CX", make_task(), data_root=tmp_path)
-    with pytest.raises(DataError, match="bare"):
-        resolve_data_root("bare", make_task(), data_root=tmp_path)
+    with pytest.raises(DataError, match=named):
+        resolve_data_root(site, make_task(), data_root=tmp_path / root)
 
 
 def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
