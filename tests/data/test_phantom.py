@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pydicom
+import pytest
 from PIL import Image
 
 from medflare.data.phantom import SIDE, photographs, write_photographs
@@ -14,8 +15,9 @@ def test_a_site_is_a_function_of_its_name() -> None:
     assert not (first[0].image == photographs("site-2")[0].image).all()
 
 
-def test_what_a_photograph_is() -> None:
-    images = photographs("hospital of nowhere")
+@pytest.mark.parametrize("site", ["hospital of nowhere", "site-3"])
+def test_what_photographs_are_and_two_eyes_of_a_patient_in_one_split(site: str) -> None:
+    images = photographs(site)
     for item in images:
         assert item.image.shape == (SIDE, SIDE, 3) and item.image.dtype == np.uint8
         assert item.mask.shape == (SIDE, SIDE) and set(np.unique(item.mask)) == {0, 1, 2}
@@ -25,10 +27,6 @@ def test_what_a_photograph_is() -> None:
         assert inside > outside  # the disc is the bright thing
     assert len({item.name for item in images}) == len(images)
     assert {item.grade for item in images} <= {0, 1, 2}
-
-
-def test_patients_have_two_eyes_and_one_split() -> None:
-    images = photographs("site-3")
     patients = {item.patient for item in images}
     assert len({(item.patient, item.split) for item in images}) == len(patients) == len(images) / 2
     sizes = {split: sum(item.split == split for item in images) for split in ("training", "validation", "test")}

@@ -63,9 +63,7 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
         "RandAffine": {"rotate_range": 0.5, "translate_range": 3},
         "RandRotate": {"range_x": 0.5},
         "RandZoom": {"min_zoom": 0.7, "max_zoom": 1.3},
-        "RandScaleIntensity": {"factors": 0.5},
-        "RandScaleIntensityFixedMean": {"factors": 0.5},
-        "RandStdShiftIntensity": {"factors": 0.5},
+        **{other: {"factors": 0.5} for other in ("RandScaleIntensity", "RandScaleIntensityFixedMean", "RandStdShiftIntensity")},
         "RandSimulateLowResolution": {"upsample_mode": "bilinear"},
         "RandCoarseShuffle": {"holes": 2, "spatial_size": 4},
         "RandShiftIntensity": {"offsets": 0.5},
@@ -150,8 +148,6 @@ def test_wrong_arguments(make_task: TaskOf) -> None:
     with pytest.raises(ConfigError, match="a_max"):
         Preprocessing(make_task(intensity={"name": "ScaleIntensityRange", "a_min": 0}))
 
-
-# -- the trial
 
 TASK = load_task("phantom").to_dict()
 
