@@ -146,9 +146,7 @@ def test_a_file_deleted_during_training_is_decoded_again(make_site: SiteOf, make
     assert len(_files(kept)) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(
-    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_cache_is_a_warning(make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     folder = make_site()
     assert len(loaded(make_task(), folder, CacheSettings(str(tmp_path / "file"))).train) == 5

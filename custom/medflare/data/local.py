@@ -141,11 +141,7 @@ class LocalSettings:
 
 
 def read_local(path: Path) -> dict[str, Any]:
-    """The content of a site's local/medflare.json; empty where the file does not exist.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """The content of a site's local/medflare.json, empty where the file does not exist; ConfigError if it is no JSON object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:

@@ -133,11 +133,7 @@ def dicom_images(files: Iterable[Path], *, segmentations: bool = True) -> Iterat
 
 
 def dicom_files(path: Path) -> list[Path]:
-    """The DICOM images of a folder without segmentation objects, by name; or the file itself.
-
-    Raises:
-        DataError: a folder without DICOM images.
-    """
+    """The DICOM images of a folder without segmentation objects, by name (DataError if there is none); or the file itself."""
     files = sorted(dicom_images(path.iterdir(), segmentations=False)) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
@@ -263,11 +259,7 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 
 def series_grid(path: Path) -> Grid:
-    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone.
-
-    Raises:
-        DataError: see `dicom.in_order`.
-    """
+    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone; DataError as of `dicom.in_order`."""
     from pydicom import dcmread
 
     with explained(path):
@@ -424,11 +416,7 @@ def read_mask(
 
 
 def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.ndarray:
-    """Masks (M, ...) as int64; one of them if all are equal, unless several are meant.
-
-    Raises:
-        DataError: values that are not whole numbers.
-    """
+    """Masks (M, ...) of whole numbers (else DataError) as int64; one of them if all are equal, unless several are meant."""
     masks = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
     if not (masks == array).all():
         raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")

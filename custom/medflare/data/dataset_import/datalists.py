@@ -233,11 +233,7 @@ def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "
 
 
 def parse_shares(text: str) -> dict[str, float]:
-    """Split -> share of the patients, from three numbers such as "70,10,20".
-
-    Raises:
-        ConfigError: not three numbers above 0.
-    """
+    """Split -> share of the patients, from three numbers above 0 such as "70,10,20"; ConfigError for another text."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
