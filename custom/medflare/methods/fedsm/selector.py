@@ -127,9 +127,7 @@ class SiteSelector:
                 (value * share).backward()
                 values.append(value.detach())
                 shares.append(share)
-        gradients = {
-            name: weight.grad.detach().to("cpu", copy=True) for name, weight in selector.named_parameters() if weight.grad is not None
-        }
+        gradients = {name: weight.grad.detach().to("cpu", copy=True) for name, weight in selector.named_parameters() if weight.grad is not None}
         return {GRADIENT: gradients}, weighted_sum(values, shares)
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
