@@ -11,16 +11,7 @@ from PIL import Image
 
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
-from medflare.data.acquisition import (
-    Acquisition,
-    TrainedOn,
-    acquisition_of,
-    check_range,
-    joined_range,
-    outside,
-    range_of,
-    read_range,
-)
+from medflare.data.acquisition import Acquisition, TrainedOn, acquisition_of, check_range, joined_range, outside, range_of, read_range
 from medflare.data.geometry import Grid
 from medflare.data.reading import Image as Read
 from medflare.data.reading import read_image
@@ -67,36 +58,39 @@ def test_colours_of_the_channels_or_of_the_file(tmp_path: Path) -> None:
     assert [read_image([tmp_path / f"{name}.png"], small_task()).coloured for name in ("grey", "red")] == [False, True]
 
 
-def rows(count: int = 101, **spread: float) -> list[list[float]]:
-    """Images whose median goes from 0 to 100."""
-    return [dataclasses.replace(WITHIN, medians=(100.0 * number / (count - 1),)).row() for number in range(count)]
+def ranged(images: list[Acquisition], minimum: int = 0) -> TrainedOn:
+    actual = range_of([image.row() for image in images], len(images), 3, minimum)
+    assert actual is not None
+    return actual
 
 
 def test_a_range_has_percentiles_and_none_below_the_minimum_of_patients() -> None:
-    whole = range_of(rows(), 101, 3)
-    assert whole is not None and whole.medians == ((5.0,), (95.0,)) and whole.images == 101 and whole.extent == ((40, 40, 30), (40, 40, 30))
-    inner = range_of(rows(), 101, 3, minimum=5)
-    assert inner is not None and inner.medians == ((10.0,), (90.0,))
-    assert range_of(rows(4), 4, 3, minimum=5) is None and range_of([], 0, 3) is None
+    images = [dataclasses.replace(WITHIN, medians=(float(number),)) for number in range(101)]
+    whole = ranged(images)
+    assert whole.medians == ((5.0,), (95.0,)) and whole.images == 101 and whole.extent == ((40, 40, 30), (40, 40, 30))
+    assert ranged(images, minimum=5).medians == ((10.0,), (90.0,))
+    assert range_of([WITHIN.row()] * 4, 4, 3, minimum=5) is None and range_of([], 0, 3) is None
 
 
 def test_colours_of_a_few_images_are_not_in_the_range() -> None:
-    def colours(coloured: int, minimum: int = 0) -> Any:
-        images = [dataclasses.replace(WITHIN, coloured=number < coloured).row() for number in range(101)]
-        actual = range_of(images, 101, 3, minimum)
-        return None if actual is None else actual.coloured
-
-    assert colours(0) == colours(2) == (False,) and colours(9) == colours(50) == (False, True) and colours(101) == (True,)
-    assert colours(9, minimum=5) == (False,)
+    both = (False, True)
+    for coloured, minimum, expected in (
+        (0, 0, both[:1]),
+        (2, 0, both[:1]),
+        (9, 0, both),
+        (50, 0, both),
+        (101, 0, (True,)),
+        (9, 5, both[:1]),
+    ):
+        images = [dataclasses.replace(WITHIN, coloured=number < coloured) for number in range(101)]
+        assert ranged(images, minimum).coloured == expected
 
 
 def test_ranges_of_one_image_and_of_unknown_spacing() -> None:
     unknown = dataclasses.replace(WITHIN, spacing=None)
-    one = range_of([unknown.row()], 1, 3)
-    assert one is not None and one.spacing is None and one.extent is None and outside(unknown, one) == {}
-    mixed = range_of([unknown.row(), WITHIN.row()], 2, 3)
-    assert mixed is not None and mixed.spacing == ((1, 1, 1), (1, 1, 1))
-    assert math.isnan(unknown.row()[3])
+    one = ranged([unknown])
+    assert one.spacing is None and one.extent is None and outside(unknown, one) == {} and math.isnan(unknown.row()[3])
+    assert ranged([unknown, WITHIN]).spacing == ((1, 1, 1), (1, 1, 1))
 
 
 def test_the_range_of_several_sites_is_the_widest() -> None:
@@ -142,13 +136,10 @@ def test_differences_beyond_the_limits_are_named(change: dict[str, Any], kinds: 
     assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == kinds
 
 
-def test_sizes_in_pixels_are_compared_without_spacing() -> None:
+def test_sizes_in_pixels_without_spacing_and_grey_pictures_among_coloured_ones() -> None:
     trained = dataclasses.replace(RANGE, sides=((100.0, 100.0), (200.0, 300.0)), spacing=None, extent=None)
     picture = Acquisition((90.0, 500.0), None, (25.0,), (90.0,), False)
     assert outside(picture, trained) == {} and list(outside(dataclasses.replace(picture, sides=(90.0, 601.0)), trained)) == ["size"]
-
-
-def test_a_grey_picture_is_unlike_coloured_ones_where_colours_are_channels() -> None:
     assert outside(WITHIN, dataclasses.replace(RANGE, coloured=(True,))) == {}
     three = dataclasses.replace(RANGE, medians=((10.0,) * 3, (40.0,) * 3), contrasts=((80.0,) * 3, (100.0,) * 3), coloured=(True,))
     grey = dataclasses.replace(WITHIN, medians=(25.0,) * 3, contrasts=(90.0,) * 3)

@@ -1,7 +1,6 @@
 """`annotated` of a datalist: sites that annotated some structures only."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.picture_sites import TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.federation.local.loop import run_local
 from medflare.studies.references import pooled
@@ -18,7 +18,6 @@ from medflare.training.check import check_site
 from medflare.training.opening import open_site
 
 LABELS = ["background", "square", "stripe"]
-TaskOf = Callable[..., TaskConfig]
 
 
 def scene(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -50,34 +49,28 @@ def write_site(folder: Path, seed: int, kept: tuple[int, ...] = (1, 2), annotate
     return folder
 
 
-def set_annotated(folder: Path, annotated: Any) -> None:
-    content = json.loads((folder / "datalist.json").read_text())
-    (folder / "datalist.json").write_text(json.dumps({**content, "annotated": annotated}))
-
-
 @pytest.fixture
 def two(make_task: TaskOf) -> TaskConfig:
     return make_task(target="multiclass", labels=LABELS, size=[24, 24], optimizer={"name": "adam", "lr": 0.02})
 
 
-def test_unexplained_absent_structures_are_a_problem_of_the_check(two: TaskConfig, tmp_path: Path) -> None:
-    report = check_site(write_site(tmp_path / "A", 0, kept=(1,)), two)
+def test_absent_structures_are_a_problem_that_annotated_solves(two: TaskConfig, tmp_path: Path, edit: Any) -> None:
+    folder = write_site(tmp_path / "A", 0, kept=(1,))
+    report = check_site(folder, two)
     (problem,) = report.sites["A"].problems
     assert not report.ok and "stripe" in problem
     assert '"annotated": ["square"]' in problem and '"annotated": ["square", "stripe"]' in problem
     assert not any("stripe" in note for note in report.sites["A"].notes)
-
-
-@pytest.mark.parametrize("annotated", [["square"], ["square", "stripe"], ["Square"]])
-def test_annotated_solves_the_problem(annotated: list[str], two: TaskConfig, tmp_path: Path) -> None:
-    report = check_site(write_site(tmp_path / "A", 0, kept=(1,), annotated=annotated), two)
-    assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
+    for annotated in (["square"], ["square", "stripe"], ["Square"]):
+        edit(folder, lambda content, annotated=annotated: content.update(annotated=annotated))
+        report = check_site(folder, two)
+        assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
 
 
 @pytest.mark.parametrize("annotated", [[], None, "square", [1], ["sqare"], ["background"]])
-def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_path: Path) -> None:
+def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_path: Path, edit: Any) -> None:
     folder = write_site(tmp_path / "A", 0)
-    set_annotated(folder, annotated)
+    edit(folder, lambda content: content.update(annotated=annotated))
     with pytest.raises(DataError, match="annotated"):
         open_site("A", two, data_root=folder)
     assert "annotated" in check_site(folder, two).sites["A"].problems[0]
@@ -95,7 +88,7 @@ def test_masks_are_needed_of_annotated_structures_only(make_task: TaskOf, tmp_pa
     assert "1 mask(s)" in check_site(folder, task).sites["A"].problems[0]
 
 
-def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured(two: TaskConfig, tmp_path: Path) -> None:
+def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured_nor_pooled(two: TaskConfig, tmp_path: Path) -> None:
     whole = open_site("A", two, data_root=write_site(tmp_path / "A", 0))
     part = open_site("B", two, data_root=write_site(tmp_path / "B", 0, annotated=["square"]))
     batch = next(part.ordered("test"))
@@ -104,22 +97,16 @@ def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured(two: 
     torch.testing.assert_close(part.loss(swapped, batch.targets), part.loss(right, batch.targets))
     assert whole.loss(swapped, batch.targets) > 2 * whole.loss(right, batch.targets)
     assert part.score(lambda images: swapped[: len(images)].softmax(dim=1), "test", ["dice"]).values == {"dice": 1.0}
-
-
-def test_images_of_sites_that_annotated_differently_are_not_pooled(two: TaskConfig, tmp_path: Path) -> None:
-    whole = open_site("A", two, data_root=write_site(tmp_path / "A", 0)).data
-    part = open_site("B", two, data_root=write_site(tmp_path / "B", 1, annotated=["square"])).data
     with pytest.raises(ConfigError, match="annotated"):
-        pooled([whole, part])
-    assert pooled([part, part]).annotated == ("square",)
+        pooled([whole.data, part.data])
+    assert pooled([part.data, part.data]).annotated == ("square",)
 
 
 def _federation(root: Path, annotated: list[str] | None) -> Path:
     """Site A has both structures in its masks, the larger site B squares alone; a third one, which never trains, measures."""
     write_site(root / "A", 0, images=8)
     write_site(root / "B", 1, kept=(1,), annotated=annotated, images=24)
-    write_site(root / "O", 2)
-    return root
+    return write_site(root / "O", 2).parent
 
 
 def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(two: TaskConfig, tmp_path: Path) -> None:
@@ -136,15 +123,7 @@ def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(two: Tas
     assert any("stripe" in line and "not annotated" in line for line in notes["with"])
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("fedsm", {}),
-        ("prr", {}),
-        ("feddag", {"warmup": 0, "generator_width": 2}),
-        ("moon", {}),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), [("fedsm", {}), ("prr", {}), ("feddag", {"warmup": 0, "generator_width": 2}), ("moon", {})])
 def test_methods_learn_from_such_a_site(method: str, options: dict[str, Any], two: TaskConfig, tmp_path: Path) -> None:
     root = _federation(tmp_path / "data", ["square"])
     task = {**two.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}

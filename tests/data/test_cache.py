@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.picture_sites import SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
 from medflare.data.loading import SiteData, load_site_data
 from medflare.data.local import Bounds, CacheSettings, cache_with_folder
 from medflare.data.reading import ImageBounds
 from medflare.tasks.config import TaskConfig
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
 
 
 @pytest.fixture
@@ -75,18 +72,14 @@ def test_the_next_process_reads_what_was_decoded(
     kind: str, make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str]
 ) -> None:
     folder, task = make_site(kind=kind), make_task(kind)
-    first = loaded(task, folder, kept)
+    before = os.umask(0o022)
+    try:
+        first = loaded(task, folder, kept)
+    finally:
+        os.umask(before)
     decoded.clear()
     assert equal(first, loaded(task, folder, kept)) and equal(first, loaded(task, folder)) and len(decoded) == 10
     assert len(_files(kept)) == 10 and {"image", "target"} == load_file(_files(kept)[0]).keys()
-
-
-def test_files_are_private(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
-    before = os.umask(0o022)
-    try:
-        loaded(make_task(), make_site(), kept)
-    finally:
-        os.umask(before)
     assert stat.S_IMODE(Path(kept.folder).stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in _files(kept)} == {0o600}
 
@@ -153,19 +146,14 @@ def test_a_file_deleted_during_training_is_decoded_again(make_site: SiteOf, make
     assert len(_files(kept)) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(
-    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_cache_is_a_warning(make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     folder = make_site()
     assert len(loaded(make_task(), folder, CacheSettings(str(tmp_path / "file"))).train) == 5
     assert "cannot be written" in caplog.text
-    for settings in (
-        CacheSettings(str(tmp_path / "file"), memory_gb=1e-8),
-        CacheSettings(str(tmp_path / "c"), limit_gb=1e-8, memory_gb=1e-8),
-    ):
+    for place, limit in (("file", 100.0), ("new", 1e-8)):
         with pytest.raises(DataError, match="memory_gb"):
-            loaded(make_task(), folder, settings)
+            loaded(make_task(), folder, CacheSettings(str(tmp_path / place), limit_gb=limit, memory_gb=1e-8))
 
 
 def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

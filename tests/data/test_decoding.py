@@ -2,16 +2,18 @@
 
 import json
 import os
-from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-import nibabel
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
+from helpers.picture_sites import Edit, SiteOf, TaskOf
+from helpers.volume_sites import write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Decoded, PhantomSource, Source, decode
@@ -19,9 +21,7 @@ from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.tasks.config import TaskConfig, load_task
 
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
-Edit = Callable[..., None]
+LPS = np.diag([-1, -1, 1, 1])
 
 
 def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
@@ -32,9 +32,8 @@ def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
         volume = np.zeros(shape, np.float32) + 100 * number + np.arange(shape[2])
         mask = np.zeros(shape, np.uint8)
         mask[4:8, 4:8, [1, 3]] = 1
-        nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), folder / f"v{number}.nii.gz")
-        nibabel.save(nibabel.Nifti1Image(mask, np.diag([-1, -1, 1, 1])), folder / f"m{number}.nii.gz")
-        listed[split].append({"image": f"v{number}.nii.gz", "label": f"m{number}.nii.gz"})
+        files = {"image": (f"v{number}.nii.gz", volume), "label": (f"m{number}.nii.gz", mask)}
+        listed[split].append({kind: write(folder / name, voxels, LPS).name for kind, (name, voxels) in files.items()})
     (folder / "datalist.json").write_text(json.dumps(listed))
     return folder
 
@@ -54,7 +53,7 @@ def _tensors(decoded: Decoded, task: TaskConfig) -> tuple[Tensor, Tensor]:
     return images, targets
 
 
-def test_pictures(make_site: SiteOf, make_task: TaskOf) -> None:
+def test_pictures_and_the_shapes_of_targets(make_site: SiteOf, make_task: TaskOf) -> None:
     decoded = _decoded(make_site(), make_task())
     images, targets = _tensors(decoded, make_task())
     assert images.shape == (10, 1, 16, 16) and images.dtype == torch.float32
@@ -62,11 +61,8 @@ def test_pictures(make_site: SiteOf, make_task: TaskOf) -> None:
     assert targets.flatten(1).sum(dim=1).tolist() == [16] * 10
     assert [row.name for row in decoded.rows] == [f"{number}.png" for number in range(10)]
     torch.testing.assert_close((images[:, 0] > 0.55).long(), targets)  # picture and mask belong together
-
-
-def test_target_shapes(make_site: SiteOf, make_task: TaskOf) -> None:
     several = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1], "b": [1]})
-    targets = _tensors(_decoded(make_site(), several), several)[1]
+    targets = _tensors(_decoded(make_site(name="several"), several), several)[1]
     assert targets.shape == (10, 2, 16, 16) and targets.dtype == torch.float32
     shades = make_task("classification")
     assert _tensors(_decoded(make_site(kind="classification", name="B"), shades), shades)[1].tolist() == [n % 3 for n in range(10)]
@@ -85,24 +81,18 @@ def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, tra
     assert [bool(row.target.any()) for row in rows] == [number in (1, 3) for _, number in kept]
 
 
-def test_a_volume_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
-    folder = _volumes(tmp_path / "V")
-    task = make_task(slices={"keep": "foreground"})
-    empty = nibabel.Nifti1Image(np.zeros((16, 16, 5), np.uint8), np.diag([-1, -1, 1, 1]))
-    nibabel.save(empty, folder / "m1.nii.gz")
+def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
+    folder, task = _volumes(tmp_path / "V"), make_task(slices={"keep": "foreground"})
+    for seed in range(3):  # slices are chosen again where splits are drawn again
+        data = load_site_data("V", replace(task, resplit=seed), folder, cache=CacheSettings(str(tmp_path / "cache")))
+        assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
+    write(folder / "m1.nii.gz", np.zeros((16, 16, 5), np.uint8), LPS)
     data = load_site_data("V", task, folder)
     assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
     assert set(data.train.patients) == {"v0.nii.gz"} and set(data.test.patients) == {"v2.nii.gz"}
-    nibabel.save(empty, folder / "m0.nii.gz")
+    write(folder / "m0.nii.gz", np.zeros((16, 16, 5), np.uint8), LPS)
     with pytest.raises(DataError, match="training"):
         load_site_data("V", task, folder)
-
-
-def test_slices_are_chosen_again_where_splits_are_drawn_again(tmp_path: Path, make_task: TaskOf) -> None:
-    folder, settings = _volumes(tmp_path / "V"), {"slices": {"keep": "foreground"}}
-    for seed in range(3):
-        data = load_site_data("V", make_task(resplit=seed, **settings), folder, cache=CacheSettings(str(tmp_path / "cache")))
-        assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
 
 
 def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
@@ -165,13 +155,10 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
     source = Source(folder, make_task())
     assert (source.image(source.entries()[0]).array == 7).all()
     task = make_task("classification", channels=["pre", "post"], missing_channels="zeros")
-    for other, constant in ((None, True), ("images/1.png", False)):
+    for other, error in ((None, pytest.raises(DataError, match=r"0\.png")), ("images/1.png", nullcontext())):
         edit(folder, lambda content, other=other: content["training"][0].update(image=["images/0.png", other]))
         source = Source(folder, task)
-        if constant:
-            with pytest.raises(DataError, match=r"0\.png"):
-                source.image(source.entries()[0])
-        else:
+        with error:
             assert source.image(source.entries()[0]).array.shape == (2, 16, 16)
     edit(folder, lambda content: content["training"][0].update(image="images/0.png"))
     Image.new("RGB", (16, 16), (9, 8, 7)).save(folder / "images/0.png")

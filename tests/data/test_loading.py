@@ -1,21 +1,20 @@
 """A site's data: its folder, images, notes and splits."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from helpers.picture_sites import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data.loading import ENVIRONMENT, Split, joined, load_site_data, resolve_data_root
 from medflare.data.targets import class_counts
-from medflare.tasks.config import TaskConfig, load_task
-
-TaskOf = Callable[..., TaskConfig]
-SiteOf = Callable[..., Path]
-Edit = Callable[..., None]
+from medflare.tasks.config import load_task
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +25,7 @@ def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_root_by_precedence(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, task = make_site(), make_task()
     parent = folder.parent
-    assert resolve_data_root("A", task, data_root=parent) == folder
-    assert resolve_data_root("A", task, data_root=str(folder)) == folder
-    assert resolve_data_root("any name", task, str(folder)) == folder
+    assert resolve_data_root("A", task, data_root=parent) == resolve_data_root("any name", task, str(folder)) == folder
     monkeypatch.setenv(ENVIRONMENT, str(parent))
     assert resolve_data_root("A", task) == folder
     other = make_site(name="other")
@@ -46,24 +43,12 @@ def test_embedded_data_are_used_without_a_data_root(tmp_path: Path, make_task: T
         resolve_data_root("A", phantom)
 
 
-def test_roots_without_the_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        resolve_data_root("A", make_task(), data_root=tmp_path / "nowhere")
+@pytest.mark.parametrize(("site", "root", "named"), [("A", "nowhere", "nowhere"), ("CX", ".", "'CX'"), ("bare", ".", "bare")])
+def test_roots_without_the_site(site: str, root: str, named: str, make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     make_site(name="CS")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match="'CX'"):
-        resolve_data_root("CX", make_task(), data_root=tmp_path)
-    with pytest.raises(DataError, match="bare"):
-        resolve_data_root("bare", make_task(), data_root=tmp_path)
-
-
-def test_resplit(make_site: SiteOf, make_task: TaskOf) -> None:
-    folder = make_site()
-    listed, drawn = (load_site_data("A", make_task(resplit=seed), folder) for seed in (None, 3))
-    patients = [set(drawn.split(name).patients) for name in ("train", "validation", "test")]
-    assert [len(names) for names in patients] == [4, 2, 2]
-    assert not (patients[0] & patients[1] or patients[0] & patients[2] or patients[1] & patients[2])
-    assert patients != [set(listed.split(name).patients) for name in ("train", "validation", "test")]
+    with pytest.raises(DataError, match=named):
+        resolve_data_root(site, make_task(), data_root=tmp_path / root)
 
 
 def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -90,36 +75,30 @@ def test_classes_get_the_tasks_numbers_by_their_names(make_site: SiteOf, make_ta
     assert data.train.targets.tolist() == [{0: 0, 1: 2, 2: 3}[label] for label in plain.train.targets.tolist()]
 
 
-def test_empty_splits(make_site: SiteOf, make_task: TaskOf) -> None:
-    folder = make_site({"training": ["a"], "validation": [], "test": ["b"]})
-    with pytest.raises(DataError, match="'validation'"):
-        load_site_data("A", make_task(), folder)
-    assert len(load_site_data("A", make_task(), folder, role="outside").test) == 1
-    none = make_site({"training": [], "validation": [], "test": []}, name="B")
-    for role in ("inside", "outside"):
-        with pytest.raises(DataError, match=r"'(training|test)'"):
-            load_site_data("B", make_task(), none, role=role)
-
-
-def test_one_image_sites(make_site: SiteOf, make_task: TaskOf) -> None:
-    each = load_site_data("A", make_task(), make_site({"training": ["a"], "validation": ["b"], "test": ["c"]}))
-    assert (len(each.train), len(each.validation), len(each.test)) == (1, 1, 1)
-    single = make_site({"training": ["a"]}, name="B")
-    with pytest.raises(DataError, match="site B"):
-        load_site_data("B", make_task(), single)
-    outside = load_site_data("B", make_task(), single, role="outside")
-    assert (len(outside.train), len(outside.test)) == (0, 1) and outside.train.images.shape == (0, 1, 16, 16)
+@pytest.mark.parametrize(
+    ("listed", "inside", "outside"),
+    [
+        ({"training": ["a"], "validation": ["b"], "test": ["c"]}, "", ""),
+        ({"training": ["a"], "validation": [], "test": ["b"]}, "'validation'", ""),
+        ({"training": ["a"]}, "site A", ""),
+        ({"training": [], "validation": [], "test": []}, "'training'", "'test'"),
+    ],
+)
+def test_empty_and_missing_lists(listed: Any, inside: str, outside: str, make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(listed)
+    for role, error in (("inside", inside), ("outside", outside)):
+        with pytest.raises(DataError, match=error) if error else nullcontext():
+            data = load_site_data("A", make_task(), folder, role=role)
+            assert len(data.test) == 1 and data.train.images.shape[1:] == (1, 16, 16), "also of no images"
 
 
 def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
-    for number, (name, spoil, named) in enumerate(
-        [
-            ("images/1.png", lambda path: path.unlink(), "1.png: file not found"),
-            ("images/1.png", lambda path: path.write_bytes(b"no"), "1.png: cannot be read"),
-            ("images/1_mask.png", lambda path: path.unlink(), "1_mask.png: file not found"),
-            ("images/1_mask.png", lambda path: Image.fromarray(np.full((16, 16), 9, np.uint8)).save(path), "1_mask.png: label value 9"),
-        ]
-    ):
+    spoiled: list[tuple[str, Callable[[Path], object], str]] = [
+        ("images/1.png", lambda path: path.write_bytes(b"no"), "1.png: cannot be read"),
+        ("images/1_mask.png", lambda path: path.unlink(), "1_mask.png: file not found"),
+        ("images/1_mask.png", lambda path: Image.fromarray(np.full((16, 16), 9, np.uint8)).save(path), "1_mask.png: label value 9"),
+    ]
+    for number, (name, spoil, named) in enumerate(spoiled):
         folder = make_site(name=f"S{number}")
         spoil(folder / name)
         with pytest.raises(DataError, match=named):
@@ -131,18 +110,18 @@ def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: E
 
 
 def test_splits_and_class_counts(make_site: SiteOf, make_task: TaskOf) -> None:
-    data = load_site_data("A", make_task(), make_site())
+    folder = make_site()
+    data = load_site_data("A", make_task(), folder)
     assert [len(data.train), len(data.validation), len(data.test)] == [5, 2, 3] and data.notes == ()
     assert data.train.patients == ("p0", "p0", "p1", "p2", "p3") and data.test.names == ("7.png", "8.png", "9.png")
     assert data.split("train") is data.train is data.split("training")
+    assert {*load_site_data("A", make_task(resplit=3), folder).train.patients} != {*data.train.patients}
     assert class_counts(data.train.targets, make_task()).tolist() == [5 * 256 - 5 * 16, 5 * 16]
     shades = make_task("classification")
     data = load_site_data("B", shades, make_site(kind="classification", name="B"))
     assert class_counts(data.train.targets, shades).tolist() == [2, 2, 1]
-    several = make_task(target="multilabel", labels=["a", "b"])
-    assert class_counts(torch.tensor([[[[1.0, 0]], [[1, 1]]]]), several).tolist() == [1, 2]
-    findings = make_task("classification", target="multilabel", labels=["a", "b"])
-    assert class_counts(torch.tensor([[1.0, 0], [1, 1]]), findings).tolist() == [2, 1]
+    for kind, targets, counts in (("segmentation", [[[[1.0, 0]], [[1, 1]]]], [1, 2]), ("classification", [[1.0, 0], [1, 1]], [2, 1])):
+        assert class_counts(torch.tensor(targets), make_task(kind, target="multilabel", labels=["a", "b"])).tolist() == counts
 
 
 def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:

@@ -8,34 +8,19 @@ from medflare.core.errors import ConfigError
 from medflare.data.local import Bounds, CacheSettings, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 
-def test_defaults() -> None:
+def test_defaults_and_nested_settings() -> None:
     settings = local_settings({})
-    assert settings == LocalSettings() and settings.minimum_patients == 0
-    assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16) and settings.outbound == OutboundLimits(
-        None, None
-    )
-
-
-def test_all_settings() -> None:
-    settings = local_settings(
-        {
-            "batch_size": 4,
-            "bounds": {"pixels": 1000, "epochs": 3, "hours": 12, "memory": 8, "minutes": 30, "model_bytes": 10_000_000},
-            "cache": "~/cache",
-            "data_folders": ["/scans"],
-            "keep": "personal",
-            "minimum_patients": 5,
-            "data_root": "/data",
-            "device": "cuda:0",
-            "outbound": {"entries": ["model"], "bytes": 50_000_000},
-            "privacy": {"epsilon": 8, "delta": 1e-5, "ledger": "/kept"},
-        }
-    )
-    assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
-    assert settings.bounds == Bounds(1000, 2**28, 3, 12.0, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
-    assert settings.minimum_patients == 5 and settings.keep == "personal"
-    assert settings.outbound == OutboundLimits(("model",), 50_000_000)
-    assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
+    assert settings == LocalSettings() and settings.minimum_patients == 0 and settings.outbound == OutboundLimits(None, None)
+    assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16)
+    content = {
+        "bounds": {"pixels": 1000, "epochs": 3, "hours": 12},
+        "data_folders": ["/scans"],
+        "outbound": {"entries": ["model"], "bytes": 50_000_000},
+        "privacy": {"epsilon": 8, "delta": 1e-5, "ledger": "/kept"},
+    }
+    given = local_settings(content)
+    assert given.bounds == Bounds(1000, 2**28, 3, 12.0) and given.data_folders == ("/scans",)
+    assert given.outbound == OutboundLimits(("model",), 50_000_000) and given.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 
 
 def test_shorthands_of_the_cache() -> None:
@@ -57,20 +42,10 @@ def test_an_empty_list_of_entries_is_a_limit() -> None:
         ({"batchsize": 4}, "batchsize"),
         ({"bounds": {"pixel": 9}}, "pixel"),
         ({"bounds": {"hours": 0}}, "bounds.hours"),
-        ({"bounds": {"memory": None}}, "bounds.memory"),
         ({"bounds": {"pixels": 10**9}}, "bounds.pixels"),
-        ({"keep": "mine"}, "keep"),
         ({"minimum_patients": -1}, "minimum_patients"),
         ({"batch_size": 1}, "batch_size"),
-        ({"cache": 1}, "cache"),
-        ({"cache": {"limit": 1}}, "limit"),
-        ({"cache": {"memory_gb": -1}}, "cache.memory_gb"),
-        ({"data_root": None}, "data_root"),
-        ({"device": []}, "device"),
-        ({"compile": "yes"}, "compile"),
         ({"outbound": None}, "outbound"),
-        ({"outbound": ["model"]}, "outbound"),
-        ({"outbound": {"entry": ["model"]}}, "entry"),
         ({"outbound": {"entries": "model"}}, "outbound.entries"),
         ({"outbound": {"bytes": -1}}, "outbound.bytes"),
         ({"outbound": {"entries": None}}, "outbound"),

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.picture_sites import numbered_site
+from helpers.picture_sites import TaskOf, numbered_site
 from medflare.cli import main
 from medflare.data import progress
 from medflare.data.progress import counted
-from medflare.tasks.config import TaskConfig
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def test_a_line_after_five_seconds_and_then_every_thirty(lines: Callable[[], lis
     assert lines() == [f"site A, images read: {done} of 8 after {after} s" for done, after in ((0, 10), (4, 50))]
 
 
-def test_batches_count_for_their_images(lines: Callable[[], list[str]], make_task: Callable[..., TaskConfig]) -> None:
+def test_batches_count_for_their_images(lines: Callable[[], list[str]], make_task: TaskOf) -> None:
     numbered_site(make_task(), train=42).score(lambda images: images[:, :1] * 0, "train")
     assert lines() == [f"site A, train images measured: {done} of 42 after {after} s" for done, after in ((0, 10), (4 * 8, 50))]
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,6 @@ def volume(path: Path) -> tuple[np.ndarray, Grid]:
     return stored.array, stored.grid
 
 
-# -- pictures --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ending", [".png", ".bmp", ".tif", ".TIFF"])
 def test_grey_is_repeated_and_colour_becomes_luminance(tmp_path: Path, ending: str) -> None:
     Image.fromarray(GREY).save(tmp_path / f"g{ending}")
@@ -53,7 +51,7 @@ def test_grey_is_repeated_and_colour_becomes_luminance(tmp_path: Path, ending: s
     np.testing.assert_array_equal(masked(tmp_path / f"g{ending}"), GREY[None])
 
 
-def test_pillow_modes(tmp_path: Path) -> None:
+def test_pillow_modes_and_the_orientation_in_exif(tmp_path: Path) -> None:
     Image.fromarray(GREY.astype(np.uint16) * 1000).save(tmp_path / "deep.png")
     np.testing.assert_array_equal(pictured(tmp_path / "deep.png")[0], GREY.astype(np.float32) * 1000)
     Image.fromarray(GREY > 5).save(tmp_path / "bits.png")
@@ -66,9 +64,6 @@ def test_pillow_modes(tmp_path: Path) -> None:
     palette.save(tmp_path / "palette.png")
     np.testing.assert_array_equal(masked(tmp_path / "palette.png")[0], GREY % 3)
     assert pictured(tmp_path / "palette.png", 3)[0].max() == 255
-
-
-def test_the_orientation_in_exif(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown a quarter turn clockwise
     Image.fromarray(GREY).save(tmp_path / "upright.png", exif=exif)
@@ -79,25 +74,21 @@ def test_equal_colour_channels_are_one_mask(tmp_path: Path) -> None:
     Image.fromarray(np.dstack([GREY] * 3)).save(tmp_path / "rgb.png")
     np.testing.assert_array_equal(masked(tmp_path / "rgb.png"), GREY[None])
     assert masked(tmp_path / "rgb.png", several=True).shape == (3, 3, 4), "each is a structure's own mask"
-    nibabel.save(nibabel.Nifti1Image(np.full((2, 2, 2), 0.5, np.float32), np.eye(4)), tmp_path / "soft.nii")
     with pytest.raises(DataError, match=r"soft\.nii"):
-        masked(tmp_path / "soft.nii")
-
-
-# -- NIfTI -----------------------------------------------------------------------------------------------------------------
+        masked(write(tmp_path / "soft.nii", np.full((2, 2, 2), 0.5, np.float32)))
 
 
 def test_volumes_are_turned_to_lps_before_they_are_cut_into_slices(tmp_path: Path) -> None:
     values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)  # (left, posterior, superior) in LPS
     angle = np.radians(20)  # turned by whole axes and never interpolated
     tilt = np.array([[1, 0, 0, 0], [0, np.cos(angle), -np.sin(angle), 0], [0, np.sin(angle), np.cos(angle), 0], [0, 0, 0, 1]])
-    nibabel.save(nibabel.Nifti1Image(values, np.diag([-1, -1, 1, 1])), tmp_path / "lps.nii.gz")
-    nibabel.save(nibabel.Nifti1Image(values[::-1, ::-1].copy(), np.diag([1, 1, 1, 1])), tmp_path / "ras.nii")
-    nibabel.save(nibabel.Nifti1Image(values[::-1, :, ::-1].copy(), tilt @ np.diag([1, -1, -1, 1])), tmp_path / "tilted.nii")
+    lps = write(tmp_path / "lps.nii.gz", values, np.diag([-1, -1, 1, 1]))
+    ras = write(tmp_path / "ras.nii", values[::-1, ::-1].copy(), np.eye(4))
+    tilted = write(tmp_path / "tilted.nii", values[::-1, :, ::-1].copy(), tilt @ np.diag([1, -1, -1, 1]))
     expected = values.transpose(1, 0, 2)[None]  # rows run to posterior, columns to the left
-    for name in ("lps.nii.gz", "ras.nii", "tilted.nii"):
-        np.testing.assert_array_equal(pictured(tmp_path / name), expected)
-        np.testing.assert_array_equal(masked(tmp_path / name), expected)
+    for file in (lps, ras, tilted):
+        np.testing.assert_array_equal(pictured(file), expected)
+        np.testing.assert_array_equal(masked(file), expected)
 
 
 def test_the_volumes_of_a_4d_file_are_channels(tmp_path: Path) -> None:
@@ -169,9 +160,6 @@ def test_channels_in_several_files_and_missing_channels(tmp_path: Path) -> None:
                 read_image([files[0], other], cube_task(**dims))
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
-
-
 def odd_files(folder: Path) -> dict[str, Path]:
     """A file for each problem."""
     nan, zero = VOLUME.copy(), affine()
@@ -205,8 +193,7 @@ def test_errors_are_one_line_that_names_the_file(task: TaskConfig, tmp_path: Pat
 
 def test_pictures_and_flat_images_are_no_volumes(tmp_path: Path) -> None:
     Image.fromarray(GREY).save(tmp_path / "p.png")
-    write(tmp_path / "flat.nii", VOLUME[..., 0])
-    for file in (tmp_path / "p.png", tmp_path / "flat.nii", dicom_series(tmp_path / "ct") / "0.dcm"):
+    for file in (tmp_path / "p.png", write(tmp_path / "flat.nii", VOLUME[..., 0]), dicom_series(tmp_path / "ct") / "0.dcm"):
         with pytest.raises(DataError, match=file.name):
             read_image([file], WHOLE)
 
@@ -216,13 +203,9 @@ def test_a_nifti_header_in_another_unit_than_millimetres_is_rejected(code: int, 
     image = nibabel.Nifti1Image(VOLUME, affine())
     image.header["xyzt_units"] = code + 8  # 8: the unit of time, seconds
     nibabel.save(image, file := tmp_path / "scan.nii.gz")
-    if not unit:
-        assert volume(file)[1].spacing == SPACING
-        return
     for read in (read_stored, masked):
-        with pytest.raises(DataError, match=rf"scan\.nii\.gz.* {unit}") as error:
+        with pytest.raises(DataError, match=rf"scan\.nii\.gz.* {unit}") if unit else nullcontext():
             read(file)
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.timeout(20)
@@ -232,9 +215,6 @@ def test_pipes_are_not_opened(suffix: str, tmp_path: Path) -> None:
     for read in (pictured, masked):
         with pytest.raises(DataError, match=rf"odd{suffix}"):
             read(tmp_path / f"odd{suffix}")
-
-
-# -- bounds ----------------------------------------------------------------------------------------------------------------
 
 
 def test_images_beyond_the_bounds(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from medflare.data.loading import SiteData, Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
+TaskOf = Callable[..., TaskConfig]  # types of the fixtures
+SiteOf = Callable[..., Path]
+Edit = Callable[..., None]
 # As small tasks are, but for U-Net's own norm and what its tests expect of loss and metric.
 SEGMENTATION = {**small_tasks.SEGMENTATION, "network": {"name": "unet", "channels": [4, 8]}, "loss": {"name": "dice_ce"}}
 CLASSIFICATION = {**small_tasks.CLASSIFICATION, "metric": "f1_macro"}

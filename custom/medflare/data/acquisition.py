@@ -1,6 +1,7 @@
 """How images were acquired, in numbers: size, spacing and intensities as stored. The range over the training images, and whether a new
 image is outside of it."""
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -31,21 +32,13 @@ _OUTER, _INNER = (5, 95), (10, 90)  # percentiles over the images; neither is th
 
 @plain_dataclass(frozen=True)
 class Acquisition:
-    """One image.
+    """One image."""
 
-    Attributes:
-        sides: pixels, the shorter side first, since pictures are turned; voxels along the task's axes.
-        spacing: millimetres between voxels; None for pictures, or if unknown.
-        medians: of every channel.
-        contrasts: of every channel, the difference of the 95th and the 5th percentile.
-        coloured: whether its colours differ; False if the channels are not colours.
-    """
-
-    sides: tuple[float, ...]
-    spacing: Spacing | None
-    medians: tuple[float, ...]
-    contrasts: tuple[float, ...]
-    coloured: bool
+    sides: tuple[float, ...]  # pixels, the shorter side first, since pictures are turned; voxels along the task's axes
+    spacing: Spacing | None  # millimetres between voxels; None for pictures, or if unknown
+    medians: tuple[float, ...]  # of every channel
+    contrasts: tuple[float, ...]  # of every channel, the difference of the 95th and the 5th percentile
+    coloured: bool  # whether its colours differ; False if the channels are not colours
 
     @property
     def extent(self) -> Spacing | None:
@@ -84,25 +77,20 @@ Values = Annotated[tuple[float, ...], Field(max_length=_MAX_CHANNELS)]
 
 @dataclass(frozen=True, config=STRICT)
 class TrainedOn:
-    """The range of training images: (lowest, highest) of each number of `Acquisition`.
-
-    Attributes:
-        images: number of images.
-        spacing, extent: None if no image has a spacing.
-        coloured: which of False and True there are.
-    """
+    """The range of training images: (lowest, highest) of each number of `Acquisition`."""
 
     images: Annotated[int, Field(ge=1)]
     sides: tuple[Axes, Axes]
-    spacing: tuple[Axes, Axes] | None
+    spacing: tuple[Axes, Axes] | None  # as the extent, None if no image has one
     extent: tuple[Axes, Axes] | None
     medians: tuple[Values, Values]
     contrasts: tuple[Values, Values]
-    coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]
+    coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]  # which of False and True there are
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with six digits."""
-        return {name: _json(value) for name, value in asdict(self).items()}
+        rounded: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+        return rounded
 
     def misfit(self, task: TaskConfig) -> str:
         """Why it cannot be of a task's images, or ""."""
@@ -112,23 +100,13 @@ class TrainedOn:
         return "" if axes == {task.spatial_dims} and channels == {expected} else f"{TRAINED_ON} has other axes or channels than the task"
 
 
-def _json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_json(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn | None:
     """The range of a site's training images, by percentiles, so that no number is of a single image.
 
     Args:
         rows: `Acquisition.row` of the images, (N, ...).
         patients: number of their patients.
-        axes: of the images.
         minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles are 10 and 90, not 5 and 95.
-
-    Returns:
-        None if there are no images or too few patients.
     """
     if not len(rows) or patients < minimum:
         return None
@@ -153,11 +131,7 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
 
 
 def read_range(value: object) -> TrainedOn:
-    """A range from JSON values.
-
-    Raises:
-        ConfigError: not a range.
-    """
+    """A range from JSON values; ConfigError for other values."""
     return checked(TrainedOn, value if isinstance(value, dict) else {}, TRAINED_ON)
 
 
@@ -196,11 +170,6 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
     Limits are wide: millimetres 1.5 times, pixels twice, the span of intensities three times beyond the range, a median half the largest
     span. Spacings are compared only if both are known.
 
-    Args:
-        image: as it was read.
-        trained: the range of the training images.
-        channels: their names.
-
     Returns:
         "field of view", "size", "spacing", "intensities" or "colour" -> the value and the range.
 
@@ -210,8 +179,6 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
         {'field of view': '240 x 250 mm, trained on 30 x 30 to 60 x 60 mm'}
         >>> outside(Acquisition((40, 40), (1, 1), (250,), (9,), False), trained)
         {'intensities': 'median 250, trained on 10 to 40; span 9, trained on 80 to 100'}
-        >>> outside(Acquisition((40, 40), (1, 1), (25,), (90,), False), trained)
-        {}
     """
     differences: dict[str, str] = {}
     if image.spacing is not None and image.extent is not None and trained.spacing is not None and trained.extent is not None:

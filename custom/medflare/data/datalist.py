@@ -82,10 +82,8 @@ def site_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give a site's folder or the folder of several sites")
     if not folders:
-        raise DataError(
-            f"{root}: neither a {FILE} nor folders that hold one; give a site's folder or the folder of several sites, "
-            f"or write a {FILE} with: medflare data init {shlex.quote(str(root))}"
-        )
+        remedy = f"give a site's folder or the folder of several sites, or write a {FILE} with: medflare data init {shlex.quote(str(root))}"
+        raise DataError(f"{root}: neither a {FILE} nor folders that hold one; {remedy}")
     return folders
 
 
@@ -150,14 +148,11 @@ def _check_folder(file: Path, allowed: Sequence[Path], place: str) -> None:
         resolved = file.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no permission, no valid name, or a circle of links
         reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"{place}: {str(file)!r:.300} cannot be opened ({reason}); correct the path, or let the site's account read it"
-        ) from error
+        remedy = "correct the path, or let the site's account read it"
+        raise DataError(f"{place}: {str(file)!r:.300} cannot be opened ({reason}); {remedy}") from error
     if not any(resolved.is_relative_to(folder) for folder in allowed):
-        raise DataError(
-            f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "
-            "(without one: in MEDFLARE_DATA_FOLDERS)"
-        )
+        remedy = "allow its folder in data_folders of local/medflare.json (without one: in MEDFLARE_DATA_FOLDERS)"
+        raise DataError(f"{place}: {file} lies outside the site's folder; move it there, or {remedy}")
 
 
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
@@ -225,10 +220,6 @@ def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
 def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
     """ "annotated" of a datalist: the structures that the site annotated, by the task's names; None where it is left out.
 
-    Args:
-        content: see `read_content`.
-        folder: for messages.
-
     Raises:
         DataError: it is no list of names.
     """
@@ -245,11 +236,7 @@ def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...]
 
 
 def check_patients(entries: Iterable[DatalistItem]) -> None:
-    """Refuse data that would leak test patients into training.
-
-    Raises:
-        DataError: a patient is in two splits, or an image is listed twice.
-    """
+    """Raise DataError for a patient in two splits and an image that is listed twice: test patients would leak into training."""
     patients: dict[str, DatalistItem] = {}
     images: dict[Path, DatalistItem] = {}
     for entry in entries:
@@ -297,10 +284,8 @@ def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, se
     drawn = ["training", *missing]
     patients = sorted({entry.patient for entry in entries if entry.split == "training"})
     if len(patients) < len(drawn):
-        raise DataError(
-            f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; "
-            f"list {' and '.join(missing)} in datalist.json or add patients"
-        )
+        remedy = f"list {' and '.join(missing)} in datalist.json or add patients"
+        raise DataError(f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; {remedy}")
     total = sum(SHARES[split] for split in drawn)
     order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
     splits = dict.fromkeys(order, "training")

@@ -85,11 +85,7 @@ class Source:
         return annotated_names(self._content, self._root)
 
     def image(self, entry: DatalistItem) -> Image:
-        """The item's image, see `reading.read_image`.
-
-        Raises:
-            DataError: it cannot be read, is larger than this site allows, is constant, or its channels are not those of the task.
-        """
+        """The item's image, see `reading.read_image`; DataError for a constant one, too."""
         task = self._task
         image = read_image(channel_files(entry.channels, task, entry.place) if entry.channels else entry.files, task, self._bounds)
         single_slice = image.array.ndim == 3 and task.kind == "segmentation"  # may be empty, for example above the head
@@ -98,11 +94,7 @@ class Source:
         return image
 
     def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
-        """The item's mask or masks, see `reading.read_mask`.
-
-        Raises:
-            DataError: a mask cannot be read, lies on another grid than its image, or the masks differ in size.
-        """
+        """The item's mask or masks, see `reading.read_mask`; DataError for masks of different sizes, too."""
         mask_per_label = self._task.target == "multilabel" and not self._task.label_values
         several = mask_per_label and len(entry.masks) == 1 < len(self._task.labels)
         masks = []
@@ -183,44 +175,26 @@ def _file_state(file: Path) -> list[Any]:
 
 
 class DecodedRow(NamedTuple):
-    """A picture, a volume, or a slice of a volume, with its target.
+    """A picture, a volume, or a slice of a volume, with its target."""
 
-    Attributes:
-        image: float32 (C, ...); None where it stays on the disk.
-        target: see `loading.Split.targets`; None where it stays on the disk.
-        entry: index of its item in the datalist.
-        place: its index among the rows of that item.
-        name: file name; slices end in "[number]".
-        spacing: millimetres between the voxels of a volume; None for pictures and where it is unknown.
-        acquired: of its file, see `acquisition.Acquisition.row`.
-        counts: of its classes, see `targets.class_counts`.
-        nbytes: of image and target.
-    """
-
-    image: Any
-    target: Any
-    entry: int
-    place: int
-    name: str
-    spacing: Spacing | None
-    acquired: list[float]
-    counts: list[int]
-    nbytes: int
+    image: Any  # float32 (C, ...); None where it stays on the disk
+    target: Any  # see `loading.Split.targets`; None where it stays on the disk
+    entry: int  # index of its item in the datalist
+    place: int  # its index among the rows of that item
+    name: str  # file name; slices end in "[number]"
+    spacing: Spacing | None  # millimetres between the voxels of a volume; None for pictures and where it is unknown
+    acquired: list[float]  # of its file, see `acquisition.Acquisition.row`
+    counts: list[int]  # of its classes, see `targets.class_counts`
+    nbytes: int  # of image and target
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """All images of a site in the order of its datalist.
+    """All images of a site in the order of its datalist."""
 
-    Attributes:
-        rows: see `DecodedRow`.
-        failed: index of an item that cannot be used -> why.
-        read: reads "image" or "target" of a row whose tensors stay on the disk.
-    """
-
-    rows: list[DecodedRow]
-    failed: dict[int, str]
-    read: Callable[[DecodedRow, str], Tensor] | None = None
+    rows: list[DecodedRow]  # see `DecodedRow`
+    failed: dict[int, str]  # index of an item that cannot be used -> why
+    read: Callable[[DecodedRow, str], Tensor] | None = None  # reads "image" or "target" of a row whose tensors stay on the disk
 
     def tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> Images:
         """Field "image" or "target" of some of the rows: one tensor if all images of the task have one size, else a sequence."""
@@ -279,10 +253,7 @@ def _for_loss(target: Tensor, task: TaskConfig) -> Tensor:
 
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
-    """The item's target at its stored size.
-
-    Returns:
-        int64: masks (M, ...); or a label (), multilabel (C,).
+    """The item's target at its stored size, int64: masks (M, ...); or a label (), multilabel (C,).
 
     Raises:
         DataError: a label or mask that does not fit the task or the image.
@@ -303,12 +274,9 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
 def pictures_of(
     task: TaskConfig, entry: DatalistItem, image: np.ndarray, target: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The picture or volume itself, or the used slices of a volume, with their targets.
+    """Name, picture (C, ...) and target, see `target_of`, of the picture or volume itself, or of each used slice of a volume.
 
     Slices without foreground are left out of training alone: predictions on them count where a model is measured.
-
-    Yields:
-        Name, picture (C, ...) and target, see `target_of`, of each at its stored size.
     """
     if image.ndim == task.spatial_dims + 1:
         yield entry.name, image, target
@@ -392,10 +360,9 @@ class _CachedImages:
             if fits and nbytes > limit:
                 fits, rows = False, [self._on_disk(row) for row in rows]
             if not fits and self._write_error:
-                raise DataError(
-                    f"site {site}: its decoded images take more than memory_gb = {self._cache.memory_gb:g}, and the cache "
-                    f"{self._cache.folder} cannot take them ({self._write_error}); give it room in local/medflare.json, or raise memory_gb"
-                )
+                full = f"its decoded images take more than memory_gb = {self._cache.memory_gb:g}"
+                reason = f"the cache {self._cache.folder} cannot take them ({self._write_error})"
+                raise DataError(f"site {site}: {full}, and {reason}; give it room in local/medflare.json, or raise memory_gb")
         return Decoded(rows, failed, None if fits else self._read)
 
     def _on_disk(self, row: DecodedRow) -> DecodedRow:

@@ -69,8 +69,7 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
 def frames_of(dataset: Any) -> list[Any]:
     """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1.
 
-    Returns:
-        Nothing for other objects, and for frames of one position, as in time: they are no volume.
+    Empty for other objects, and for frames of one position, as in time: they are no volume.
 
     Raises:
         ValueError: a frame without functional groups.
@@ -191,16 +190,9 @@ def _code(sequence: Any) -> dict[str, str] | None:
 
 
 def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndarray, list[tuple[str, int]]]:
-    """The masks of a segmentation object (PS3.3, A.51) on the grid of its series.
+    """The masks of a segmentation object (PS3.3, A.51) on the grid of its `series` (a UID): int64 (M, i, j, k); label and number of each.
 
     An object has frames for slices with foreground alone, in any order, each with its position.
-
-    Args:
-        series: SeriesInstanceUID of its image.
-        grid: of the series.
-
-    Returns:
-        int64 (M, i, j, k), and label and number of each segment.
 
     Raises:
         DataError: it refers to another series, or a frame lies elsewhere.

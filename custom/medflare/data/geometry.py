@@ -17,17 +17,11 @@ _SAME: Final = 0.5  # of the shortest side of a voxel: grids whose corners are c
 
 @dataclass(frozen=True)
 class Grid:
-    """The positions of a volume's voxels.
+    """The positions of a volume's voxels."""
 
-    Attributes:
-        shape: voxels along each axis.
-        affine: float64 (4, 4), voxel indices to millimetres in RAS.
-        has_affine: whether the file gives the affine; else it is the identity.
-    """
-
-    shape: tuple[int, ...]
-    affine: np.ndarray
-    has_affine: bool = True
+    shape: tuple[int, ...]  # voxels along each axis
+    affine: np.ndarray  # float64 (4, 4), voxel indices to millimetres in RAS
+    has_affine: bool = True  # whether the file gives the affine; else it is the identity
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
@@ -72,29 +66,19 @@ class Grid:
         return f"up to {distance:.3g} mm away" if distance > _SAME * self._sides.min() else ""
 
     def check(self, path: Path) -> None:
-        """Refuse an affine whose axes cannot be assigned to the patient's.
-
-        Raises:
-            DataError: an axis without length, NaN, or more than 30 degrees between an axis and each of the patient's.
-        """
+        """Raise DataError for an axis without length, with NaN, or more than 30 degrees away from each of the patient's."""
         sides = self._sides
         if not (np.isfinite(self.affine).all() and (sides > 0).all()):
             raise DataError(f"{path}: spacing {format_shape(sides)} mm, each must be above 0; correct the file's header")
         cosines = np.abs(self.affine[:3, :3] / sides)
         angle = math.degrees(float(np.arccos(cosines.max(axis=0).clip(max=1)).max()))
         if angle > _OBLIQUE or len(set(cosines.argmax(axis=0))) < 3:
-            raise DataError(
-                f"{path}: oblique affine, an axis leans {angle:.0f} degrees away from the patient's; "
-                "resample the volume along the patient's axes, for example with nibabel.processing.conform"
-            )
+            remedy = "resample the volume along the patient's axes, for example with nibabel.processing.conform"
+            raise DataError(f"{path}: oblique affine, an axis leans {angle:.0f} degrees away from the patient's; {remedy}")
 
 
 def check_same_grid(file: Path, grid: Grid | None, other: Path, other_grid: Grid | None) -> None:
-    """Refuse a mask or channel that lies on another grid than its image; files without a grid pass.
-
-    Raises:
-        DataError: it does.
-    """
+    """Raise DataError for a mask or channel that lies on another grid than its image; files without a grid pass."""
     if grid is not None and other_grid is not None and (difference := other_grid.difference(grid)):
         raise DataError(f"{file}: lies on another grid than {other.name} ({difference}); resample one to the other")
 

@@ -29,22 +29,14 @@ FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 @dataclass(frozen=True, eq=False)
 class Split(Dataset[tuple[Tensor, Tensor]]):
-    """The images of a split with their targets and patients, in memory or on disk.
+    """The images of a split with their targets and patients, in memory or on disk."""
 
-    Attributes:
-        images: float32 (N, C, H, W), ready for the network; or a sequence of (C, ...) where sizes differ or images are on disk.
-        targets: segmentation long (N, H, W), multilabel float (N, C, H, W); classification long (N,), multilabel float (N, C); or a
-            sequence likewise.
-        patients: patient of every image.
-        names: file of every image; slices of a volume end in "[number]".
-        spacings: millimetres between the voxels of every volume, None where unknown; empty for pictures.
-    """
-
-    images: Images
+    images: Images  # float32 (N, C, H, W), ready for the network; or a sequence of (C, ...) where sizes differ or images are on disk
+    # segmentation long (N, H, W), multilabel float (N, C, H, W); classification long (N,), multilabel float (N, C); or a sequence likewise
     targets: Images
-    patients: tuple[str, ...]
-    names: tuple[str, ...]
-    spacings: tuple[Spacing | None, ...] = ()
+    patients: tuple[str, ...]  # patient of every image
+    names: tuple[str, ...]  # file of every image; slices of a volume end in "[number]"
+    spacings: tuple[Spacing | None, ...] = ()  # millimetres between the voxels of every volume, None where unknown; empty for pictures
 
     @property
     def in_memory(self) -> bool:
@@ -95,23 +87,16 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class SiteData:
-    """The three splits of a site.
-
-    Attributes:
-        notes: remarks about the data, one line each.
-        left_out: one line for each unusable image.
-        annotated: the structures that the site annotated; None: it does not say, and all count as annotated.
-        absent: structures in none of the training masks of a site without "annotated", one line each with the remedy.
-        acquired: float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it was not computed.
-    """
+    """The three splits of a site."""
 
     train: Split
     validation: Split
     test: Split
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    annotated: tuple[str, ...] | None = None
-    absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks about the data, one line each
+    left_out: tuple[str, ...] = ()  # one line for each unusable image
+    annotated: tuple[str, ...] | None = None  # the structures that the site annotated; None: it does not say, and all count as annotated
+    absent: tuple[str, ...] = ()  # structures in none of the training masks of a site without "annotated", one line each with the remedy
+    # float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it was not computed
     acquired: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     def split(self, name: str) -> Split:
@@ -211,7 +196,7 @@ def load_site_data(
     if role == "inside":
         missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if count == 0]
         if annotation is None and task.kind == "segmentation":
-            absent = absent_structures(missing, task)
+            absent = _absent_structures(missing, task)
         else:
             missing = [name for name in missing if annotation is None or name not in annotation.missing]
             notes += [f"class {name} is absent from the training images" for name in missing]
@@ -235,15 +220,8 @@ def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskC
     return Split(images, targets, patients, names, tuple(row.spacing for row in rows) if task.spatial_dims == 3 else ())
 
 
-def absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
-    """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated".
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> task = SimpleNamespace(kind="segmentation", target="multiclass", labels=("background", "liver", "spleen"))
-        >>> for line in absent_structures(["spleen"], task): print(line[:59])
-        spleen is in no training mask and is trained as background;
-    """
+def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
+    """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated"."""
     structures = structures_of(task)
     present = [name for name in structures if name not in missing]
     remedy = f"write to {FILE} {_annotated(structures)} if it does not occur here, "
@@ -296,10 +274,8 @@ def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, s
     share, count = task.unreadable_limit.share, task.unreadable_limit.count
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))
-        raise DataError(
-            f"site {site}: {len(failed)} of {images} images cannot be used, the task's unreadable_limit is {share:g} of them and {count}; "
-            f"repair them, the first: {first}"
-        )
+        found = f"{len(failed)} of {images} images cannot be used, the task's unreadable_limit is {share:g} of them and {count}"
+        raise DataError(f"site {site}: {found}; repair them, the first: {first}")
 
 
 def _check_not_empty(counts: Mapping[str, int], site: str, role: str) -> None:

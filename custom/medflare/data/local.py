@@ -48,16 +48,11 @@ def find_private_folder(run_folder: Path) -> Path:
 
 @dataclass(frozen=True, config=STRICT)
 class CacheSettings:
-    """The cache of decoded images.
+    """The cache of decoded images."""
 
-    Attributes:
-        folder: of the cache; "" for MEDFLARE_CACHE, else the engine's folder.
-        limit_gb: most that all files take on disk, in gigabytes; the least recently used are deleted.
-        memory_gb: images of a site that take more memory, in gigabytes, stay on disk and are read batch by batch.
-    """
-
-    folder: str = ""
-    limit_gb: Annotated[float, Field(gt=0)] = 100.0
+    folder: str = ""  # of the cache; "" for MEDFLARE_CACHE, else the engine's folder
+    limit_gb: Annotated[float, Field(gt=0)] = 100.0  # most that all files take on disk, in gigabytes; the least recently used are deleted
+    # images of a site that take more memory, in gigabytes, stay on disk and are read batch by batch
     memory_gb: Annotated[float, Field(ge=0)] = 4.0
 
 
@@ -85,92 +80,60 @@ def _spelt_out(cache: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class OutboundLimits:
-    """Limits of what may leave the site, beyond what the method declares.
+    """Limits of what may leave the site, beyond what the method declares."""
 
-    Attributes:
-        entries: names of a message's entries that may leave; None: all that the method declares.
-        bytes: most bytes of tensors in one reply; None: no limit.
-    """
-
-    entries: tuple[str, ...] | None = None
-    bytes: Annotated[int, Field(ge=0)] | None = None
+    entries: tuple[str, ...] | None = None  # names of a message's entries that may leave; None: all that the method declares
+    bytes: Annotated[int, Field(ge=0)] | None = None  # most bytes of tensors in one reply; None: no limit
 
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacyLimit:
-    """The site's privacy budget over all jobs.
+    """The site's privacy budget over all jobs."""
 
-    Attributes:
-        epsilon: limit of the privacy loss ε at `delta`.
-        ledger: folder for the site's ledger; None for the engine's choice.
-    """
-
-    epsilon: Annotated[float, Field(gt=0)]
+    epsilon: Annotated[float, Field(gt=0)]  # limit of the privacy loss ε at `delta`
     delta: Annotated[float, Field(gt=0, lt=1)]
-    ledger: str | None = None
+    ledger: str | None = None  # folder for the site's ledger; None for the engine's choice
 
 
 @dataclass(frozen=True, config=STRICT)
 class Bounds(ImageBounds):
-    """Limits of what a job may demand of the site, and of the size of images.
+    """Limits of what a job may demand of the site, and of the size of images."""
 
-    Attributes:
-        epochs: passes over the training images in a round.
-        hours: of the site's work on one job, without waiting times; after them it only receives the final models.
-        memory: GiB that a training step needs at least; a transform of one image may take a quarter of it.
-        minutes: of one step of the federation.
-        model_bytes: of the task's network.
-        batch: largest `batch_size`, `accumulate` and `patches_per_image` of a task.
-    """
-
-    epochs: Annotated[int, Field(ge=1)] = 1000
+    epochs: Annotated[int, Field(ge=1)] = 1000  # passes over the training images in a round
+    # of the site's work on one job, without waiting times; after them it only receives the final models
     hours: Annotated[float, Field(gt=0)] = 720.0  # thirty days
-    memory: Annotated[float, Field(gt=0)] = 64.0
-    minutes: Annotated[float, Field(gt=0)] = 1440.0  # a day
-    model_bytes: Annotated[int, Field(ge=1)] = 2**33
-    batch: Annotated[int, Field(ge=1)] = 2**16
+    memory: Annotated[float, Field(gt=0)] = 64.0  # GiB that a training step needs at least; a transform of one image may take a quarter
+    minutes: Annotated[float, Field(gt=0)] = 1440.0  # of one step of the federation; a day
+    model_bytes: Annotated[int, Field(ge=1)] = 2**33  # of the task's network
+    batch: Annotated[int, Field(ge=1)] = 2**16  # largest `batch_size`, `accumulate` and `patches_per_image` of a task
 
 
 @dataclass(frozen=True, config=STRICT)
 class LocalSettings:
-    """The content of local/medflare.json; every setting may be left out.
+    """The content of local/medflare.json; every setting may be left out."""
 
-    Attributes:
-        batch_size: most images that go through a network at once; None as the task says.
-        bounds: the most that an image may be, and that a job may ask.
-        cache: of decoded images; true for the engine's folder, a text for another folder, false for none.
-        channels_last: whether networks use torch's channels-last memory format, faster on most GPUs.
-        compile: whether torch compiles networks at their first use; needs a C++ compiler.
-        data_folders: further folders in which a datalist may name files.
-        data_root: folder of the data, see `data.loading.site_folder`.
-        device: torch device; "" for MEDFLARE_DEVICE, else cpu.
-        keep: the model that is deployed here in the end, "global" or "personal"; None: the method's choice.
-        minimum_patients: metrics of fewer patients do not leave the site.
-        models_gb: at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files
-            beside the checkpoints.
-        outbound: limits of what leaves the site.
-        packages: installed packages whose networks ("package.module:name") and methods a job may name.
-        privacy: the site's budget; None for no limit.
-        share_model: whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run).
-        weights: at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS.
-    """
-
-    batch_size: Annotated[int, Field(ge=2)] | None = None  # batch normalization cannot train on one image
+    # most images that go through a network at once (batch normalization cannot train on one); None as the task says
+    batch_size: Annotated[int, Field(ge=2)] | None = None
     bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
+    # of decoded images; true for the engine's folder, a text for another folder, false for none
     cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()
-    channels_last: bool = False
-    compile: bool = False
-    data_folders: tuple[str, ...] = ()
-    data_root: str = ""
-    device: str = ""
+    channels_last: bool = False  # whether networks use torch's channels-last memory format, faster on most GPUs
+    compile: bool = False  # whether torch compiles networks at their first use; needs a C++ compiler
+    data_folders: tuple[str, ...] = ()  # further folders in which a datalist may name files
+    data_root: str = ""  # folder of the data, see `data.loading.site_folder`
+    device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu
+    # the model that is deployed here in the end, "global" or "personal"; None: the method's choice
     keep: Literal["global", "personal"] | None = None
-    minimum_patients: Annotated[int, Field(ge=0)] = 0
+    minimum_patients: Annotated[int, Field(ge=0)] = 0  # metrics of fewer patients do not leave the site
+    # at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files beside the
+    # checkpoints
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
+    # installed packages whose networks ("package.module:name") and methods a job may name
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
-    share_model: bool = False
-    weights: str = ""
+    share_model: bool = False  # whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run)
+    weights: str = ""  # at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS
 
     def chosen_device(self) -> str:
         """The site's device, else MEDFLARE_DEVICE, else cpu."""
@@ -178,11 +141,7 @@ class LocalSettings:
 
 
 def read_local(path: Path) -> dict[str, Any]:
-    """The content of a site's local/medflare.json; empty where the file does not exist.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """The content of a site's local/medflare.json, empty where the file does not exist; ConfigError if it is no JSON object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:

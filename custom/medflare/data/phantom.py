@@ -105,7 +105,12 @@ def photographs(site: str) -> list[Photograph]:
     for number in range(device.patients):
         patient = f"synthetic-{number:03d}"
         rng = numpy_generator(0, "phantom", site, patient)
-        anatomy = _anatomy(rng, device)
+        anatomy = {  # what both eyes share
+            "radius": device.disc_radius * rng.uniform(0.88, 1.12),
+            "stretch": rng.uniform(1.0, 1.16),
+            "cup_ratio": float(np.clip(rng.normal(device.cup_ratio, 0.13), 0.25, 0.82)),
+            "pigment": rng.uniform(0.8, 1.15),
+        }
         for eye, temporal in (("left", 1), ("right", -1)):
             picture, mask, grade = _photograph(rng, device, anatomy, temporal)
             images.append(Photograph(picture, mask, grade, patient, f"{patient}-{eye}", str(splits[number])))
@@ -158,16 +163,6 @@ def _write_image(path: Path, pixels: np.ndarray, patient: str) -> None:
     file.PatientID, file.PatientName, file.Modality, file.SeriesNumber, file.InstanceNumber = patient, "synthetic", "XC", 1, 1
     set_pixel_data(file, pixels, "RGB", 8)
     file.save_as(path, enforce_file_format=True)
-
-
-def _anatomy(rng: np.random.Generator, device: Camera) -> dict[str, float]:
-    """What both eyes of a patient share."""
-    return {
-        "radius": device.disc_radius * rng.uniform(0.88, 1.12),
-        "stretch": rng.uniform(1.0, 1.16),
-        "cup_ratio": float(np.clip(rng.normal(device.cup_ratio, 0.13), 0.25, 0.82)),
-        "pigment": rng.uniform(0.8, 1.15),
-    }
 
 
 def _photograph(rng: np.random.Generator, device: Camera, anatomy: dict[str, float], temporal: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -227,7 +222,7 @@ def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
             for width, bend in ((2.6, rng.uniform(0.7, 1.1)), (1.7, rng.uniform(0.3, 0.6))):
                 heading = vertical * math.pi / 2 + rng.normal(0, 0.12)
                 pieces += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
-    return _blurred(_painted(_dabs(np.array(pieces), eye.radius / 4)), 0.5 * _OVERSAMPLING)
+    return _blurred(_painted(np.array(pieces), eye.radius / 4), 0.5 * _OVERSAMPLING)
 
 
 def _vessel(
@@ -249,15 +244,11 @@ def _vessel(
             yield from _vessel(rng, (row, column), turned, bend / 2, width * 0.6, step)
 
 
-def _dabs(pieces: np.ndarray, step: float) -> np.ndarray:
-    """Round dabs (n, 3) of a brush, half a pixel apart along pieces (m, 5), see `_vessel`: row, column, width."""
+def _painted(pieces: np.ndarray, step: float) -> np.ndarray:
+    """Opacity (canvas, canvas) of pieces (m, 5), see `_vessel`, painted with round dabs half a pixel apart; wide vessels are darker."""
     row, column, down, right, width = pieces.T[..., None]
     along = np.arange(0, step, 0.5)
-    return np.stack(np.broadcast_arrays(row + along * down, column + along * right, width), axis=-1).reshape(-1, 3)
-
-
-def _painted(dabs: np.ndarray) -> np.ndarray:
-    """Opacity (canvas, canvas) of round dabs (n, 3): row and column of their centres and widths; wide vessels are darker."""
+    dabs = np.stack(np.broadcast_arrays(row + along * down, column + along * right, width), axis=-1).reshape(-1, 3)
     canvas = np.zeros((_CANVAS, _CANVAS), np.float32)
     centres, radii = _OVERSAMPLING * dabs[:, :2], np.maximum(1, _OVERSAMPLING * dabs[:, 2] / 2) / 2
     opacity = 0.6 + 0.15 * dabs[:, 2].clip(max=2.6)

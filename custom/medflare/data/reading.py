@@ -37,47 +37,27 @@ _RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predic
 
 @dataclass(frozen=True, config=STRICT)
 class ImageBounds:
-    """The largest image that is read: a file of a megabyte can hold many gigabytes.
+    """The largest image that is read: a file of a megabyte can hold many gigabytes."""
 
-    Attributes:
-        pixels: of a picture; 8192 x 8192 by default.
-        voxels: of a volume with all its channels; 512 x 512 x 1024 by default.
-    """
-
-    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26
-    voxels: Annotated[int, Field(ge=1)] = 2**28
+    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26  # of a picture: 8192 x 8192
+    voxels: Annotated[int, Field(ge=1)] = 2**28  # of a volume with all its channels: 512 x 512 x 1024
 
     def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
-        """Refuse an image by the size in its header, before its pixels are read.
-
-        Raises:
-            DataError: it is larger.
-        """
+        """Raise DataError for an image whose size in its header is larger; to be called before its pixels are read."""
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(shape) > limit:
-            memory = math.prod(shape) * 4 / 2**30  # float32
-            raise DataError(
-                f"{path}: {format_shape(shape)} {unit}, {memory:.3g} GiB once unpacked, above the bound of {limit}; "
-                f"store the image smaller, or {_RAISE.format(unit)}"
-            )
+            found = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
+            raise DataError(f"{path}: {found}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
 
     def check_task(self, task: TaskConfig, place: str) -> None:
-        """Refuse a task by the size of its network's images.
-
-        Raises:
-            ConfigError: they are larger.
-        """
+        """Raise ConfigError for a task whose images are larger."""
         unit, limit = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
         if math.prod(task.size) > limit:
             size = format_shape(task.size)
             raise ConfigError(f"{place}: task {task.name} has size {size}, more than {limit} {unit}; {_RAISE.format(unit)}")
 
     def check_resampled(self, path: Path, grid: Grid, task: TaskConfig) -> None:
-        """Refuse a volume by its size at the task's spacing, as where the header's millimetres are wrong.
-
-        Raises:
-            DataError: it would be larger.
-        """
+        """Raise DataError for a volume that is larger at the task's spacing, as where the header's millimetres are wrong."""
         spacing = grid.turned(task.orientation).spacing
         if task.spacing is None or spacing is None:
             return
@@ -89,19 +69,12 @@ class ImageBounds:
 
 
 class Image(NamedTuple):
-    """An image before its intensities and size are changed.
+    """An image before its intensities and size are changed."""
 
-    Attributes:
-        array: float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes.
-        stored_grid: of the voxels in the file; None for pictures.
-        grid: of the voxels of `array`; None for pictures.
-        coloured: whether `array` is the luminance of a picture in colours.
-    """
-
-    array: np.ndarray
-    stored_grid: Grid | None = None
-    grid: Grid | None = None
-    coloured: bool = False
+    array: np.ndarray  # float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes
+    stored_grid: Grid | None = None  # of the voxels in the file; None for pictures
+    grid: Grid | None = None  # of the voxels of `array`; None for pictures
+    coloured: bool = False  # whether `array` is the luminance of a picture in colours
 
 
 class Stored(NamedTuple):
@@ -160,11 +133,7 @@ def dicom_images(files: Iterable[Path], *, segmentations: bool = True) -> Iterat
 
 
 def dicom_files(path: Path) -> list[Path]:
-    """The DICOM images of a folder without segmentation objects, by name; or the file itself.
-
-    Raises:
-        DataError: a folder without DICOM images.
-    """
+    """The DICOM images of a folder without segmentation objects, by name (DataError if there is none); or the file itself."""
     files = sorted(dicom_images(path.iterdir(), segmentations=False)) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
@@ -290,11 +259,7 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 
 def series_grid(path: Path) -> Grid:
-    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone.
-
-    Raises:
-        DataError: see `dicom.in_order`.
-    """
+    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone; DataError as of `dicom.in_order`."""
     from pydicom import dcmread
 
     with explained(path):
@@ -306,10 +271,7 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """The files of an image's channels, None for a channel of zeros.
-
-    Args:
-        listed: a file for each channel; None, or a file that does not exist, for a missing channel.
+    """The files of an image's channels, None for a channel of zeros: one that is missing, where `listed` has None or no file exists.
 
     Raises:
         DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
@@ -398,9 +360,8 @@ def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple
         array = np.repeat(array, 3, axis=0)
     if len(array) != count:
         more = ", or say in the task which of them it means (pick)" if len(array) > count else ""
-        raise DataError(
-            f"{path}: the image has {len(array)} channels, the task takes {count}; correct the file or the task's channels{more}"
-        )
+        found = f"the image has {len(array)} channels, the task takes {count}"
+        raise DataError(f"{path}: {found}; correct the file or the task's channels{more}")
     return array, coloured
 
 
@@ -421,21 +382,25 @@ def is_coloured(channels: np.ndarray) -> bool:
 def read_mask(
     path: Path, image_path: Path, image: Image | None, task: TaskConfig, bounds: ImageBounds = ImageBounds(), *, several: bool = False
 ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-    """Label values laid out as their image; and label and number of every segment of a DICOM segmentation.
+    """Label values laid out as their image, int64 (M, ...); and label and number of every segment of a DICOM segmentation.
 
     Args:
         image: gives the grid to compare with; None: grids are not compared.
         several: whether each channel is a structure's own mask; else equal channels are one mask, saved in colours.
-
-    Returns:
-        int64 (M, ...), and the segments; none of other files.
 
     Raises:
         DataError: as `read_image`, or values that are not whole numbers, or a mask on another grid than its image.
     """
     segments: list[tuple[str, int]] = []
     if is_segmentation(path):
-        stored, segments = _read_segmentation(path, image_path, image)
+        from pydicom import dcmread
+
+        if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
+            raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
+        with explained(path):
+            series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
+            array, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
+        stored = Stored(array, image.stored_grid)
     else:
         stored = read_stored(path, bounds, mask=True)
     masks = label_values(stored.array, path, several=several or bool(segments))
@@ -451,11 +416,7 @@ def read_mask(
 
 
 def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.ndarray:
-    """Masks (M, ...) as int64; one of them if all are equal, unless several are meant.
-
-    Raises:
-        DataError: values that are not whole numbers.
-    """
+    """Masks (M, ...) of whole numbers (else DataError) as int64; one of them if all are equal, unless several are meant."""
     masks = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
     if not (masks == array).all():
         raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")
@@ -470,14 +431,3 @@ def is_segmentation(path: Path) -> bool:
         from pydicom import dcmread
 
         return str(dcmread(path, stop_before_pixels=True, specific_tags=["SOPClassUID"]).get("SOPClassUID", "")) == dicom.SEGMENTATION
-
-
-def _read_segmentation(path: Path, image_path: Path, image: Image | None) -> tuple[Stored, list[tuple[str, int]]]:
-    from pydicom import dcmread
-
-    if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
-        raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
-    with explained(path):
-        series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
-        masks, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
-    return Stored(masks, image.stored_grid), segments

@@ -31,10 +31,9 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
     """
     if task.target == "multilabel" and not task.label_values:
         if len(masks) != len(task.labels):
-            raise DataError(
-                f"{place}: {len(masks)} mask(s) or channel(s) for {len(task.labels)} labels ({', '.join(task.labels)}); "
-                "give one mask file per label, or say in the task's label_values which values mean which label"
-            )
+            found = f"{len(masks)} mask(s) or channel(s) for {len(task.labels)} labels ({', '.join(task.labels)})"
+            remedy = "give one mask file per label, or say in the task's label_values which values mean which label"
+            raise DataError(f"{place}: {found}; {remedy}")
         _check_listed(masks, [0, 1], task, place)
         return (masks == 1).astype(np.int64)
     if len(masks) != 1:
@@ -76,10 +75,9 @@ def _check_listed(values: np.ndarray, allowed: list[int], task: TaskConfig, plac
         return
     strange = np.setdiff1d(values, allowed).tolist()
     shown = ", ".join(map(str, strange[:4])) + (", ..." if len(strange) > 4 else "")
-    raise DataError(
-        f"{place}: label value {shown} out of range, the task knows {', '.join(map(str, sorted(set(allowed))))}; "
-        "correct the file, or the task's labels or label_values"
-    )
+    known = ", ".join(map(str, sorted(set(allowed))))
+    remedy = "correct the file, or the task's labels or label_values"
+    raise DataError(f"{place}: label value {shown} out of range, the task knows {known}; {remedy}")
 
 
 def stored_values(task: TaskConfig) -> list[list[int]]:
@@ -209,12 +207,6 @@ def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] |
     """Classes (segmentation: structures) in fewer than three training images: name -> images; empty without training images.
 
     Only `annotated` structures count; None: all.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> task = SimpleNamespace(kind="classification", target="multiclass", classes=("mild", "severe"), labels=("mild", "severe"))
-        >>> scarce_classes(torch.tensor([0, 0, 0, 1]), task)
-        {'severe': 1}
     """
     if not len(targets):
         return {}

@@ -8,11 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -74,22 +73,18 @@ def main(memory: float, seconds: int) -> None:
     Preprocessing(task).intensities(image)
     for settings in task.augment:
         _announce(f"augment {settings['name']}")
-        _augment(task, settings, torch.from_numpy(image)[None])
+        try:
+            augmentation = Augmentation(replace(task, augment=({**settings, "prob": 1.0},)))
+        except ConfigError:  # some have no such argument
+            augmentation = Augmentation(replace(task, augment=(settings,)))
+        random, target = np.random.RandomState(0), torch.zeros(1, *task.size, dtype=torch.long)
+        for _ in range(_DRAWS):
+            augmentation(torch.from_numpy(image)[None], target, random)
 
 
 def _announce(name: str) -> None:
     sys.stdout.write(f"{name}\n")
     sys.stdout.flush()
-
-
-def _augment(task: TaskConfig, settings: Mapping[str, Any], images: torch.Tensor) -> None:
-    try:
-        augmentation = Augmentation(replace(task, augment=({**settings, "prob": 1.0},)))
-    except ConfigError:  # some have no such argument
-        augmentation = Augmentation(replace(task, augment=(dict(settings),)))
-    random = np.random.RandomState(0)
-    for _ in range(_DRAWS):
-        augmentation(images, torch.zeros(1, *task.size, dtype=torch.long), random)
 
 
 def _limit(memory: float) -> None:

@@ -33,6 +33,9 @@ def test_shares_of_patients_are_met(text: str) -> None:
     drawn = patients_by_split(draw_splits(people(200, each=2), "A", shares, 0))
     total = sum(shares.values())
     assert {split: drawn[split] / 200 for split in shares} == pytest.approx({s: share / total for s, share in shares.items()}, abs=0.015)
+    for wrong in ("70,10", "70,10,0", "a,b,c", "1,inf,1", "nan,1,1"):
+        with pytest.raises(ConfigError, match="--shares"):
+            parse_shares(wrong)
 
 
 def test_splits_are_stratified_and_depend_on_seed_and_site() -> None:
@@ -44,21 +47,12 @@ def test_splits_are_stratified_and_depend_on_seed_and_site() -> None:
     assert drawn != draw_splits(items, "A", SHARES, 2) and drawn != draw_splits(items, "B", SHARES, 0)
 
 
-def test_three_patients_are_enough_and_two_are_not() -> None:
+def test_three_patients_are_enough_and_a_site_that_does_not_train_keeps_its_test_images() -> None:
     assert patients_by_split(draw_splits(people(3), "A", SHARES, 0)) == {"training": 1, "validation": 1, "test": 1}
     with pytest.raises(DataError, match="--sites"):
         draw_splits(people(2), "A", SHARES, 0)
-
-
-def test_a_site_that_does_not_train_keeps_its_test_images() -> None:
     items = [replace(item, split="test") for item in people(5)]
     assert draw_splits(items, "A", SHARES, 0) == items
-
-
-@pytest.mark.parametrize("text", ["70,10", "70,10,0", "a,b,c", "1,inf,1", "nan,1,1"])
-def test_wrong_shares_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--shares"):
-        parse_shares(text)
 
 
 def test_patients_are_taken_from_file_names(tmp_path: Path) -> None:
@@ -149,9 +143,6 @@ def test_each_folder_is_a_site(tmp_path: Path) -> None:
         assert len({entry.patient for entry in read_datalist(tmp_path / "DATA" / site, "classification")}) == 12
     with pytest.raises(DataError, match="--site-folders"):
         import_folder(tmp_path / "hospitals" / "north" / "cat", options)
-
-
-def test_folders_that_may_be_sites_are_named(tmp_path: Path) -> None:
-    for site in ("north", "south"):
+    for site in ("north", "south"):  # folders that may be sites are named
         pairs(tmp_path / "all" / site)
     assert any("--site-folders" in warning for warning in import_folder(tmp_path / "all").warnings)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.picture_sites import SiteOf, TaskOf
 from medflare import run_local
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE
@@ -22,38 +22,28 @@ from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig, load_task
 
 NETWORK = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
-
-
 MONAIS = {"name": "DenseNet", "init_features": 4, "growth_rate": 2, "block_config": [1, 1]}
 
 
-@pytest.fixture
-def pretrained(make_task: Callable[..., TaskConfig], tmp_path: Path) -> Callable[[dict[str, Any]], TaskConfig]:
+def pretrained(network: dict[str, Any], make_task: TaskOf, folder: Path) -> TaskConfig:
     """Three classes, and a network whose weights and running statistics lie in a file."""
-
-    def write(network: dict[str, Any]) -> TaskConfig:
-        drawn = initial_network(make_task("classification", network=network), 5)
-        drawn(torch.rand(8, 1, 16, 16))  # running statistics that are not the initial ones
-        file = tmp_path / "weights.safetensors"
-        save_file(drawn.state_dict(), file)
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        weights = {"file": file.name, "sha256": digest, "format": "safetensors", "part": "body"}
-        return make_task("classification", network=network | {"weights": weights}, sampling="balanced")
-
-    return write
+    drawn = initial_network(make_task("classification", network=network), 5)
+    drawn(torch.rand(8, 1, 16, 16))  # running statistics that are not the initial ones
+    file = folder / "weights.safetensors"
+    save_file(drawn.state_dict(), file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    weights = {"file": file.name, "sha256": digest, "format": "safetensors", "part": "body"}
+    return make_task("classification", network=network | {"weights": weights}, sampling="balanced")
 
 
 @pytest.fixture
-def task(pretrained: Callable[[dict[str, Any]], TaskConfig]) -> TaskConfig:
-    """The task with a network of our own."""
-    return pretrained(NETWORK)
+def task(make_task: TaskOf, tmp_path: Path) -> TaskConfig:
+    return pretrained(NETWORK, make_task, tmp_path)
 
 
 @pytest.mark.parametrize("spec", [NETWORK, MONAIS], ids=["ours", "MONAI's"])
-def test_features_are_those_of_the_frozen_body(
-    spec: dict[str, Any], pretrained: Callable[[dict[str, Any]], TaskConfig], make_site: Callable[..., Path], tmp_path: Path
-) -> None:
-    task, folder = pretrained(spec), make_site(kind="classification")
+def test_features_are_those_of_the_frozen_body(spec: dict[str, Any], make_task: TaskOf, make_site: SiteOf, tmp_path: Path) -> None:
+    task, folder = pretrained(spec, make_task, tmp_path), make_site(kind="classification")
     actual = write_features(folder, task, tmp_path / "features", weights=tmp_path)
     images, features = load_site_data("A", task, folder), load_site_data("A", actual.task, tmp_path / "features")
     for before, after in ((images.train, features.train), (images.validation, features.validation), (images.test, features.test)):
@@ -65,7 +55,7 @@ def test_features_are_those_of_the_frozen_body(
     assert seen.shape == (3, 1, 1, actual.task.size[1])
 
 
-def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: SiteOf, tmp_path: Path) -> None:
     for name in "AB":
         make_site(kind="classification", name=f"sites/{name}")
     actual = write_features(tmp_path / "sites", task, tmp_path / "features", weights=tmp_path)
@@ -74,20 +64,15 @@ def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: Callable
     assert head == actual.task and head.sampling == task.sampling and head.name == "shades_features"
     cases: list[tuple[str, Any]] = [("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})]
     for method, settings in cases:
-        run: Any = run_local(
-            method, head, sites=["A", "B"], rounds=2, seed=0, data_root=tmp_path / "features", out=tmp_path / method, **settings
-        )
+        run: Any = run_local(method, head, sites=["A", "B"], rounds=2, seed=0, data_root=tmp_path / "features", **settings)
         assert run["status"] == "COMPLETED"
 
 
-def test_what_cannot_be_made(
-    task: TaskConfig, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_made(task: TaskConfig, make_task: TaskOf, make_site: SiteOf, tmp_path: Path) -> None:
     folder, home = make_site(kind="classification"), tmp_path / "features"
-    with pytest.raises(ConfigError, match="squares"):
-        write_features(folder, make_task(), home)
-    with pytest.raises(ConfigError, match=r"network\.weights"):
-        write_features(folder, make_task("classification"), home)
+    for kind, named in (("segmentation", "squares"), ("classification", r"network\.weights")):
+        with pytest.raises(ConfigError, match=named):
+            write_features(folder, make_task(kind), home)
     with pytest.raises(DataError, match="another folder"):
         write_features(folder, task, folder / "features", weights=tmp_path)
     with patch.object(FeatureNetwork, "has_features", False), pytest.raises(ConfigError, match="small_cnn"):

@@ -27,6 +27,11 @@ def listed(root: Path) -> list[dict[str, Any]]:
     return [entry for split in ("training", "validation", "test") for entry in content[split]]
 
 
+def labels_of(root: Path) -> dict[Any, Any]:
+    """Image -> label of all entries."""
+    return {entry["image"]: entry["label"] for entry in listed(root)}
+
+
 def error_of(root: Path, **options: Any) -> str:
     """The error of one line, after which nothing was written."""
     with pytest.raises(DataError) as error:
@@ -63,8 +68,7 @@ def test_a_folder_per_class_below_folders_of_splits(tmp_path: Path) -> None:
 )
 def test_images_and_masks_by_name(image: str, label: str, tmp_path: Path) -> None:
     import_folder(pairs(tmp_path, image=image, label=label))
-    entries = {entry["image"]: entry["label"] for entry in listed(tmp_path)}
-    assert entries == {image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)}
+    assert labels_of(tmp_path) == {image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)}
     assert len(read_datalist(tmp_path, "segmentation")) == 10
 
 
@@ -72,9 +76,7 @@ def test_splits_may_have_files_of_the_same_names(tmp_path: Path) -> None:
     for split in ("train", "test"):
         pairs(tmp_path / split, image="images/{n}.png", label="masks/{n}.png")
     import_folder(tmp_path)
-    assert {(entry["image"], entry["label"]) for entry in listed(tmp_path)} == {
-        (f"{split}/images/IMG_{n:02}.png", f"{split}/masks/IMG_{n:02}.png") for split in ("train", "test") for n in range(10)
-    }
+    assert all(mask == image.replace("images", "masks") for image, mask in labels_of(tmp_path).items()) and len(listed(tmp_path)) == 20
     content = json.loads((tmp_path / "datalist.json").read_text())
     assert all(entry["image"].startswith("test/") for entry in content["test"]) and len(content["test"]) == 10
 
@@ -87,20 +89,16 @@ def test_masks_of_other_images_are_not_used(tmp_path: Path) -> None:
     mask(tmp_path / "test" / "masks" / "odd.png")  # of another split
     report = import_folder(tmp_path, ImportOptions(skip=True))
     assert len({entry["label"] for entry in listed(tmp_path)}) == len(listed(tmp_path)) == 10
-    assert "left out: test/masks/odd.png" in report.render()
+    assert "left out: test/masks/odd.png" in report.render() and "left out: train/images/2022/IMG_01.png: no mask" in report.render()
 
 
-@pytest.mark.parametrize("parts", [("imaging",), ("flair", "t1")])
-def test_a_folder_for_each_case_with_its_mask(parts: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [["imaging"], ["flair", "t1"]])
+def test_a_folder_for_each_case_with_its_mask(parts: list[str], tmp_path: Path) -> None:
     """As KiTS, or with a file for each channel."""
-    for case in range(4):
-        (tmp_path / f"case_{case}").mkdir()
-        for name in (*parts, "segmentation"):
-            write(tmp_path / f"case_{case}" / f"{name}.nii.gz", np.ones((4, 5, 6), np.uint8))
+    volumes(tmp_path, *(f"case_{case}/{name}" for case in range(4) for name in (*parts, "segmentation")))
     import_folder(tmp_path)
-    images = {entry["label"].partition("/")[0]: entry["image"] for entry in listed(tmp_path)}
-    files = {f"case_{case}": [f"case_{case}/{name}.nii.gz" for name in parts] for case in range(4)}
-    assert images == {case: names[0] if len(names) == 1 else names for case, names in files.items()}
+    files = {f"case_{case}/segmentation.nii.gz": [f"case_{case}/{part}.nii.gz" for part in parts] for case in range(4)}
+    assert {entry["label"]: np.atleast_1d(entry["image"]).tolist() for entry in listed(tmp_path)} == files
 
 
 def test_ambiguous_masks_are_refused(tmp_path: Path) -> None:
@@ -113,14 +111,8 @@ def test_ambiguous_masks_are_refused(tmp_path: Path) -> None:
 
 
 def test_volumes_of_nnunet_with_a_file_per_channel(tmp_path: Path) -> None:
-    volume = np.ones((4, 5, 6), np.uint8)
-    for folder in ("imagesTr", "labelsTr", "imagesTs"):
-        (tmp_path / folder).mkdir()
-    for case in ("a", "b", "c", "d"):
-        for channel in range(2):
-            write(tmp_path / "imagesTr" / f"case_{case}_{channel:04}.nii.gz", volume)
-        write(tmp_path / "labelsTr" / f"case_{case}.nii.gz", volume)
-    write(tmp_path / "imagesTs" / "case_z_0000.nii.gz", volume)
+    volumes(tmp_path, "imagesTs/case_z_0000", *(f"labelsTr/case_{case}" for case in "abcd"))
+    volumes(tmp_path, *(f"imagesTr/case_{case}_000{channel}" for case in "abcd" for channel in range(2)))
     (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
     report = import_folder(tmp_path)
     assert report.dataset.channels == {"0": "T2", "1": "ADC"} and report.dataset.notes == ("1 test images without masks are not used",)
@@ -130,27 +122,34 @@ def test_volumes_of_nnunet_with_a_file_per_channel(tmp_path: Path) -> None:
 
 
 def test_volumes_with_a_file_for_each_named_channel(tmp_path: Path) -> None:
-    volume = np.ones((4, 5, 6), np.uint8)
-    for case in range(4):
-        folder = tmp_path / "BraTS" / f"BraTS_{case:03}"
-        folder.mkdir(parents=True)
-        for part in ("flair", "t1", "seg"):
-            if (case, part) != (3, "t1"):
-                write(folder / f"BraTS_{case:03}_{part}.nii.gz", volume)
+    files = [f"BraTS/BraTS_00{case}/BraTS_00{case}_{part}" for case in range(4) for part in ("flair", "t1", "seg")]
+    volumes(tmp_path, *files[:-2], files[-1])  # the last one has no t1
     assert import_folder(tmp_path).dataset.channels == {"0": "flair", "1": "t1"}
     names = {tuple(name and Path(name).name for name in entry["image"]) for entry in listed(tmp_path)}
     assert names == {(f"BraTS_00{n}_flair.nii.gz", None if n == 3 else f"BraTS_00{n}_t1.nii.gz") for n in range(4)}
 
 
+def volumes(root: Path, *names: str) -> None:
+    """NIfTI files of these names."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write(root / f"{name}.nii.gz", np.ones((4, 5, 6), np.uint8))
+
+
+def series_of(folder: Path, number: int) -> Path:
+    """A DICOM series of four slices of patient P`number`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for file in dicom_series(folder).iterdir():
+        slice_ = pydicom.dcmread(file)
+        slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
+        slice_.save_as(file)
+    return folder
+
+
 def scans(root: Path, series: int = 4) -> Path:
-    """A folder per class with a DICOM series of 4 slices for each of some patients, P0, P1, ..."""
+    """A folder per class with a DICOM series for each of some patients, P0, P1, ..."""
     for number in range(series):
-        folder = root / ("healthy", "ill")[number % 2] / f"scan{number}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for file in dicom_series(folder).iterdir():
-            slice_ = pydicom.dcmread(file)
-            slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
-            slice_.save_as(file)
+        series_of(root / ("healthy", "ill")[number % 2] / f"scan{number}", number)
     return root
 
 
@@ -161,16 +160,11 @@ def test_a_dicom_series_is_one_image_of_its_patient(exported: bool, tmp_path: Pa
         beside_a_series(folder)
     assert not import_folder(tmp_path).warnings
     assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == {
-        ("healthy/scan0", 0, "P0"),
-        ("ill/scan1", 1, "P1"),
-        ("healthy/scan2", 0, "P2"),
-        ("ill/scan3", 1, "P3"),
+        (f"{name}/scan{number}", number % 2, f"P{number}") for number, name in enumerate(("healthy", "ill") * 2)
     }
-
-
-def test_damaged_dicom_files_are_refused(tmp_path: Path) -> None:
-    (scans(tmp_path) / "ill" / "scan1" / "0.dcm").write_text("no header")
-    assert "0.dcm" in error_of(tmp_path)
+    (tmp_path / "ill/scan1/0.dcm").write_text("no header")
+    with pytest.raises(DataError, match=r"0\.dcm"):
+        import_folder(tmp_path, ImportOptions(force=True))
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -202,14 +196,8 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
     coded = {"target": "multiclass", "labels": ["background", "liver", "spleen"], "codes": {"liver": liver}}
     expected, task = {}, load_task({**TASK, "channels": 1, **coded})
     for number in range(6):
-        study = tmp_path / f"study{number}"
-        study.mkdir()
-        series = dicom_series(study / f"1.2.{number}")
-        for file in series.iterdir():
-            slice_ = pydicom.dcmread(file)
-            slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
-            slice_.save_as(file)
-        mask = series / "900.dcm" if number % 2 else study / "9.9" / "1.dcm"
+        series = series_of(tmp_path / f"study{number}" / f"1.2.{number}", number)
+        mask = series / "900.dcm" if number % 2 else series.parent / "9.9" / "1.dcm"
         mask.parent.mkdir(exist_ok=True)
         structures = {"liver": np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
         structures["liver"][1:3, 2:5, 1:3], structures["spleen"][4, 0, 3] = True, True
@@ -224,9 +212,6 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
     source = Source(tmp_path, task)
     for entry in source.entries():
         assert set(np.unique(source.mask(entry, source.image(entry)))) == {0, 1, 2}
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
@@ -269,18 +254,17 @@ def test_hospitals_with_a_table_each_are_no_classes(tmp_path: Path) -> None:
 
 def test_findings_in_columns_or_in_one_cell(tmp_path: Path) -> None:
     """As ISIC 2018 and ChestX-ray14."""
-    for root in ("isic", "nih"):
-        for number in range(12):
-            picture(tmp_path / root / "images" / f"{number}.png")
-    table(tmp_path / "isic" / "t.csv", ("image", "MEL", "NV", "BCC"), *((n, *(float(n % 3 == k) for k in range(3))) for n in range(12)))
-    table(tmp_path / "nih" / "t.csv", ("Image Index", "Finding Labels", "Patient ID"), *(
-        (f"{n}.png", ("No Finding", "Effusion", "Effusion|Mass")[n % 3], n) for n in range(12)
-    ))  # fmt: skip
-    assert import_folder(tmp_path / "isic").dataset.labels == {"0": "MEL", "1": "NV", "2": "BCC"}
-    assert {entry["image"]: entry["label"] for entry in listed(tmp_path / "isic")} == {f"images/{n}.png": n % 3 for n in range(12)}
-    assert import_folder(tmp_path / "nih").dataset.labels == {"0": "Effusion", "1": "Mass"}
-    expected = {f"images/{n}.png": ([0, 0], [1, 0], [1, 1])[n % 3] for n in range(12)}
-    assert {entry["image"]: entry["label"] for entry in listed(tmp_path / "nih")} == expected
+    for number in range(12):
+        picture(tmp_path / "images" / f"{number}.png")
+    isic = [(n, *(float(n % 3 == k) for k in range(3))) for n in range(12)]
+    nih = [(f"{n}.png", ("No Finding", "Effusion", "Effusion|Mass")[n % 3], n) for n in range(12)]
+    for header, rows, names, labels in (
+        (("image", "MEL", "NV", "BCC"), isic, ["MEL", "NV", "BCC"], (0, 1, 2)),
+        (("Image Index", "Finding Labels", "Patient ID"), nih, ["Effusion", "Mass"], ([0, 0], [1, 0], [1, 1])),
+    ):
+        table(tmp_path / "t.csv", header, *rows)
+        assert list(import_folder(tmp_path, ImportOptions(force=True)).dataset.labels.values()) == names
+        assert labels_of(tmp_path) == {f"images/{n}.png": labels[n % 3] for n in range(12)}
 
 
 def test_folders_of_patients_are_no_classes(tmp_path: Path) -> None:
@@ -313,8 +297,7 @@ def test_columns_of_public_tables_are_recognized(image: str, label: str, tmp_pat
     table(tmp_path / "train.csv", (image, "eye", label), *((name, "left", number % 3) for number, name in enumerate(names)))
     table(tmp_path / "test.csv", (image,), ("another",))
     import_folder(tmp_path)
-    labels = {entry["image"]: entry["label"] for entry in listed(tmp_path)}
-    assert labels == {f"train_images/{name}.png": number % 3 for number, name in enumerate(names)}
+    assert labels_of(tmp_path) == {f"train_images/{name}.png": number % 3 for number, name in enumerate(names)}
 
 
 def test_numbers_that_are_names_of_images_by_chance(tmp_path: Path) -> None:
@@ -324,7 +307,7 @@ def test_numbers_that_are_names_of_images_by_chance(tmp_path: Path) -> None:
     rows = [(number % 3, number, f"{folder}/{number}.png") for folder in ("a", "b") for number in range(6)]
     table(tmp_path / "t.csv", ("grade", "age", "photograph"), *rows)
     import_folder(tmp_path)
-    assert {entry["image"]: entry["label"] for entry in listed(tmp_path)} == {name: grade for grade, _, name in rows}
+    assert labels_of(tmp_path) == {name: grade for grade, _, name in rows}
 
 
 def test_numbers_of_patients_are_read_alike(tmp_path: Path) -> None:
@@ -334,13 +317,13 @@ def test_numbers_of_patients_are_read_alike(tmp_path: Path) -> None:
     assert {(entry["image"], entry["patient"]) for entry in listed(tmp_path)} == {(f"{n}.png", str(n // 2)) for n in range(20)}
 
 
-@pytest.mark.parametrize(("second", "labels"), [((1, 0), [1, 0]), ((0, 1), [[1, 0], [1, 1]])], ids=["classes", "findings"])
-def test_several_label_columns(second: tuple[int, int], labels: list[Any], tmp_path: Path) -> None:
-    first = (0, 1) if second == (1, 0) else (1, 1)
-    rows = [(picture(tmp_path / f"{n}.png").name, first[n % 2], second[n % 2]) for n in range(8)]
-    table(tmp_path / "t.csv", ("image", "A", "B"), *rows)
+@pytest.mark.parametrize(
+    ("cells", "labels"), [(((0, 1), (1, 0)), [1, 0]), (((1, 0), (1, 1)), [[1, 0], [1, 1]])], ids=["classes", "findings"]
+)
+def test_several_label_columns(cells: Any, labels: list[Any], tmp_path: Path) -> None:
+    table(tmp_path / "t.csv", ("image", "A", "B"), *((picture(tmp_path / f"{n}.png").name, *cells[n % 2]) for n in range(8)))
     import_folder(tmp_path, ImportOptions(columns=Columns(label="A,B")))
-    assert {entry["image"]: entry["label"] for entry in listed(tmp_path)} == {f"{n}.png": labels[n % 2] for n in range(8)}
+    assert labels_of(tmp_path) == {f"{n}.png": labels[n % 2] for n in range(8)}
 
 
 def test_a_table_of_masks(tmp_path: Path) -> None:
@@ -352,45 +335,36 @@ def test_a_table_of_masks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "file"),
+    ("cell", "file", "named"),
     [
-        ("001.png", "train/001.png"),
-        ("001", "train/001.png"),
-        ("train/001", "train/001.png"),
-        ("set/train/001.png", "train/001.png"),  # the cell begins above the folder
-        ("..\\Train\\001.png", "train/001.png"),
-        ("D:\\export\\001.png", "001.png"),
+        ("001.png", "train/001.png", True),
+        ("001", "train/001.png", True),
+        ("train/001", "train/001.png", True),
+        ("set/train/001.png", "train/001.png", True),  # the cell begins above the folder
+        ("..\\Train\\001.png", "train/001.png", True),
+        ("D:\\export\\001.png", "001.png", True),
+        ("test/001.png", "train/001.png", False),  # of the same name in another folder
+        ("D:\\export\\p2\\001", "p1/001.png", False),
+        ("/srv/test/001.png", "train/images/001.png", False),
     ],
 )
-def test_a_cell_names_a_file(cell: str, file: str, tmp_path: Path) -> None:
+def test_a_cell_names_a_file(cell: str, file: str, named: bool, tmp_path: Path) -> None:
     picture(tmp_path / "set" / file)
-    table(tmp_path / "set" / "t.csv", ("image", "label"), (cell, "a"))
-    dataset = read_tables([tmp_path / "set" / "t.csv"], scan_folder(tmp_path / "set"), GUESSED)
-    assert [item.first for item in dataset.items] == [tmp_path / "set" / file] and not dataset.missing
-
-
-@pytest.mark.parametrize(
-    ("cell", "file"),
-    [("test/001.png", "train/001.png"), ("D:\\export\\p2\\001", "p1/001.png"), ("/srv/test/001.png", "train/images/001.png")],
-)
-def test_a_file_of_the_same_name_in_another_folder_is_not_used(cell: str, file: str, tmp_path: Path) -> None:
-    picture(tmp_path / file)
-    table(tmp_path / "t.csv", ("image", "label"), (cell, "a"))
-    dataset = read_tables([tmp_path / "t.csv"], scan_folder(tmp_path), GUESSED)
-    assert not dataset.items and len(dataset.missing) == 1 and repr(cell) in dataset.missing[0]
+    dataset = read_tables([table(tmp_path / "set/t.csv", ("image", "label"), (cell, "a"))], scan_folder(tmp_path / "set"), GUESSED)
+    assert [item.first for item in dataset.items] == [tmp_path / "set" / file] * named
+    assert len(dataset.missing) == (not named) and all(repr(cell) in line for line in dataset.missing)
 
 
 def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
-    for file in ("001.png", "b/001.png", "a/b/001.png", "c/001.png"):
-        picture(tmp_path / file)
     cells = {"a/b/001.png": "a/b/001.png", "x/c/001.png": "c/001.png", "x/001.png": "001.png", "x/b/001.png": "b/001.png"}
-    table(tmp_path / "t.csv", ("image", "label"), *((cell, "a") for cell in cells))
-    dataset = read_tables([tmp_path / "t.csv"], scan_folder(tmp_path), GUESSED)
+    for file in cells.values():
+        picture(tmp_path / file)
+    path = table(tmp_path / "t.csv", ("image", "label"), *((cell, "a") for cell in cells))
+    dataset = read_tables([path], scan_folder(tmp_path), GUESSED)
     assert [item.first.relative_to(tmp_path).as_posix() for item in dataset.items] == list(cells.values())
     (tmp_path / "001.png").unlink()
-    table(tmp_path / "t.csv", ("image", "label"), ("001.png", "a"))
     with pytest.raises(DataError, match=r"001\.png"):
-        read_tables([tmp_path / "t.csv"], scan_folder(tmp_path), GUESSED)
+        read_tables([table(path, ("image", "label"), ("001.png", "a"))], scan_folder(tmp_path), GUESSED)
 
 
 @pytest.mark.parametrize(
@@ -418,9 +392,6 @@ def test_one_of_two_tables_must_be_chosen_and_other_tables_are_ignored(tmp_path:
     assert "a.csv" in import_folder(tmp_path).dataset.notes[0]
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------------
-
-
 def test_unclear_folders_are_one_line(tmp_path: Path) -> None:
     assert "pictures.zip" in error_of(tmp_path / "pictures.zip")
     (tmp_path / "empty").mkdir()
@@ -431,13 +402,6 @@ def test_unclear_folders_are_one_line(tmp_path: Path) -> None:
     picture(tmp_path / "twice" / "0.png")
     table(tmp_path / "twice" / "t.csv", ("image", "label"), ("0.png", 1), ("0", 0))
     assert "0.png" in error_of(tmp_path / "twice")
-
-
-def test_images_without_masks_are_left_out_on_request(tmp_path: Path) -> None:
-    (pairs(tmp_path) / "IMG_03_mask.png").unlink()
-    assert "IMG_03.png" in error_of(tmp_path)
-    report = import_folder(tmp_path, ImportOptions(skip=True))
-    assert len(listed(tmp_path)) == 9 and "left out: IMG_03.png: no mask" in report.render()
 
 
 def test_a_classification_ignores_masks_on_request(tmp_path: Path) -> None:

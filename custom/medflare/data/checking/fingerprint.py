@@ -74,31 +74,18 @@ class Presence:
 
 @dataclass(frozen=True, config=STRICT)
 class DatasetFingerprint:
-    """The training images of a site in numbers.
-
-    Attributes:
-        site: its name.
-        images: number of training images: volumes, pictures, or slices.
-        patients: number of their patients.
-        learnt: settings of the task, see `LEARNT`.
-        sizes: stored pixels or voxels along each axis, volumes along the task's axes.
-        spacings: millimetres between voxels; None for pictures, or if a file does not have it.
-        extents: sizes in millimetres, or None.
-        zeros: share of pixels or voxels that are 0 in every channel.
-        channels: intensities by channel.
-        classes: presence by class; in multiclass segmentation with background.
-    """
+    """The training images of a site in numbers."""
 
     site: str
-    images: Annotated[int, Field(ge=1)]
+    images: Annotated[int, Field(ge=1)]  # in training: volumes, pictures, or slices
     patients: Annotated[int, Field(ge=1)]
-    learnt: dict[str, Any]
-    sizes: Spread
-    spacings: Spread | None
-    extents: Spread | None
-    zeros: Share
+    learnt: dict[str, Any]  # settings of the task, see `LEARNT`
+    sizes: Spread  # stored pixels or voxels along each axis, volumes along the task's axes
+    spacings: Spread | None  # millimetres between voxels; None for pictures, or if a file does not have it
+    extents: Spread | None  # sizes in millimetres, or None
+    zeros: Share  # of pixels or voxels that are 0 in every channel
     channels: tuple[Channel, ...]
-    classes: dict[str, Presence]
+    classes: dict[str, Presence]  # in multiclass segmentation with background
 
 
 def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:
@@ -126,8 +113,6 @@ def fingerprint_of(
     """The fingerprint of one site; training images are read one at a time.
 
     Args:
-        site: its name.
-        task: see `fingerprints`.
         source_of_task: task -> the site's images as that task reads them.
         minimum: small-cell suppression: number of patients below which a number is left out. A class or a foreground that fewer patients
             show is left out (of exclusive classes then all), and minimum and maximum of a `Spread` become the 10th and 90th percentile.
@@ -215,32 +200,6 @@ class _Row(NamedTuple):
     areas: dict[str, int]
 
 
-def _read_rows(
-    task: TaskConfig,
-    source: Source,
-    entry: DatalistItem,
-    random: np.random.Generator,
-    overall: "Sequence[_Values]",
-    foreground: "Sequence[_Values]",
-) -> list[_Row]:
-    """The rows of an entry (several if a volume is cut into slices); adds its intensities by channel."""
-    image = source.image(entry)
-    target = target_of(task, source, entry, image)
-    spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
-    rows = []
-    pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
-    for _, picture, label in pictures:
-        inside = label.any(axis=0) if task.kind == "segmentation" else None
-        areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
-        zeros = int((picture == 0).all(axis=0).sum())
-        rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
-        for channel, values in enumerate(picture):
-            overall[channel].add(values.reshape(-1), random, len(pictures))
-            if inside is not None:
-                foreground[channel].add(values[inside], random, len(pictures))
-    return rows
-
-
 class _Values:
     """Intensities of all images: sums of all values, and a random sample of each image for percentiles."""
 
@@ -266,6 +225,32 @@ class _Values:
         return Intensities(low, middle, high, mean, max(self._squares / self._count - mean**2, 0.0) ** 0.5)
 
 
+def _read_rows(
+    task: TaskConfig,
+    source: Source,
+    entry: DatalistItem,
+    random: np.random.Generator,
+    overall: Sequence[_Values],
+    foreground: Sequence[_Values],
+) -> list[_Row]:
+    """The rows of an entry (several if a volume is cut into slices); adds its intensities by channel."""
+    image = source.image(entry)
+    target = target_of(task, source, entry, image)
+    spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
+    rows = []
+    pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
+    for _, picture, label in pictures:
+        inside = label.any(axis=0) if task.kind == "segmentation" else None
+        areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
+        zeros = int((picture == 0).all(axis=0).sum())
+        rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
+        for channel, values in enumerate(picture):
+            overall[channel].add(values.reshape(-1), random, len(pictures))
+            if inside is not None:
+                foreground[channel].add(values[inside], random, len(pictures))
+    return rows
+
+
 def _class_areas(target: np.ndarray, task: TaskConfig) -> dict[str, int]:
     if task.target == "multilabel":
         return {name: int(part.sum()) for name, part in zip(task.labels, target, strict=True)}
@@ -289,11 +274,7 @@ def to_json(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> DatasetFingerprint:
-    """One of the sites of `to_json`, validated.
-
-    Raises:
-        DataError: not a fingerprint.
-    """
+    """One of the sites of `to_json`, validated; DataError for another value."""
     try:
         return TypeAdapter(DatasetFingerprint).validate_json(json.dumps(value))
     except ValidationError as error:

@@ -56,19 +56,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A proposed task.
+    """A proposed task."""
 
-    Attributes:
-        settings: as in a task's JSON file.
-        choices: the settings with their reasons, in the order of the decisions.
-        source: of the rules; "" if there is none.
-        warnings: one line each.
-    """
-
-    settings: dict[str, Any]
-    choices: tuple[Choice, ...]
+    settings: dict[str, Any]  # as in a task's JSON file
+    choices: tuple[Choice, ...]  # the settings with their reasons, in the order of the decisions
     source: str = "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # one line each
 
     def render(self) -> str:
         """Two lines for every choice, the source of the rules, and the warnings."""
@@ -80,14 +73,9 @@ class Plan:
 
 
 def target_spacing(median: Sequence[float], tenth: Sequence[float], extent: Sequence[float]) -> tuple[float, ...]:
-    """Millimetres between voxels after resampling: the median of each axis.
+    """Millimetres between voxels after resampling, by axis: the median of the spacings.
 
     A coarsest axis that is `anisotropic` takes the 10th percentile of its spacings, but is not finer than the second coarsest axis.
-
-    Args:
-        median: of the spacings, by axis.
-        tenth: 10th percentile of the spacings, by axis.
-        extent: median extent of the volumes in millimetres, by axis.
 
     Examples:
         >>> target_spacing((0.8, 0.8, 1.5), (0.7, 0.7, 1.0), (320, 320, 150))
@@ -135,16 +123,12 @@ class Topology:
 
 
 def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
-    """How often each axis is pooled, and with which kernels.
+    """How often each axis of a patch is pooled, and with which kernels.
 
     Levels are added while an axis of 8 voxels or more is left. Of those, the axes are pooled whose spacing is within a factor of 2 of
     their finest; a single axis only from 12 voxels. Kernels are 3 along an axis from the level on where its spacing is within a factor of
     2 of the finest, 1 before, and 3 in the last level. Different from the published program, they are also 3 after a pooling of the axis:
     otherwise volumes that are coarse in two axes and short in the third would have kernels of 1.
-
-    Args:
-        size: sides of a patch.
-        spacing: millimetres between its voxels (1 each if unknown).
 
     Examples:
         >>> topology((32, 32), (1, 1)).strides
@@ -203,11 +187,7 @@ def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[floa
 def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequence[int]) -> int:
     """As many patches as fit into memory, but at most 5 % of all voxels, and at least 2.
 
-    Args:
-        fitting: the number of patches that fit into memory.
-        images: training images of the smallest site, since a batch is drawn at one site (nnU-Net: all images).
-        median: sides of the median image.
-        patch: sides of a patch.
+    `images` counts those of the smallest site, since a batch is drawn at one site (nnU-Net: all images).
 
     Examples:
         >>> batch_size(40, 100, (100, 100), (50, 50)), batch_size(7, 100, (100, 100), (50, 50)), batch_size(7, 3, (100, 100), (50, 50))
@@ -221,12 +201,7 @@ def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequen
 
 
 def plan(
-    sites: Sequence[DatasetFingerprint],
-    *,
-    modality: Modality = "mr",
-    memory: float = 8.0,
-    voxels: bool = False,
-    name: str | None = None,
+    sites: Sequence[DatasetFingerprint], *, modality: Modality = "mr", memory: float = 8.0, voxels: bool = False, name: str | None = None
 ) -> Plan:
     """A segmentation task for sites with these fingerprints.
 
@@ -361,14 +336,10 @@ def _largest_patch(settings: dict[str, Any], geometry: _Geometry, budget: float,
     while True:
         levels = topology(size, geometry.spacing)
         strides = [list(row) for row in levels.strides]
-        if len(strides) < _MIN_LEVELS and size == largest:
-            raise ConfigError(
-                f"the median image is {format_shape(geometry.median)}, too small for {_MIN_LEVELS} levels; write the task by hand"
-            )
         if len(strides) < _MIN_LEVELS:
-            raise ConfigError(
-                f"no patch with {_MIN_LEVELS} levels fits into {memory:g} GiB; give more --memory, or --voxels if spacings are wrong"
-            )
+            image = f"the median image is {format_shape(geometry.median)}, too small for {_MIN_LEVELS} levels; write the task by hand"
+            patch = f"no patch with {_MIN_LEVELS} levels fits into {memory:g} GiB; give more --memory, or --voxels if spacings are wrong"
+            raise ConfigError(image if size == largest else patch)
         network = {
             "name": "DynUNet",
             "kernel_size": [list(row) for row in levels.kernels],
@@ -382,11 +353,7 @@ def _largest_patch(settings: dict[str, Any], geometry: _Geometry, budget: float,
 
 
 def intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
-    """The intensity transform.
-
-    Raises:
-        ConfigError: CT without foreground, or with several channels.
-    """
+    """The intensity transform."""
     if modality == "ct":
         return _ct_intensity(sites)
     if modality == "photo":

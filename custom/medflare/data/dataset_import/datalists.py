@@ -32,54 +32,31 @@ _SITES, _IMAGES = 30, 5  # maximum of folders, and minimum of images in each, fo
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Options of `import_folder`.
+    """Options of `import_folder`."""
 
-    Attributes:
-        kind: "segmentation", "classification", or "" for what the folder has.
-        table: the table with the labels.
-        columns: of the table.
-        patient: regular expression, see `assign_patients`.
-        sites: number of simulated sites that the patients are distributed over; None: one site.
-        shares: split -> its share of the patients; None: `datalist.SHARES`.
-        seed: of the random splits and sites.
-        redraw: ignore the splits that the folder names.
-        skip: leave out images without mask or label.
-        site_folders: each folder in the folder is a site.
-        out: folder for the datalists and hard links to the files; None: the folder of the images.
-        copy: copy the files to `out`.
-        force: replace existing datalists.
-    """
-
-    kind: str = ""
-    table: Path | None = None
-    columns: Columns = GUESSED
-    patient: str = ""
-    sites: int | None = None
-    shares: Mapping[str, float] | None = None
-    seed: int = 0
-    redraw: bool = False
-    skip: bool = False
-    site_folders: bool = False
-    out: Path | None = None
-    copy: bool = False
-    force: bool = False
+    kind: str = ""  # "segmentation", "classification", or "" for what the folder has
+    table: Path | None = None  # the table with the labels
+    columns: Columns = GUESSED  # of the table
+    patient: str = ""  # regular expression, see `assign_patients`
+    sites: int | None = None  # number of simulated sites that the patients are distributed over; None: one site
+    shares: Mapping[str, float] | None = None  # split -> its share of the patients; None: `datalist.SHARES`
+    seed: int = 0  # of the random splits and sites
+    redraw: bool = False  # ignore the splits that the folder names
+    skip: bool = False  # leave out images without mask or label
+    site_folders: bool = False  # each folder in the folder is a site
+    out: Path | None = None  # folder for the datalists and hard links to the files; None: the folder of the images
+    copy: bool = False  # copy the files to `out`
+    force: bool = False  # replace existing datalists
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """The datalists that were written.
+    """The datalists that were written."""
 
-    Attributes:
-        dataset: the content of the folder.
-        sites: site, or "" if there is one folder -> its images with their splits.
-        home: a site's folder, or the folder of all sites.
-        warnings: one line each.
-    """
-
-    dataset: Dataset
-    sites: Mapping[str, Sequence[Item]]
-    home: Path
-    warnings: tuple[str, ...]
+    dataset: Dataset  # the content of the folder
+    sites: Mapping[str, Sequence[Item]]  # site, or "" if there is one folder -> its images with their splits
+    home: Path  # a site's folder, or the folder of all sites
+    warnings: tuple[str, ...]  # one line each
 
     def render(self) -> str:
         """The layout, and a table of images and patients by site and split."""
@@ -159,16 +136,12 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
     folder = scan_folder(root)
     dataset = find_dataset(folder, kind=options.kind, table=options.table, columns=options.columns)
     if dataset.missing and not (options.skip and dataset.items):
-        total = len(dataset.missing) + len(dataset.items)
-        raise DataError(
-            f"{root}: {len(dataset.missing)} of {total} are incomplete, the first: {dataset.missing[0]}; complete them, or --skip"
-        )
+        found = f"{len(dataset.missing)} of {len(dataset.missing) + len(dataset.items)} are incomplete, the first: {dataset.missing[0]}"
+        raise DataError(f"{root}: {found}; complete them, or --skip")
     if folder.slices and options.out is None:
         slices = next(iter(folder.slices.values()))
-        raise DataError(
-            f"{root}: {folder.relative(slices[0])} is one of {len(slices)} slices of a series beside other files; give --out, where each "
-            "series gets a folder of its own"
-        )
+        found = f"{folder.relative(slices[0])} is one of {len(slices)} slices of a series beside other files"
+        raise DataError(f"{root}: {found}; give --out, where each series gets a folder of its own")
     check_files(dataset.items, root, folder.slices)
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
@@ -221,8 +194,6 @@ def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "
     """The images with their patients: by the pattern, otherwise by the table, otherwise by DICOM's PatientID.
 
     Args:
-        items: the images.
-        folder: their files.
         pattern: regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
 
     Returns:
@@ -249,27 +220,20 @@ def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "
     assigned = [replace(item, patient=item.patient or folder.patients.get(item.first, "")) for item in items]
     without = [item for item in assigned if not item.patient]
     if without and len(without) < len(items):
-        first = folder.relative(without[0].first)
-        raise DataError(
-            f"{len(without)} of {len(items)} images have no patient, the first: {first}; complete them, or give --patient '^(p\\d+)'"
-        )
+        found = f"{len(without)} of {len(items)} images have no patient, the first: {folder.relative(without[0].first)}"
+        raise DataError(f"{found}; complete them, or give --patient '^(p\\d+)'")
     eyes = [_EYE.sub("", item.first.stem) for item in items]
     if len(without) == len(items) > len({*eyes}) and all(_EYE.search(item.first.stem) for item in items):
         pairs = [replace(item, patient=name) for item, name in zip(items, eyes, strict=True)]
         return pairs, "patients are the file names without left and right; if they are not, give --patient '^(p\\d+)' or --patient-column"
-    warning = (
-        "patients are unknown: each image counts as a patient, and two images of one person may be in different splits; "
-        "give --patient '^(p\\d+)' or --patient-column"
-    )
-    return assigned, warning if without else ""
+    if not without:
+        return assigned, ""
+    warning = "patients are unknown: each image counts as a patient, and two images of one person may be in different splits"
+    return assigned, f"{warning}; give --patient '^(p\\d+)' or --patient-column"
 
 
 def parse_shares(text: str) -> dict[str, float]:
-    """Split -> share of the patients, from three numbers such as "70,10,20".
-
-    Raises:
-        ConfigError: not three numbers above 0.
-    """
+    """Split -> share of the patients, from three numbers above 0 such as "70,10,20"; ConfigError for another text."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -308,7 +272,6 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
         items: of one site, with their patients.
         site: its name, a key of the random draw.
         shares: split -> its share of the patients; a split that is not in it is not drawn.
-        seed: of the random draw.
 
     Raises:
         DataError: a patient in two splits, or too few patients.
@@ -366,14 +329,7 @@ def _patient(item: Item) -> str:
 
 
 def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) -> None:
-    """Check that every file exists and no image is listed twice.
-
-    Args:
-        made: folders that will be made.
-
-    Raises:
-        DataError: otherwise.
-    """
+    """Raise DataError for a file that does not exist (folders that will be `made` aside), and for an image that is listed twice."""
     listed: set[Path] = set()
     for item in items:
         for file in (*filter(None, item.files), *item.masks):
@@ -385,11 +341,7 @@ def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) 
 
 
 def check_target(home: Path, sites: Iterable[str], *, force: bool) -> None:
-    """Check that no datalist is overwritten, and that no other sites are in the folder: their patients may be the same.
-
-    Raises:
-        DataError: otherwise.
-    """
+    """Raise DataError for a datalist that would be overwritten, and for other sites in the folder: their patients may be the same."""
     names = list(sites)
     for site in names:
         path = home / site / FILE
@@ -407,8 +359,6 @@ def write_datalist(
 
     Args:
         folder: of the site; its files have the same relative paths as in `root`.
-        items: the images with their splits.
-        root: folder of the import.
         splits: the lists to write; a list that is missing is drawn when the data are read.
         header: "labels" and "channel_names" of the Decathlon layout; empty ones are left out.
     """
@@ -431,10 +381,7 @@ def write_datalist(
 def place_files(
     folder: Path, items: Sequence[Item], root: Path, *, copy: bool, slices: Mapping[Path, Sequence[Path]] = MappingProxyType({})
 ) -> None:
-    """Put the files of a site into its folder, as hard links or copies; `Item.rendered` are written as PNG.
-
-    Args:
-        slices: see `ImageFolder.slices`.
+    """Put the files of a site into its folder: hard links or copies, `Item.rendered` as PNG, `ImageFolder.slices` in folders.
 
     Raises:
         DataError: another file is there, links are not possible, or a file cannot be rendered.

@@ -40,17 +40,11 @@ _UNCHANGED: Final = {"name": "ScaleIntensityRange", "a_min": 0.0, "a_max": 1.0, 
 
 @dataclass(frozen=True)
 class Features:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        home: folder of the sites and of the task.
-        task: trains a head on the features.
-        images: site -> number of images.
-    """
-
-    home: Path
-    task: TaskConfig
-    images: Mapping[str, int]
+    home: Path  # folder of the sites and of the task
+    task: TaskConfig  # trains a head on the features
+    images: Mapping[str, int]  # site -> number of images
 
     def render(self) -> str:
         """A line per site, and the task file."""
@@ -66,7 +60,6 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
         task: a classification task whose network starts from a file of weights.
         home: folder for the sites and for the task of the head.
         weights: the file or its folder, see `networks.weights.find_weights`.
-        force: replace existing datalists.
 
     Raises:
         ConfigError: the task is a segmentation, or its network has no weights or features; weights that do not fit.
@@ -84,21 +77,16 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
     if not network.has_features:
         raise ConfigError(f"task {task.name}: network {task.network['name']} has no features; take another one")
     images = {site: _write_site(site, folder, task, network, home / site) for site, folder in sorted(folders.items())}
-    with torch.no_grad():
-        width = _features(network, torch.zeros(1, task.image_channels, *task.size)).shape[1]
-    head = _head_task(task, width)
+    width = _features(network, torch.zeros(1, task.image_channels, *task.size)).shape[1]
+    settings = task.to_dict()
+    source = f"features of {task.network['name']} from {task.network['weights']['file']}; {task.source}".removesuffix("; ")
+    described = {"channels": 1, "size": [1, width], "intensity": _UNCHANGED, "network": _HEAD, "source": source}
+    head = load_task({name: settings[name] for name in _COPIED} | described | {"name": f"{task.name}_features"})
     write_json(home / TASK, head.to_dict(), public=True)
     return Features(home, head, images)
 
 
-def _head_task(task: TaskConfig, width: int) -> TaskConfig:
-    """The task that trains a head on features."""
-    settings = task.to_dict()
-    source = f"features of {task.network['name']} from {task.network['weights']['file']}; {task.source}".removesuffix("; ")
-    images = {"channels": 1, "size": [1, width], "intensity": _UNCHANGED, "network": _HEAD, "source": source}
-    return load_task({name: settings[name] for name in _COPIED} | images | {"name": f"{task.name}_features"})
-
-
+@torch.no_grad()
 def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
     """Features (N, D) of images (N, C, ...): the input of the last layer."""
     return pooled(network.features_and_output(images)[0])
@@ -124,7 +112,6 @@ def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwo
     return len(items)
 
 
-@torch.no_grad()
 def _through(network: FeatureNetwork, rows: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     """(index, features (D,)) of every row (index, image), computed in batches."""
     rows = iter(rows)

@@ -41,22 +41,14 @@ _CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
 
 @dataclass(frozen=True)
 class Item:
-    """One image to import.
+    """One image to import."""
 
-    Attributes:
-        files: of the image, one per channel, None for a missing channel; a single file has all channels.
-        label: a class number or a list of 0 and 1 (classification), a mask file or a list of them (segmentation).
-        patient: ID of the patient; "" if unknown.
-        split: "training", "validation", "test", or "" if it is to be drawn.
-        site: name of the site; "" if unknown.
-        rendered: files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3); written as PNG.
-    """
-
-    files: tuple[Path | None, ...]
-    label: Any
-    patient: str = ""
-    split: str = ""
-    site: str = ""
+    files: tuple[Path | None, ...]  # of the image, one per channel, None for a missing channel; a single file has all channels
+    label: Any  # a class number or a list of 0 and 1 (classification), a mask file or a list of them (segmentation)
+    patient: str = ""  # ID of the patient; "" if unknown
+    split: str = ""  # "training", "validation", "test", or "" if it is to be drawn
+    site: str = ""  # name of the site; "" if unknown
+    # files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3); written as PNG
     rendered: Mapping[Path, Callable[[], np.ndarray]] = field(default_factory=dict, compare=False)
 
     @property
@@ -79,45 +71,27 @@ class Item:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The images of a folder with their labels.
+    """The images of a folder with their labels."""
 
-    Attributes:
-        kind: "segmentation" or "classification".
-        items: the images.
-        labels: {"0": name} as in Decathlon, or {name: 0} as in nnU-Net; empty if unknown.
-        channels: number of a channel as text -> its name; empty if unknown.
-        layout: the layout that was recognised.
-        notes: files that are not used, one line each.
-        missing: images without mask or label, and masks without image, one line each.
-    """
-
-    kind: str
+    kind: str  # "segmentation" or "classification"
     items: tuple[Item, ...]
-    labels: Mapping[str, Any]
-    layout: str
-    channels: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    labels: Mapping[str, Any]  # {"0": name} as in Decathlon, or {name: 0} as in nnU-Net; empty if unknown
+    layout: str  # in words, for the report
+    channels: Mapping[str, str] = field(default_factory=dict)  # number of a channel as text -> its name; empty if unknown
+    notes: tuple[str, ...] = ()  # files that are not used, one line each
+    missing: tuple[str, ...] = ()  # images without mask or label, and masks without image, one line each
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The files of a folder.
-
-    Attributes:
-        root: the folder.
-        images: image files, and folders with one DICOM series, sorted.
-        tables: CSV and TSV files, sorted.
-        patients: DICOM image -> its PatientID, if the header has one.
-        segmented: DICOM segmentation -> the series of the folder that it refers to.
-        slices: folder that is to be made for a DICOM series -> its files, which lie beside others.
-    """
+    """The files of a folder."""
 
     root: Path
-    images: tuple[Path, ...]
-    tables: tuple[Path, ...]
-    patients: Mapping[Path, str]
-    segmented: Mapping[Path, Path] = field(default_factory=dict)
+    images: tuple[Path, ...]  # image files, and folders with one DICOM series, sorted
+    tables: tuple[Path, ...]  # CSV and TSV files, sorted
+    patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
+    segmented: Mapping[Path, Path] = field(default_factory=dict)  # DICOM segmentation -> the series of the folder that it refers to
+    # folder that is to be made for a DICOM series -> its files, which lie beside others
     slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
 
     def relative(self, path: Path) -> str:
@@ -218,19 +192,12 @@ def _folder_name(uid: str) -> str:
 
 
 class FileName(NamedTuple):
-    """The parts of an image's path.
+    """The parts of an image's path."""
 
-    Attributes:
-        folders: its folders without the words for images, masks and splits; an image and its mask have them in common.
-        name: its name in lower case without suffix and without the words for images and masks.
-        mask: whether it is a mask.
-        split: the split that a folder names, or "".
-    """
-
-    folders: tuple[str, ...]
-    name: str
-    mask: bool
-    split: str
+    folders: tuple[str, ...]  # its folders without the words for images, masks and splits; an image and its mask have them in common
+    name: str  # its name in lower case without suffix and without the words for images and masks
+    mask: bool  # whether it is a mask
+    split: str  # the split that a folder names, or ""
 
 
 def words(name: str) -> list[str]:
@@ -411,13 +378,8 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
 def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share; folders of splits do not count.
 
-    Args:
-        folder: the files.
-        images: of the folder, those that are classified.
-        any_number: whether there may be more than `MAX_CLASSES` classes.
-
     Raises:
-        DataError: fewer than two classes, or too many.
+        DataError: fewer than two classes; or, unless there may be `any_number`, more than `MAX_CLASSES` or nearly as many as images.
     """
     images = list(images)
     common = Path(os.path.commonpath([image.parent for image in images]))
@@ -436,15 +398,11 @@ def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bo
     if len(names) < 2:
         raise DataError(f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}")
     if len(shared := set.intersection(*inner.values())) > 1:
-        raise DataError(
-            f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; if {names[0]}, ... are sites, give "
-            "--site-folders, otherwise rename the folders in them"
-        )
+        remedy = f"if {names[0]}, ... are sites, give --site-folders, otherwise rename the folders in them"
+        raise DataError(f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; {remedy}")
     if (len(names) > MAX_CLASSES or len(names) > max(4, len(items) / _IMAGES_OF_CLASS)) and not any_number:
-        raise DataError(
-            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes; if they are classes and no "
-            "patients, give --kind classification"
-        )
+        found = f"{len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes"
+        raise DataError(f"{folder.root}: {found}; if they are classes and no patients, give --kind classification")
     labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
     labels = {str(number): name for number, name in enumerate(names)}
     return Dataset("classification", labelled, labels, f"a folder per class: {', '.join(names)}", missing=tuple(missing))

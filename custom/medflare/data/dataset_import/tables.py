@@ -30,23 +30,14 @@ _NORMAL: Final = ("no finding", "none", "normal")  # among findings that a cell 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns; "" is recognised by its usual names. Labels and masks may be several, separated by commas.
+    """Names of the columns; "" is recognised by its usual names. Labels and masks may be several, separated by commas."""
 
-    Attributes:
-        image: path of the file, its name, or its name without suffix.
-        label: the class; or one column of 0 and 1 per finding.
-        mask: the mask file; or one column per structure.
-        patient: ID of the patient.
-        site: name of the site; never guessed.
-        split: training, validation or test.
-    """
-
-    image: str = ""
-    label: str = ""
-    mask: str = ""
-    patient: str = ""
-    site: str = ""
-    split: str = ""
+    image: str = ""  # path of the file, its name, or its name without suffix
+    label: str = ""  # the class; or one column of 0 and 1 per finding
+    mask: str = ""  # the mask file; or one column per structure
+    patient: str = ""  # ID of the patient
+    site: str = ""  # name of the site; never guessed
+    split: str = ""  # training, validation or test
 
 
 GUESSED: Final = Columns()
@@ -64,9 +55,8 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
         separator = max(",;\t", key=head.count)
         frame = pd.read_csv(path, sep=separator, dtype=str, encoding="utf-8-sig", index_col=False).fillna("").rename(columns=str.strip)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: cannot be read as a table ({one_line(error)}); save it as CSV in UTF-8, or give another --table"
-        ) from error
+        remedy = "save it as CSV in UTF-8, or give another --table"
+        raise DataError(f"{path}: cannot be read as a table ({one_line(error)}); {remedy}") from error
     if frame.empty:
         raise DataError(f"{path}: a table without rows; give another --table")
     if unknown := next((name for name in columns if name not in frame), None):
@@ -78,9 +68,7 @@ def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *,
     """The images of a table, or of a table for each split.
 
     Args:
-        paths: CSV or TSV files with the same label columns.
-        folder: the files.
-        columns: names of the columns, as far as they were given.
+        columns: as far as they were given.
         kind: "segmentation", "classification", or "" to choose by the columns.
 
     Raises:
@@ -169,10 +157,7 @@ class _FileFinder:
     """The image that a cell names: relative to the table or the folder, otherwise by the end of its path, with or without suffix.
 
     The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`. Of several images, it is the one below
-    the table's folder, or that of the split that the table is named after.
-
-    Attributes:
-        split: of the table's name, or "".
+    the table's folder, or that of the `split` that the table is named after ("" if it names none).
     """
 
     def __init__(self, folder: ImageFolder, table: Path):
@@ -225,9 +210,8 @@ def _encode_labels(path: Path, cells: pd.DataFrame) -> tuple[list[Any], list[str
             return findings.to_numpy().tolist(), list(findings.columns)
         names = sorted_labels(column.unique())
         if len(names) > MAX_CLASSES:
-            raise DataError(
-                f"{path}: column {column.name} has {len(names)} values, for example {names[0]!r}; name the class with --label-column"
-            )
+            found = f"column {column.name} has {len(names)} values, for example {names[0]!r}"
+            raise DataError(f"{path}: {found}; name the class with --label-column")
         return column.map(names.index).tolist(), names
     numbers = cells.replace({"True": "1", "False": "0", "true": "1", "false": "0"}).apply(pd.to_numeric, errors="coerce")
     if not numbers.isin((0, 1)).all(axis=None):

@@ -1,1 +1,1 @@
-"""The data of the papers: a file for each, which says what is downloaded and how it becomes sites; `preparing` does the rest."""
+"""The data of the papers: `catalogue` says what is downloaded and how it becomes images of sites; `preparing` does the rest."""

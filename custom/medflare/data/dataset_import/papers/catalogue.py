@@ -1,38 +1,314 @@
-"""All preparations: their descriptions are in data.json, the functions that find their images in the modules beside it."""
+"""The downloads of the papers' data: their descriptions are in data.json, and a function for each finds its images."""
 
 import json
-from collections.abc import Callable
-from functools import partial
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from importlib import resources
-from typing import Final
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
 
+import numpy as np
+from PIL import Image
+
+from medflare.core.errors import DataError
 from medflare.core.settings import unknown
-from medflare.data.dataset_import.folders import Item
-from medflare.data.dataset_import.papers import dermoscopy, pathology, prostate, retina
-from medflare.data.dataset_import.papers.preparing import Preparation
+from medflare.data.dataset_import.folders import Item, pair_masks, scan_folder
+from medflare.data.dataset_import.papers.preparing import Download, Preparation, expected, files_in, items_of
+from medflare.data.dataset_import.tables import read_frame
+from medflare.data.reading import NIFTI, PICTURES, explained
+
+# -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM -----------------------------------------------------------
+
+# Site -> the names of its folder; the release was renamed once, ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
+_FOLDERS: Final = {
+    "RUNMC": ("RUNMC", "ISBI"),
+    "BMC": ("BMC", "ISBI_1.5"),
+    "I2CVB": ("I2CVB",),
+    "UCL": ("UCL",),
+    "BIDMC": ("BIDMC",),
+    "HK": ("HK",),
+}
+_FEDSM: Final = ("I2CVB", "MSD", "NCI_ISBI_3T", "NCI_ISBI_Dx", "Promise12", "PROSTATEx")  # clients 1 ... 6
+_MARK: Final = "_segmentation"
+
+
+def find_saml(root: Path, download: Download, sites: Iterable[str] = _FOLDERS) -> list[Item]:
+    """CaseNN.nii.gz with CaseNN_segmentation.nii.gz beside it, a folder for each site; case numbers are of one site only."""
+    items = []
+    for site in sites:
+        volumes = files_in(expected(root, *_FOLDERS[site], download=download), NIFTI)
+        masks = {path.name.lower().replace(_MARK, ""): path for path in volumes if _MARK in path.name.lower()}
+        for volume in volumes:
+            if _MARK not in volume.name.lower():
+                if volume.name.lower() not in masks:
+                    raise DataError(f"{volume}: no file {volume.name.replace('.nii', f'{_MARK}.nii')}; unpack the download again")
+                items.append(Item((volume,), masks[volume.name.lower()], f"{site} {volume.name.partition('.')[0]}", "", site))
+    return items
+
+
+def find_fedsm(root: Path, download: Download) -> list[Item]:
+    """The volumes of FedSM's six sources, with masks by name."""
+    dataset = expected(root, "dataset", download=download)
+    items = []
+    for site in _FEDSM:
+        pairs = pair_masks(scan_folder(expected(dataset, site, site.upper(), download=download)))
+        if pairs.missing:
+            raise DataError(f"{dataset / site}: {len(pairs.missing)} incomplete, the first: {pairs.missing[0]}; convert the source again")
+        items += [replace(item, patient=f"{site} {item.first.name}", split="", site=site) for item in pairs.items]
+    return items
+
+
+# -- retina: DoFE (Wang et al., TMI 2020), RIGA+, and GDRBench (Che et al., MICCAI 2023) --------------------------------
+
+_READER: Final = 1  # of RIGA's six, whose outlines are taken
+_DARK, _BRIGHT = 51, 201  # between the three grey values of a mask, which shrinking has blurred
+
+# Site -> DoFE's domains. IOP-FL keeps REFUGE's training and validation images apart, FedSM has them as one client.
+_FOUR: Final = {"Drishti-GS": (1,), "RIM-ONE": (2,), "REFUGE-train": (3,), "REFUGE-val": (4,)}
+_DOFE_OF_SIX: Final = {"Drishti-GS": (1,), "RIM-ONE": (2,), "REFUGE": (3, 4)}
+_RIGA_OF_SIX: Final = {
+    "RIGA-BinRushed": ("BinRushed",),
+    "RIGA-Magrabia": ("Magrabia",),
+    "RIGA-MESSIDOR": ("MESSIDOR_Base1", "MESSIDOR_Base2", "MESSIDOR_Base3"),
+}
+
+
+def find_dofe(root: Path, download: Download, sites: Mapping[str, tuple[int, ...]] = _FOUR) -> list[Item]:
+    """The images of DoFE's domains, by site."""
+    items = []
+    for site, domains in sites.items():
+        for inner in (f"Domain{domain}/{split}/ROIs" for domain in domains for split in ("train", "test")):
+            folder = expected(root, f"Fundus/{inner}", inner, download=download)
+            for image in files_in(expected(folder, "image", download=download), PICTURES):
+                mask = expected(folder, f"mask/{image.name}", download=download)
+                items.append(_item(image, mask, site, cup_is_darkest=True))
+    return items
+
+
+def find_six(root: Path, dofe: Download, riga: Download) -> list[Item]:
+    """The images of FedSM's six clients, of DoFE's dataset and RIGA+; RIGA+ has photographs without masks, which are left out."""
+    items = find_dofe(root, dofe, _DOFE_OF_SIX)
+    photographs = expected(root, "RIGAPlus/RIGA", "RIGA", download=riga)
+    masks = expected(root, "RIGAPlus/RIGA-mask", "RIGA-mask", download=riga)
+    for site, folders in _RIGA_OF_SIX.items():
+        outlined = []
+        for image in sorted(path for folder in folders for path in expected(photographs, folder, download=riga).glob("*/*")):
+            mask = masks / image.relative_to(photographs).parent / f"{image.stem}-{_READER}{image.suffix}"
+            if image.name.lower().endswith(PICTURES) and mask.exists():
+                outlined.append(_item(image, mask, site, cup_is_darkest=False))
+        if not outlined:
+            raise DataError(f"{masks / folders[0]}: no mask of reader {_READER}; get {riga.path} from {riga.page}")
+        items += outlined
+    return items
+
+
+def _item(image: Path, mask: Path, site: str, cup_is_darkest: bool) -> Item:
+    """An image with its mask, which is written anew as PNG."""
+    written = mask.with_suffix(".png")
+    return Item((image,), written, site=site, rendered={written: partial(_disc_and_cup, mask, cup_is_darkest)})
+
+
+def _disc_and_cup(mask: Path, cup_is_darkest: bool) -> np.ndarray:
+    """A mask as 0 (neither), 1 (disc around the cup) and 2 (cup), uint8 (H, W).
+
+    In DoFE's the cup is black, the disc grey and the rest white; in RIGA+'s the rest is black, the cup grey and the disc white.
+    """
+    with explained(mask):
+        grey = np.asarray(Image.open(mask).convert("L"))
+    dark, bright = grey < _DARK, grey >= _BRIGHT
+    cup, rest = (dark, bright) if cup_is_darkest else (~dark & ~bright, dark)
+    return np.where(rest, 0, np.where(cup, 2, 1)).astype(np.uint8)
+
+
+_SOURCES: Final = ("APTOS", "DEEPDR", "FGADR", "IDRID", "MESSIDOR", "RLDR")
+_LISTS: Final = {"train": "training", "crossval": "validation"}
+
+
+def find_grades(root: Path, download: Download) -> list[Item]:
+    """The images of the split files, a site for each source."""
+    images = expected(root, "images", download=download)
+
+    def item(text: str, source: str, split: str) -> Item:
+        path, _, grade = text.strip().rpartition(" ")
+        if Path(path).parts[:1] != (source,) or int(grade) not in range(5):
+            raise ValueError(f"{text!r} is no '{source}/GRADE/FILE NUMBER'")
+        return Item((images / path,), int(grade), "", split, source)
+
+    items = []
+    for source, (name, split) in product(_SOURCES, _LISTS.items()):
+        file = expected(root, f"splits/{source}_{name}.txt", download=download)
+        lines = [text for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]
+        items += items_of(file, lines, partial(item, source=source, split=split))
+    return items
+
+
+# -- dermoscopy: Fed-ISIC2019 as FLamby divides it, and PRR -------------------------------------------------------------
+
+_CENTRES: Final = ("BCN", "HAM_vidir_molemax", "HAM_vidir_modern", "HAM_rosendahl", "MSK", "HAM_vienna_dias")  # by their numbers 0 ... 5
+_PRR_CLASSES: Final = ("nv", "bkl", "mel")
+_COHORTS: Final = ("vidir_modern", "vidir_molemax", "rosendahl", "vienna_dias")  # clients A, B, C and the out-of-distribution cohort
+
+
+def find_fed_isic(root: Path, image_folder: Download, metadata: Download, split: Download) -> list[Item]:
+    """The images of FLamby's table, with their lesions."""
+    images = expected(root, "ISIC_2019_Training_Input_preprocessed", image_folder.path, download=image_folder)
+    folds = expected(root, split.path, "train_test_folds.csv", download=split)
+    table = expected(root, metadata.path, download=metadata)
+    lesions = read_frame(table, ("image", "lesion_id")).set_index("image")["lesion_id"].to_dict()
+
+    def item(row: Mapping[str, str]) -> Item:
+        label, centre = int(float(row["target"])), _CENTRES[int(float(row["center"]))]
+        split = {"train": "", "test": "test"}[row["fold"]]  # validation images are drawn from the training images
+        if label not in range(8):
+            raise ValueError(f"target {label}")
+        return Item((images / f"{row['image']}.jpg",), label, lesions.get(row["image"], ""), split, centre)
+
+    return items_of(folds, read_frame(folds, ("image", "target", "center", "fold")).to_dict("records"), item)
+
+
+def find_prr(root: Path, ham_table: Download, part_1: Download, part_2: Download, msk: Download, truth: Download) -> list[Item]:
+    """The nevi, benign keratoses and melanomas of HAM10000 and ISIC 2017; all images of `vienna_dias` are test images."""
+    ham = expected(root, ham_table.path, f"{ham_table.path}.csv", f"{ham_table.path}.tab", download=ham_table)
+    folders = [expected(root, part.path, download=part) for part in (part_1, part_2)]
+    msk_images = expected(root, msk.path, download=msk)
+    isic = expected(root, truth.path, download=truth)
+
+    def ham_item(row: Mapping[str, str]) -> Item | None:
+        _COHORTS.index(row["dataset"])  # ValueError for an unknown cohort
+        if row["dx"] not in _PRR_CLASSES:
+            return None
+        name = f"{row['image_id']}.jpg"
+        image = next((folder / name for folder in folders if (folder / name).exists()), folders[0] / name)
+        split = "test" if row["dataset"] == _COHORTS[-1] else ""
+        return Item((image,), _PRR_CLASSES.index(row["dx"]), row["lesion_id"], split, row["dataset"])
+
+    def isic_item(row: Mapping[str, str]) -> Item:
+        """ISIC 2017 names melanomas and seborrheic keratoses (a benign keratosis); the others are nevi."""
+        name = "mel" if float(row["melanoma"]) else "bkl" if float(row["seborrheic_keratosis"]) else "nv"
+        return Item((msk_images / f"{row['image_id']}.jpg",), _PRR_CLASSES.index(name), "", "", "msk")  # client D
+
+    ham_rows = read_frame(ham, ("lesion_id", "image_id", "dx", "dataset")).to_dict("records")
+    isic_rows = read_frame(isic, ("image_id", "melanoma", "seborrheic_keratosis")).to_dict("records")
+    return [*items_of(ham, ham_rows, ham_item), *items_of(isic, isic_rows, isic_item)]
+
+
+# -- histology: Camelyon17-WILDS, and MIDOG 2022 ------------------------------------------------------------------------
+
+_COLUMNS: Final = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
+
+
+def find_camelyon(root: Path, download: Download) -> list[Item]:
+    """The patches of metadata.csv, a site for each of its centres 0 ... 4."""
+    release = expected(root, download.path, ".", download=download)
+    table = expected(release, "metadata.csv", download=download)
+    patches = expected(release, "patches", download=download)
+
+    def item(row: Mapping[str, str]) -> Item:
+        patient, node, x, y, tumor, centre = (int(row[name]) for name in _COLUMNS)
+        if tumor not in (0, 1) or not 0 <= centre < 5:
+            raise ValueError(f"tumor {tumor}, center {centre}")
+        name = f"patient_{patient:03}_node_{node}"
+        return Item((patches / name / f"patch_{name}_x_{x}_y_{y}.png",), tumor, f"{patient:03}", "", f"center{centre}")
+
+    return items_of(table, read_frame(table, _COLUMNS).to_dict("records"), item)
+
+
+_SIDE: Final = 96  # pixels of a patch; FedDAG resizes all images to 96 x 96, so patches keep their resolution
+_TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")  # of the TIFF files, of the PNG files, of 2021
+_LABELS: Final = {1: 1, 2: 0}  # category -> class: mitotic figure, hard negative
+# The numbers of each tumour's images; 51 more images, of human melanoma, have no annotations.
+_NUMBERS: Final = {
+    "human_breast_cancer": range(1, 151),
+    "canine_lung_cancer": range(151, 195),
+    "canine_lymphoma": range(195, 250),
+    "canine_cutaneous_mast_cell_tumor": range(250, 300),
+    "human_neuroendocrine_tumor": range(300, 355),
+}
+
+
+def find_midog(root: Path, annotations: Download, image_files: Download) -> list[Item]:
+    """A patch around every annotated cell, a site for each tumour, a patient for each image."""
+    table = expected(root, *_TABLES, download=annotations)
+    try:
+        content: Any = json.loads(table.read_text(encoding="utf-8"))
+        images = {int(entry["id"]): (Path(entry["file_name"]).name, (entry["width"], entry["height"])) for entry in content["images"]}
+        cells = sorted(content["annotations"], key=lambda cell: int(cell["image_id"]))
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{table}: not the annotations of MIDOG 2022 ({error}); download it again") from error
+
+    def item(cell: Mapping[str, Any]) -> Item:
+        (name, size), label = images[int(cell["image_id"])], _LABELS[int(cell["category_id"])]
+        source = expected(root, f"images/{name}", name, download=image_files)
+        (site,) = (tumour for tumour, numbers in _NUMBERS.items() if int(source.stem) in numbers)
+        if size != _opened(source).size:
+            raise ValueError(f"{source} is {_opened(source).size}, its annotations say {size}")
+        left, top = patch_corner([float(side) for side in cell["bbox"]], size, _SIDE)
+        patch = root / "patches" / source.stem / f"{int(cell['id'])}.png"
+        return Item((patch,), label, source.stem, "", site, {patch: partial(_patch, source, left, top)})
+
+    return items_of(table, cells, item)
+
+
+def patch_corner(box: Sequence[float], size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Left column and top row of the square around a box; at the border of the image it is shifted inwards.
+
+    Args:
+        box: (x1, y1, x2, y2) in pixels; it may extend beyond the image.
+        size: width and height of the image in pixels.
+        side: of the square in pixels.
+
+    Raises:
+        ValueError: the box is empty or outside of the image, or the image is smaller than the square.
+    """
+    x1, y1, x2, y2 = box
+    width, height = size
+    if not (max(x1, 0) < min(x2, width) and max(y1, 0) < min(y2, height)) or min(size) < side:
+        raise ValueError(f"no patch of {side} x {side} around the box {list(box)} of an image of {width} x {height}")
+    left, top = (math.floor((x1 + x2 - side) / 2), math.floor((y1 + y2 - side) / 2))
+    return min(max(left, 0), width - side), min(max(top, 0), height - side)
+
+
+@lru_cache(maxsize=1)  # the patches of one image follow each other
+def _opened(source: Path) -> Image.Image:
+    with explained(source), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such images are large
+        return Image.open(source)
+
+
+@lru_cache(maxsize=1)
+def _pixels(source: Path) -> np.ndarray:
+    with explained(source):
+        return np.asarray(_opened(source).convert("RGB"))
+
+
+def _patch(source: Path, left: int, top: int) -> np.ndarray:
+    return np.ascontiguousarray(_pixels(source)[top : top + _SIDE, left : left + _SIDE])
+
+
+# -- all ----------------------------------------------------------------------------------------------------------------
 
 _FIND: Final[dict[str, Callable[..., list[Item]]]] = {
-    "fed_isic2019": dermoscopy.find_fed_isic,
-    "prostate": prostate.find_saml,
-    "prostate_prr": partial(prostate.find_saml, sites=prostate.PRR_SITES),
-    "prostate_fedsm": prostate.find_fedsm,
-    "fundus": retina.find_dofe,
-    "fundus_fedsm": retina.find_six,
-    "dermoscopy_prr": dermoscopy.find_prr,
-    "camelyon17": pathology.find_camelyon,
-    "gdrbench": retina.find_grades,
-    "midog2022": pathology.find_midog,
+    "fed_isic2019": find_fed_isic,
+    "prostate": find_saml,
+    "prostate_prr": partial(find_saml, sites=("RUNMC", "BMC", "UCL", "BIDMC", "HK")),
+    "prostate_fedsm": find_fedsm,
+    "fundus": find_dofe,
+    "fundus_fedsm": find_six,
+    "dermoscopy_prr": find_prr,
+    "camelyon17": find_camelyon,
+    "gdrbench": find_grades,
+    "midog2022": find_midog,
 }
 _DESCRIPTIONS: Final = json.loads((resources.files(__package__) / "data.json").read_text(encoding="utf-8"))
 PREPARATIONS: Final = {name: Preparation(name=name, find=_FIND[name], **description) for name, description in _DESCRIPTIONS.items()}
 
 
 def get_preparation(name: str) -> Preparation:
-    """The preparation of a name.
-
-    Raises:
-        ConfigError: there is none; the message has the nearest names.
-    """
+    """The preparation of a name; ConfigError with the nearest names if there is none."""
     if name not in PREPARATIONS:
         raise unknown("data of a paper", name, PREPARATIONS)
     return PREPARATIONS[name]

@@ -19,7 +19,6 @@ PATIENTS: Final = "patients"
 TRAINED_ON: Final = "not test"  # training and validation images together, if a paper has no validation images of its own
 TEST: Final = "test"
 
-_NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
 Sites: TypeAlias = Mapping[str, Sequence[Item]]
 
 
@@ -33,43 +32,26 @@ class Download:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How downloads become the sites of a paper's experiments.
+    """How downloads become the sites of a paper's experiments."""
 
-    Attributes:
-        name: for the command line.
-        title: description.
-        papers: the tables that use the data.
-        licence: of the data, as their owners state it.
-        downloads: what to get.
-        find: (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them.
-        kind: "segmentation" or "classification".
-        shares: split -> share of the patients, for splits that the download does not name.
-        classes: of a classification, in the order of their numbers.
-        unit: "images", "volumes" or "patches".
-        splits: lists to write; a missing list is drawn when the data are read.
-        counts: site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> published number.
-        total: published number of images of all sites.
-        source: of `counts` and `total`.
-        crossing: why the published split has a patient in two splits; "" if that is an error.
-        notes: differences from the paper, one line each.
-    """
-
-    name: str
+    name: str  # for the command line
     title: str
-    papers: str
-    licence: str
-    downloads: tuple[Download, ...]
+    papers: str  # the tables that use the data
+    licence: str  # of the data, as their owners state it
+    downloads: tuple[Download, ...]  # what to get
+    # (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them
     find: Callable[..., list[Item]]
-    kind: str
-    shares: Mapping[str, float]
-    classes: tuple[str, ...] = ()
-    unit: str = "images"
-    splits: tuple[str, ...] = SPLITS
+    kind: str  # "segmentation" or "classification"
+    shares: Mapping[str, float]  # split -> share of the patients, for splits that the download does not name
+    classes: tuple[str, ...] = ()  # of a classification, in the order of their numbers
+    unit: str = "images"  # "images", "volumes" or "patches"
+    splits: tuple[str, ...] = SPLITS  # lists to write; a missing list is drawn when the data are read
+    # site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> published number
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    total: int | None = None
-    source: str = ""
-    crossing: str = ""
-    notes: tuple[str, ...] = ()
+    total: int | None = None  # published number of images of all sites
+    source: str = ""  # of `counts` and `total`
+    crossing: str = ""  # why the published split has a patient in two splits; "" if that is an error
+    notes: tuple[str, ...] = ()  # differences from the paper, one line each
 
     def describe(self) -> str:
         """The sites with their published numbers, the licence, and what to download."""
@@ -84,11 +66,7 @@ class Preparation:
 
 
 def expected(root: Path, *choices: str, download: Download) -> Path:
-    """The first path below `root` that exists.
-
-    Raises:
-        DataError: none exists; the message names the page to download from.
-    """
+    """The first path below `root` that exists; DataError with the page to download from if there is none."""
     for choice in choices:
         if (root / choice).exists():
             return root / choice
@@ -96,11 +74,7 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
 
 
 def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files with these endings in lower case, sorted, without hidden files.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Files with these endings in lower case, sorted, without hidden files; DataError if there is none."""
     files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and not path.name.startswith("."))
     if not files:
         raise DataError(f"{folder}: no file that ends in {' or '.join(endings)}; unpack the download completely")
@@ -108,11 +82,7 @@ def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
-    """The images of a table's rows; `item` returns None for a row that is left out.
-
-    Raises:
-        DataError: a row that the release does not have.
-    """
+    """The images of a table's rows; `item` returns None for a row to leave out. DataError names a row that the release does not have."""
     items = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -123,27 +93,21 @@ def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None
 
 
 class Prepared(NamedTuple):
-    """Sites that were written.
-
-    Attributes:
-        preparation: of the data.
-        sites: site -> its images with their splits.
-        home: folder of the sites.
-        table: numbers of images, beside the published ones.
-        warnings: differences from the paper, one line each.
-    """
+    """Sites that were written."""
 
     preparation: Preparation
-    sites: Sites
-    home: Path
-    table: str
-    warnings: tuple[str, ...]
+    sites: Sites  # site -> its images with their splits
+    home: Path  # folder of the sites
+    table: str  # numbers of images, beside the published ones
+    warnings: tuple[str, ...]  # differences from the paper, one line each
 
     def render(self) -> str:
         """The table, notes and warnings, and the files that were written."""
         lines = [self.preparation.title, "", self.table, ""]
-        notes = (*self.preparation.notes, *([] if "test" in self.preparation.splits else [_NO_TEST]))
-        lines += [f"note: {note}" for note in notes]
+        lines += [f"note: {note}" for note in self.preparation.notes]
+        if "test" not in self.preparation.splits:
+            own = "a site that trains draws one from its training patients, an outside site is tested on all its images"
+            lines.append(f"note: no test list: {own}")
         lines += [f"WARNING: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"written: {self.home / site / FILE}" for site in self.sites)])
 
@@ -162,12 +126,10 @@ def prepare(
     """Make the sites of a paper from its downloads; nothing is written before all checks pass.
 
     Args:
-        preparation: of the data.
         source: folder of the downloads, unpacked.
         target: folder of the sites; each gets its files as hard links and its datalist.json.
         strict: whether counts that differ from the paper's are an error.
         redraw: draw all splits by patient, also if the download names them.
-        seed: of the random draw.
         copy: copy the files.
         force: replace existing datalists.
 
