@@ -77,7 +77,7 @@ def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "own"), [("ditto", "personal", "own"), ("iop_fl", "personal", "own"), ("fedrep", "global", "local")]
+    ("name", "metric", "own"), [("ditto", "personal", "personal"), ("iop_fl", "personal", "adapted"), ("fedrep", "global", "local")]
 )
 def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: str, metric: str, own: str) -> None:
     method = get_method(name)

@@ -67,7 +67,8 @@ def recorded_run(
     """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by patient.
 
     Args:
-        models, opened: receive site -> role -> final model, and the sites.
+        models: receives site -> role -> final model.
+        opened: receives the sites.
         options: further arguments of `run_local`, and hyper-parameters.
     """
     curves: dict[str, dict[str, dict[int, float]]] = {}

@@ -181,7 +181,8 @@ def compare_patients(
     two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
     Args:
-        first, second: results dicts with scores of single patients, and the model's name in them.
+        first: results dicts with scores of single patients, and the model's name in them.
+        second: likewise, of the other row.
         role: of the sites, "inside" or "outside".
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():

@@ -38,7 +38,7 @@ def test_personal_model_by_hand(squares: ModuleType) -> None:
     for round in range(2):
         shared = played.log[round].outgoing["B"].states["model"]
         expected = by_hand(played.algorithms["B"], expected, shared, round, 0.7)
-    squares.assert_close(played.algorithms["B"].own, expected)
+    squares.assert_close(played.algorithms["B"].personal, expected)
 
 
 def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: ModuleType) -> None:

@@ -6,7 +6,7 @@ The global model is FedAvg's. The personal model v_k starts as the first global 
 every round with gradients ∇F_k(v_k) + λ (v_k - w_g), and never leaves the site. λ = 0 is training alone.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -14,11 +14,13 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
-from medflare.methods.base import PersistentState
-from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSiteHyper, OwnModelSite, received, trained_model
+from medflare.methods.base import Capability, PersistentState, Plan
+from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.proximal import proximal_term
-from medflare.training.epochs import train_epochs
+from medflare.methods.parts.selection import Best
+from medflare.training.epochs import finite_or_none, train_epochs
+from medflare.training.site import Site
 
 METHOD = Method(
     name="ditto",
@@ -36,29 +38,51 @@ class DittoHyper(FedAvgSiteHyper):
     lam: float = param(1.0, "weight of the personal model's proximal term; 0: none", symbol="λ", source="Eq. 2", low=0)
 
 
-class DittoSite(OwnModelSite[DittoHyper]):
-    """Trains the personal model v_k after the global one."""
+class DittoSite(FedAvgSite[DittoHyper]):
+    """FedAvg's site algorithm with a personal model, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = DittoHyper
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     dp_unsupported_reason = "the personal model learns from the same images without noise, and its validation metric leaves the site"
-    own = PersistentState("personal")
+    personal = PersistentState("personal")  # v_k, None before the first training
+
+    def __init__(self, site: Site, plan: Plan[DittoHyper, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, "personal")
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training, then that of the personal model with a proximal term to the incoming global one."""
-        reply, shared = super().train(round, incoming), incoming.states[GLOBAL]
-        model = self.network("personal", self.own or shared)
+        shared, personal = incoming.states[GLOBAL], self._validate_personal(round)
+        reply = super().train(round, incoming)
+        validation = reply.meta["validation"]
+        validation["personal"] = validation["global"] if self.personal is None else personal  # v_k starts as w_g
+        model = self.network("personal", self.personal or shared)
         hook = proximal_term(model, shared, self.hyper.lam)
         self.optimized(
             model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal", gradient_hook=hook)
         )
-        self.own = copy_state(model.state_dict())
+        self.personal = copy_state(model.state_dict())
         return reply
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming global and of the personal model."""
+        reply = super().validate(round, incoming)
+        reply.meta["validation"]["personal"] = self._validate_personal(round)
+        return reply
+
+    def _validate_personal(self, round: int) -> float | None:
+        """The validation metric of v_k at the start of the round, which also enters the selection; None if there is no v_k."""
+        if self.personal is None:
+            return None
+        value = finite_or_none(self.validation(self.network("personal", self.personal)))
+        self.best.offer(value, round, self.personal)
+        return value
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """A site that has trained uses its personal model, any other the global one."""
         shared = received(incoming)
-        if self.own is None:
+        if self.personal is None:
             return {"global": shared, "deployed": shared}
-        selected = self.best.chosen(self.plan.server_hyper.selection, self.own, incoming.meta.get(SELECTED_ROUND))
+        selected = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.meta.get(SELECTED_ROUND))
         personal = trained_model(*selected)
         return {"global": shared, "personal": personal, "deployed": personal}

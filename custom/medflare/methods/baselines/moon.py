@@ -16,12 +16,15 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.methods.base import Capability, PersistentState
-from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSiteHyper, LocalModelSite
+from medflare.methods.base import VALIDATION, Capability, PersistentState, Plan
+from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
+from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 METHOD = Method(
     name="moon",
@@ -57,8 +60,8 @@ class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
     temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
 
 
-class MoonSite(LocalModelSite[MoonHyper]):
-    """Adds the contrastive loss from the second round on."""
+class MoonSite(FedAvgSite[MoonHyper]):
+    """Adds the contrastive loss from the second round on; uses its local model of the best round."""
 
     Hyper: ClassVar[type] = MoonHyper
     phases = (TRAIN, VALIDATE)
@@ -66,14 +69,22 @@ class MoonSite(LocalModelSite[MoonHyper]):
 
     previous = PersistentState("previous")
 
+    def __init__(self, site: Site, plan: Plan[MoonHyper, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, "personal")
+
     @classmethod
     def needs_features(cls, hyper: MoonHyper) -> bool:
+        """The loss compares features."""
         return True
 
     def train(self, round: int, incoming: Message) -> Message:
-        """The trained model becomes the next round's previous one."""
+        """FedAvg's training; the trained model is validated and becomes the next round's previous one."""
         reply = super().train(round, incoming)
         self.previous = reply.states[MODEL]
+        value = finite_or_none(self.validation(self.network("model", self.previous)))
+        reply.meta[VALIDATION]["personal"] = value
+        self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, self.previous)
         return reply
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
@@ -98,3 +109,11 @@ class MoonSite(LocalModelSite[MoonHyper]):
             return self.hyper.mu * contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
 
         return penalty
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the best local model (the global one if the site never trained). Outside: the global model."""
+        shared = received(incoming)
+        if not self.inside:
+            return {"global": shared, "deployed": shared}
+        personal = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
+        return {"global": shared, "personal": personal, "deployed": personal}

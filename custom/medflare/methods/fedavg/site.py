@@ -15,13 +15,12 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan, SiteAlgorithm, SiteHyper
+from medflare.methods.base import MEASURED, Capability, Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import Cost, PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import Loss, OptimizerMemory, finite_or_none, train_epochs, trainable
+from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.training.site import Site
 
 T = TypeVar("T")
@@ -120,7 +119,11 @@ class FedAvgSite(SiteAlgorithm[F]):
         return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
-        """Returns `train(optimizer)` with the task's optimizer of the trainable parameters; `purpose` names its moments (`continued`)."""
+        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters, see `continued`.
+
+        Args:
+            purpose: names the optimizer's moments in the algorithm's memory.
+        """
         weights = trainable(model)
         moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network are frozen
         optimizer = self.site.optimizer(weights)
@@ -151,9 +154,12 @@ class FedAvgSite(SiteAlgorithm[F]):
         return self.descend(model, optimizer, round)
 
     def descend(self, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, loss: Loss | None = None) -> float | None:
-        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if it is set. Arguments as of `fit`.
+        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if it is set.
 
         Args:
+            model: trained in place.
+            optimizer: of its trainable parameters.
+            round: 0-based, a key of batches and dropout.
             loss: (model, images, targets) -> mean loss of the images; None: the task's loss of the model's output.
 
         Returns:
@@ -165,71 +171,13 @@ class FedAvgSite(SiteAlgorithm[F]):
         return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def privacy(self) -> dict[str, Any] | None:
+        """The privacy cost of this run so far; None without DP-SGD."""
         return privacy_cost(self.site, self.account, self.hyper) if is_private(self.hyper) else None
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metric of the incoming global model."""
         return Message({}, self.meta(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The selected global model in all roles."""
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))
-
-
-class OwnModelSite(FedAvgSite[F]):
-    """FedAvg's site algorithm with a model of the site's own beside the global one, kept of the best round by its own validation.
-
-    Attributes:
-        own: a `PersistentState`, None before the first training.
-    """
-
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    own: PersistentState
-
-    def __init__(self, site: Site, plan: Plan[F, Any]):
-        super().__init__(site, plan)
-        self.best = Best(self.memory, type(self).own.entry)
-
-    def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; subclasses then train the own model, which starts as the first global one."""
-        personal = self.validate_own(round)
-        reply = super().train(round, incoming)
-        validation = reply.meta[VALIDATION]
-        validation["personal"] = validation["global"] if self.own is None else personal
-        return reply
-
-    def validate(self, round: int, incoming: Message) -> Message:
-        reply = super().validate(round, incoming)
-        reply.meta[VALIDATION]["personal"] = self.validate_own(round)
-        return reply
-
-    def validate_own(self, round: int) -> float | None:
-        """The metric of the own model at the start of the round, which also enters the selection; None if there is no such model."""
-        if self.own is None:
-            return None
-        value = finite_or_none(self.validation(self.network("model", self.own)))
-        self.best.offer(value, round, self.own)
-        return value
-
-
-class LocalModelSite(FedAvgSite[F]):
-    """FedAvg's site algorithm; inside, a site uses its local model after training, of the best round by its own validation."""
-
-    def __init__(self, site: Site, plan: Plan[F, Any]):
-        super().__init__(site, plan)
-        self.best = Best(self.memory, "personal")
-
-    def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; the trained model is validated as the personal one."""
-        reply = super().train(round, incoming)
-        trained = reply.states[MODEL]
-        value = finite_or_none(self.validation(self.network("model", trained)))
-        reply.meta[VALIDATION]["personal"] = value
-        self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, trained)
-        return reply
-
-    def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the local model (the global one if the site never trained). Outside: the global model."""
-        shared = received(incoming)
-        if not self.inside:
-            return {"global": shared, "deployed": shared}
-        personal = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
-        return {"global": shared, "personal": personal, "deployed": personal}

@@ -58,15 +58,22 @@ class DomainGenerator(nn.Module):
         return torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
 
 
-def generated(images: Tensor, perturbation: Tensor, alpha: float, unit: Tensor | float = 1.0) -> Tensor:
+def generated(
+    images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None, unit: Tensor | float = 1.0
+) -> Tensor:
     """x^ = x + alpha G(x) (Eq. 2): generated images; alpha = 0 returns the images themselves.
 
     Args:
         images: x, as the network's input, (N, C, H, W).
         perturbation: G(x), of the same shape, in [-1, 1].
+        alpha: strength of the perturbation, in [0, 1].
+        limits: range that the generated images are clamped to.
         unit: of alpha, in values of x: one number, or one for each channel (C, 1, 1); about 1 for the paper's images.
     """
-    return images + alpha * unit * perturbation if alpha else images
+    if alpha == 0:
+        return images
+    images = images + alpha * unit * perturbation
+    return images if limits is None else images.clamp(*limits)
 
 
 def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int = 96) -> bytes:

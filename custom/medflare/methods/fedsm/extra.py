@@ -19,8 +19,10 @@ from medflare.core.manifest import MetaSpec, Phase, TensorSpec, text
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.data.loading import Batch
-from medflare.methods.base import MEASURED, Step
-from medflare.methods.fedavg.site import GLOBAL
+from medflare.methods.aggregation import Aggregation
+from medflare.methods.base import MEASURED, Capability, Plan, ServerContext, Step
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.personalization import (
     ADAPTED,
@@ -28,16 +30,17 @@ from medflare.methods.fedsm.personalization import (
     META,
     PERSONAL,
     PERSONAL_OF,
-    SUPER,
     PersonalServerHyper,
     PersonalSiteHyper,
-    SuperModelServer,
-    SuperModelSite,
+    ServerPersonal,
+    SitePersonal,
 )
-from medflare.methods.fedsm.selector import SelectorLoss, selector_entries
-from medflare.methods.fedsm.site import MODEL, UPDATE
+from medflare.methods.fedsm.selector import SelectorLoss, ServerSelector, SiteSelector, selector_entries
+from medflare.methods.fedsm.server import SoftPull, members, with_members
+from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_models, other_super_model
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 _FROZEN = TensorSpec("frozen/")  # the frozen models in a site's memory
 _COMBINE = MetaSpec("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
@@ -61,7 +64,7 @@ class FedSMExtraServerHyper(PersonalServerHyper):
     selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)
 
 
-class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
+class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
     """Trains the global and the personal model, then the selector alone."""
 
     Hyper: ClassVar[type] = FedSMExtraSiteHyper
@@ -78,9 +81,14 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         ),
     )
     delivery: ClassVar[Phase | None] = Phase("finalize", request=(GLOBAL, PERSONAL_OF, _SELECTOR), request_meta=(*SUPER, _COMBINE))
-    kind: ClassVar[str] = "super_extra"
-    further_scores: ClassVar[int] = 1
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     dp_unsupported_reason = "the selector's gradient leaves the site without noise"
+
+    def __init__(self, site: Site, plan: Plan[FedSMExtraSiteHyper, Any]):
+        super().__init__(site, plan)
+        self.personal = SitePersonal(self)
+        self.selector = SiteSelector(self, len(plan.sites) + 1)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
@@ -90,6 +98,18 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
             raise ConfigError(
                 "fedsm_extra: combine=extra labels whole images, image_mode 'patch' has none; set combine=ensemble, or take fedsm"
             )
+
+    def validate_request(self, incoming: Message) -> str | None:
+        """Refuses a super model of other sites, or with another selector, than the plan's."""
+        return other_super_model(self.plan, incoming)
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """Global and personal model."""
+        return self.personal.train(round, incoming, super().train(round, incoming))
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming models."""
+        return self.personal.validate(round, incoming, super().validate(round, incoming))
 
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A round of the selector alone. The frozen models come with its first message; the site keeps them or the labels by them."""
@@ -109,6 +129,10 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
             loss = self._ensemble_loss(self._networks_of(Message(_FROZEN.family(self.memory.states), self.memory.meta["frozen"])))
         states, value = self.selector.gradient(round, incoming, loss)
         return Message(states, self.meta(loss=value, validation={}))
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The global model, this site's personal model (inside), and the super model."""
+        return delivered_models(self.site.name, incoming, "super_extra")
 
     def _networks_of(self, models: Message) -> list[nn.Module]:
         networks, _, _ = super_model_parts(self.site.task, models, self.selector.outputs)
@@ -142,13 +166,18 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         return loss
 
 
-class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
+class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
     """The selector's rounds come after the federation's; a site is sent the frozen models once."""
 
     Hyper: ClassVar[type] = FedSMExtraServerHyper
     site_hyper: ClassVar[type] = FedSMExtraSiteHyper
-    kind: ClassVar[str] = "super_extra"
-    further_scores: ClassVar[int] = 1
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        self.personal = ServerPersonal(context, self.memory, self.model)
+        self.selector = ServerSelector(context, self.memory, len(context.sites) + 1)
 
     def steps(self) -> list[Step]:
         """FedSM's rounds without a selector, then `selector_rounds` of the selector alone."""
@@ -163,7 +192,7 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
     def configure(self, step: Step, site: str) -> Message:
         """The site's models; in the selector's rounds the selector, and the frozen models if the site does not have them yet."""
         if step.phase != "train_selector":
-            return super().configure(step, site)
+            return Message({**super().configure(step, site).states, **self.personal.sent(site)})
         models = Message() if site in self._sites_with_models else self.configure_final(site)
         return Message({**models.states, **self.selector.sent}, {**models.meta, UPDATE: 0})
 
@@ -174,12 +203,17 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
             self.selector.step(replies)
         else:
             super().aggregate(step, replies)
+            self.personal.aggregate(step, replies, self.aggregation)
 
     def configure_final(self, site: str) -> Message:
         """The whole super model, and how it combines its members."""
-        message = super().configure_final(site)
+        message = with_members(super().configure_final(site), self.context, self.personal, self.selector.state)
         message.meta[_COMBINE] = self.context.plan.site_hyper.combine
         return message
+
+    def models(self) -> dict[str, Message]:
+        """The global model, every site's personal one, and the super model as "deployed"."""
+        return {**super().models(), **members(self.configure_final(self.context.sites[0]), self.context, "super_extra")}
 
 
 class ExtraSuperModel(SuperModel):
@@ -193,9 +227,11 @@ class ExtraSuperModel(SuperModel):
         self.combine = combine
 
     def choose(self, scores: Tensor) -> Tensor:
+        """The most probable model (N,)."""
         return scores.argmax(dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to probabilities."""
         if self.combine == "extra":
             return super().forward(images)
         scores = self.scores(images)

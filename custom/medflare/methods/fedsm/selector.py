@@ -86,6 +86,9 @@ STATISTICS = TensorSpec(
 )
 
 
+# -- at a site ---------------------------------------------------------------------------------------------------------------
+
+
 class SiteSelector:
     """The selector at one site; `outputs` scores, one for every site, or for the global model too."""
 
@@ -95,9 +98,11 @@ class SiteSelector:
 
     @property
     def label(self) -> int:
+        """The site's class."""
         return self.plan.sites.index(self.algorithm.site.name)
 
     def network(self, state: StateDict) -> nn.Module:
+        """The selector with these weights."""
         return self.algorithm.network("selector", state, selector_spec(self.plan), self.outputs)
 
     @torch.no_grad()
@@ -145,6 +150,9 @@ def site_statistics(site: Site) -> StateDict:
     return {"mean": torch.as_tensor(mean / count), "products": torch.as_tensor(products / count)}
 
 
+# -- at the server -----------------------------------------------------------------------------------------------------------
+
+
 class ServerSelector:
     """The selector at the server: weights, Adam moments and step count, in the algorithm's memory."""
 
@@ -161,6 +169,7 @@ class ServerSelector:
 
     @property
     def state(self) -> StateDict:
+        """The selector's weights."""
         return self.memory.states["selector"]
 
     @property

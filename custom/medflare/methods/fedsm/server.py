@@ -5,10 +5,13 @@ from typing import Any, ClassVar, Final
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.methods.base import ServerContext, Step
-from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, tempered, tuned_gamma
-from medflare.methods.fedsm.personalization import SuperModelServer
-from medflare.methods.fedsm.selector import is_ridge
+from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
+from medflare.methods.base import Capability, ServerContext, Step
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import trained_model
+from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tempered, tuned_gamma
+from medflare.methods.fedsm.personalization import PERSONAL_OF, ServerPersonal
+from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
 from medflare.methods.fedsm.site import CALIBRATION, GAINS, UPDATE, FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.parts.selection import ModelSelector
 
@@ -16,16 +19,27 @@ SELECTOR = "selector"
 _UPDATES: Final = 100  # of a trained selector in a run with `selector_updates=auto`: as many as in the published code
 
 
-class FedSMServer(SuperModelServer[FedSMServerHyper]):
+class SoftPull(WeightedMean):
+    """The weighted mean for the global model, SoftPull (Eq. 11) for the sites' personal models."""
+
+    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
+        return soft_pull(states_of(models), self.hyper.lam)
+
+
+class FedSMServer(FedAvgServer[FedSMServerHyper]):
     """FedAvg's global model, the personal models and the selector; at the end temperature and γ are chosen on validation images."""
 
     Hyper: ClassVar[type] = FedSMServerHyper
     site_hyper: ClassVar[type] = FedSMSiteHyper
-    kind: ClassVar[str] = "super"
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.ridge = is_ridge(context.plan)
+        self.personal = ServerPersonal(context, self.memory, self.model)
+        self.selector = ServerSelector(context, self.memory, len(context.sites))
         self.best_selector = ModelSelector(self.memory, SELECTOR, self.hyper.selection, zero_sum=True)
         self.memory.meta |= {"gamma": 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma), "temperature": 1.0}
 
@@ -59,7 +73,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
                 return Message({SELECTOR: self.delivered_selector})
             case "evaluate_gamma":
                 return self.configure_final(site)
-        return Message({**super().configure(step, site).states, **self.selector.sent})
+        return Message({**super().configure(step, site).states, **self.personal.sent(site), **self.selector.sent})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The next models; at the end the ridge selector, its temperature, and γ."""
@@ -77,6 +91,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
                 self.memory.meta |= {"gains": gains, "gamma": tuned_gamma(gains)}
             case _:  # "train" and the last "validate": the measured models are candidates, then come the next ones
                 super().aggregate(step, replies)
+                self.personal.aggregate(step, replies, self.aggregation)
                 if not self.ridge:
                     self.best_selector.update(replies, "selector", step.round, self.selector.state)
                     if step.phase == "train":
@@ -106,7 +121,25 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         }
 
     def configure_final(self, site: str) -> Message:
-        """The whole super model, and how it chooses."""
-        message = super().configure_final(site)
+        """The whole super model: every site may meet images that look like another site's."""
+        message = with_members(super().configure_final(site), self.context, self.personal, self.delivered_selector)
         message.meta |= {"gamma": self.gamma, "choose_by": self.hyper.choose_by}
         return message
+
+    def models(self) -> dict[str, Message]:
+        """The global model, every site's personal one, and the super model as "deployed"."""
+        return {**super().models(), **members(self.configure_final(self.context.sites[0]), self.context, "super")}
+
+
+def with_members(message: Message, context: ServerContext, personal: ServerPersonal, selector: StateDict) -> Message:
+    """The final message of the global model with personal models and selector: a super model's."""
+    states, rounds = personal.delivered(best=context.plan.server_hyper.selection != "last")
+    meta = {"sites": list(context.sites), "selector": dict(selector_spec(context.plan)), **({"rounds": rounds} if rounds else {})}
+    return Message({**message.states, SELECTOR: selector, **states}, {**message.meta, **meta})
+
+
+def members(whole: Message, context: ServerContext, kind: str) -> dict[str, Message]:
+    """Every site's personal model of a super model, and the super model itself as "deployed", of a `Method.models` kind."""
+    rounds = whole.meta.get("rounds", dict.fromkeys(context.sites, context.rounds))
+    personal = {PERSONAL_OF.of(site): trained_model(whole.states[PERSONAL_OF.of(site)], rounds[site]) for site in context.sites}
+    return {**personal, "deployed": Message(whole.states, {**whole.meta, "kind": kind})}

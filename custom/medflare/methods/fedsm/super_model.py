@@ -27,6 +27,7 @@ class SuperModel(nn.Module):
     """Images (N, C, H, W) to probabilities (N, outputs, ...); each image is predicted by one of K + 1 networks.
 
     Args:
+        task: gives the probabilities.
         networks: the global network and the personal ones, K + 1; images (N, C, H, W) -> logits.
         selector: images (N, C, H, W) -> logits (N, K).
         names: "global" and the sites, in the order of the networks.
@@ -50,7 +51,7 @@ class SuperModel(nn.Module):
         self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
-        """Of the selector, (N, K)."""
+        """Softmax scores of the selector, (N, K)."""
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -106,6 +107,7 @@ class SuperModel(nn.Module):
         return answers.gather(1, index).squeeze(1)
 
     def unbranched(self) -> "UnbranchedSuperModel":
+        """The same predictions by one computation for all images."""
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, Any]:
@@ -122,6 +124,7 @@ class UnbranchedSuperModel(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to the super model's probabilities."""
         return self.model.combined(self.model.every_answer(images), self.model.scores(images))
 
 
@@ -143,6 +146,9 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
         selector = task_network(task, message.meta["selector"], outputs)
     selector.load_state_dict(message.states["selector"])
     return [network_with(task, message.states[entry]) for entry in entries], selector.eval(), ["global", *sites]
+
+
+# -- tuning γ ----------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

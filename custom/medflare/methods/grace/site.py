@@ -22,13 +22,15 @@ from medflare.core.rng import derived_seed, seeded
 from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.inference.deployed import build
-from medflare.methods.base import MEASURED, Capability, PersistentState
-from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSiteHyper, LocalModelSite
+from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.grace.formulas import Inner, a_distance, adversarial, coral, gradients_of, meta_trained, mmd
 from medflare.methods.parts.normalisation import batch_statistics
+from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import finite_or_none, preserved_moments, train_epochs
+from medflare.training.site import Site
 
 _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
@@ -57,8 +59,11 @@ class GraceSiteHyper(FedAvgSiteHyper):
     swap: bool = param(True, "each half of a batch is meta-test once; false: only the second", source="Sec. 2.2")
 
 
-class GraceSite(LocalModelSite[GraceSiteHyper]):
-    """Two-step training with feature alignment; `client` selects the paper's variants, "erm" is FedAvg's training."""
+class GraceSite(FedAvgSite[GraceSiteHyper]):
+    """Two-step training with feature alignment; `client` selects the paper's variants, "erm" is FedAvg's training.
+
+    The personal model is the local one after training, of the best round by the site's own validation.
+    """
 
     Hyper: ClassVar[type] = GraceSiteHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
@@ -70,6 +75,10 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
 
     discriminator = PersistentState("discriminator")
 
+    def __init__(self, site: Site, plan: Plan[GraceSiteHyper, Any]):
+        super().__init__(site, plan)
+        self.personal = Best(self.memory, "personal")
+
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
         """Also raises ConfigError if `tta` is set and the network has no BatchNorm."""
@@ -79,13 +88,18 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: GraceSiteHyper) -> bool:
+        """Two steps, alignment and the probe need them."""
         return hyper.client != "erm" or hyper.probe
 
     def train(self, round: int, incoming: Message) -> Message:
-        """With `probe`, the A-distance between the features of the global and of the local model is added."""
+        """FedAvg's training; then the local model is validated as the personal one and, with `probe`, its A-distance is computed."""
         reply = super().train(round, incoming)
+        state = reply.states[MODEL]
+        local = self.network("model", state)
+        value = finite_or_none(self.validation(local))
+        reply.meta[VALIDATION]["personal"] = value
+        self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
         if self.hyper.probe:
-            local = self.network("model", reply.states[MODEL])
             features = (self._features(model) for model in (self.frozen(incoming.states[GLOBAL]), local))
             seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32
             reply.meta[A_DISTANCE] = finite_or_none(a_distance(*features, seed=seed))
@@ -161,19 +175,25 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
         self.discriminator = copy_state(discriminator.state_dict())
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Outside, the global model is adapted by `tta`."""
-        models = super().finalize(incoming)
-        if not self.inside and self.hyper.tta == "tent":
-            models["deployed"] = with_tent(models["global"], self.site.task)
-        elif not self.inside and self.hyper.tta == "dsbn":
-            models["deployed"] = dsbn_for(self.site, models["global"], partial(build, self.site.task))
-        return models
+        """Inside: the local model (the global one if the site never trained). Outside: the global one, adapted by `tta`."""
+        shared = received(incoming)
+        if self.inside:
+            personal = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
+            return {"global": shared, "personal": personal, "deployed": personal}
+        adapted = shared
+        if self.hyper.tta == "tent":
+            adapted = with_tent(shared, self.site.task)
+        elif self.hyper.tta == "dsbn":
+            adapted = dsbn_for(self.site, shared, partial(build, self.site.task))
+        return {"global": shared, "deployed": adapted}
 
 
 class MetaLoss:
     """L_meta (Eq. 2) of a batch as a function of theta; its gradient is that of the meta-update.
 
     Args:
+        network: holds theta.
+        loss: (logits, targets) -> the task's loss.
         adapt: the meta-train step, differentiable by theta.
         penalty: weighted alignment loss of the meta-test half's features; None for none.
         swap: see `halves`.
@@ -240,7 +260,13 @@ def optimizer_step(
 ) -> dict[str, Tensor]:
     """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step, first order).
 
-    The step changes the optimizer's moments, unless it is inside `preserved_moments`; theta, its leaves by name, is as before afterwards.
+    The step changes the optimizer's moments, unless it is inside `preserved_moments`.
+
+    Args:
+        parameters: theta by name, the optimizer's leaves; unchanged afterwards.
+
+    Returns:
+        theta' by name.
     """
     origin = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, gradient in gradients_of(parameters, task_loss).items():

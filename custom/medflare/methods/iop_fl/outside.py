@@ -227,7 +227,8 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     """Eq. 10 with the terms and weights of `hyper`, a scalar.
 
     Args:
-        p, p_noisy: probabilities (N, outputs, ...) for the images and for their noisy copies.
+        p: probabilities (N, outputs, ...) for the images.
+        p_noisy: those for their noisy copies.
         start: those of the starting state for the images.
     """
     classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))

@@ -1,7 +1,7 @@
 """IOP-FL's site algorithm: FedAvg's with a local adapted model P_k; outside, a network routed over all of them."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -13,11 +13,14 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.methods.base import N_SAMPLES, PersistentState
-from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, OwnModelSite, received, trained_model
+from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, OutsideHyper, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
+from medflare.methods.parts.selection import Best
+from medflare.training.epochs import finite_or_none
+from medflare.training.site import Site
 
 ADAPTED = TensorSpec("adapted", "the site's local adapted model, an expert of the routed models of outside sites")
 
@@ -29,36 +32,60 @@ class IOPHyper(OutsideHyper, FedAvgHyper):
     tau: float = param(0.9, "accumulation rate; 1 gives the local model of the round", symbol="τ", source="Eq. 4, Fig. 6", low=0, high=1)
 
 
-class IOPSite(OwnModelSite[IOPHyper]):
-    """FedAvg's site algorithm with a local adapted model P_k."""
+class IOPSite(FedAvgSite[IOPHyper]):
+    """FedAvg's site algorithm with a local adapted model P_k, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = IOPHyper
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", reply=(ADAPTED,), reply_meta=(N_SAMPLES, SELECTED_ROUND)))
     delivery: ClassVar[Phase | None] = Phase("finalize", request=(GLOBAL, EXPERT), request_meta=(SELECTED_ROUND.as_optional(),))
-    own = PersistentState("adapted")  # P_k
+    adapted = PersistentState("adapted")  # P_k
+
+    def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, "adapted")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, after which P_k is updated (Eq. 4)."""
+        """FedAvg's training, after which P_k is updated (Eq. 4); the reply has the validation metric of P_k before."""
+        global_ = incoming.states[GLOBAL]
+        personal = self._validate_adapted(round)
         reply = super().train(round, incoming)
-        before = copy_state(incoming.states[GLOBAL]) if self.own is None else self.own  # P_k^0 = w_g
-        self.own = local_adapted(before, reply.states[MODEL], self.hyper.tau)
+        if self.adapted is None:  # P_k^0 = w_g, which has just been validated
+            self.adapted, personal = copy_state(global_), reply.meta["validation"]["global"]
+        self.adapted = local_adapted(self.adapted, reply.states[MODEL], self.hyper.tau)
+        reply.meta["validation"]["personal"] = personal
         return reply
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming global model and of P_k."""
+        personal = self._validate_adapted(round)
+        reply = super().validate(round, incoming)
+        reply.meta["validation"]["personal"] = personal
+        return reply
+
+    def _validate_adapted(self, round: int) -> float | None:
+        """The validation metric of P_k at the start of the round, which also enters the selection; None if there is no P_k."""
+        if self.adapted is None:
+            return None
+        value = finite_or_none(self.validation(self.network("model", self.adapted)))
+        self.best.offer(value, round, self.adapted)
+        return value
 
     def submit(self, round: int, incoming: Message) -> Message:
         """P_k, once, at the end, if there are outside sites; raises StateError if the site has not trained."""
-        if self.own is None:
+        if self.adapted is None:
             raise StateError(f"site {self.site.name} has not trained and has no local adapted model to submit")
-        state, rounds = self.best.chosen(self.plan.server_hyper.selection, self.own)
+        state, rounds = self.best.chosen(self.plan.server_hyper.selection, self.adapted)
         return Message({ADAPTED: state}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: rounds})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
         models = {"global": received(incoming)}
         if self.inside:
-            if self.own is not None:
+            if self.adapted is not None:
                 rule = self.plan.server_hyper.selection
                 rounds = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # else it is the global model's alone
-                models["personal"] = trained_model(*self.best.chosen(rule, self.own, rounds))
+                models["personal"] = trained_model(*self.best.chosen(rule, self.adapted, rounds))
             models["deployed"] = models.get("personal", models["global"])
         elif EXPERT.family(incoming.states):
             models["deployed"] = self._routed(incoming)
