@@ -56,15 +56,19 @@ class ProvisionedFederation:
 
     # -- set-up ------------------------------------------------------------------------------------------------------------
 
-    def provision(self) -> None:
-        project = yaml.safe_load((SCRIPTS / "project.yml").read_text())
-        keep = {SERVER, *self.sites, *PEOPLE.values()}
-        project["participants"] = [one for one in project["participants"] if one["name"] in keep]
+    def project(self, name: str) -> Path:
+        """A project file of poc_workspace with the sites and the port of this federation."""
+        project = yaml.safe_load((SCRIPTS / name).read_text())
+        project["participants"] = [one for one in project["participants"] if one["type"] != "client" or one["name"] in self.sites]
         for one in project["participants"]:
             if one["type"] == "server":
                 one["fed_learn_port"] = self.port
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump(project))
+        return path
+
+    def provision(self) -> None:
+        path = self.project("project.yml")
         with self.clock(-12 * HOUR):  # half a day ago: certificates are valid for a party whose clock is behind, too
             self.script("provision.sh", "--leave-root-key", path, self.folder / "federation")
 

@@ -102,12 +102,11 @@ def simulations(folder: Path) -> Iterator[Simulate]:
                 simulation.process.wait()
 
 
-def rewire(job: Path, side: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Edit a job's config_fed_server.json or config_fed_client.json."""
-    file = job / "app" / "config" / f"config_fed_{side}.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
+def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the content of a JSON file."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
@@ -119,7 +118,7 @@ def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
         executor["path"] = f"{source.stem}.{name}"
         executor["args"] = {**executor["args"], **args}
 
-    rewire(job, "client", change)
+    edit(job / "app" / "config" / "config_fed_client.json", change)
 
 
 def problems(results: Mapping[str, Any], kind: str) -> dict[str | None, list[str]]:

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,7 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     aborted = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
     taken_up = steps_done(federation, interrupted)
     wait_until(lambda: steps_done(federation, aborted) > taken_up, "the resumed job does not get anywhere")
-    with paused(federation, "site-1", aborted):  # the command takes seconds to start; the job must not end before it does
-        federation.command("nvflare", "job", "abort", aborted, "--force", "--startup-kit", federation.kit("lead"))
-    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
+    abort(federation, aborted)
 
     identity = federation.script("resume.sh", federation.kit("lead"), job, aborted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "resumed")
@@ -107,7 +104,8 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
         identity = federation.submit(job)
         wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
         cable.pull()
-        kill_job(federation, "site-1", identity)
+        for process in job_processes(federation, "site-1", identity):
+            process.kill()
         time.sleep(CUT)
         cable.plug()
         results = fetched(federation, identity, tmp_path / "fetched")
@@ -134,10 +132,8 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
     done = steps_done(federation, interrupted)
     federation.start("site-2")
     wait_until(lambda: steps_done(federation, interrupted) > done + 1, "the job does not go on without the site")
-    with paused(federation, "site-1", interrupted):
-        assert not any(interrupted in word for process in federation.processes("site-2") for word in process.cmdline())
-        federation.command("nvflare", "job", "abort", interrupted, "--force", "--startup-kit", federation.kit("lead"))
-    wait_until(lambda: federation.meta(interrupted)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
+    assert not any(interrupted in word for process in federation.processes("site-2") for word in process.cmdline())
+    abort(federation, interrupted)
     identity = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "fetched")
     assert results["status"] == "COMPLETED"
@@ -156,23 +152,18 @@ def job_processes(federation: ProvisionedFederation, site: str, job: str) -> lis
     return actual
 
 
-def kill_job(federation: ProvisionedFederation, site: str, job: str) -> None:
-    for process in job_processes(federation, site, job):
-        process.kill()
-
-
-@contextmanager
-def paused(federation: ProvisionedFederation, site: str, job: str) -> Iterator[None]:
-    """A site's process for a job stands still for a while, and with it the job."""
-    processes = job_processes(federation, site, job)
+def abort(federation: ProvisionedFederation, job: str) -> None:
+    """The lead stops a job. One site's process stands still until then: the command takes seconds, and the job must not end before."""
+    processes = job_processes(federation, "site-1", job)
     for process in processes:
         process.suspend()
     try:
-        yield
+        federation.command("nvflare", "job", "abort", job, "--force", "--startup-kit", federation.kit("lead"))
     finally:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
+    wait_until(lambda: federation.meta(job)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
 
 
 def fetched(federation: ProvisionedFederation, job: str, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire
+from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, edit, importing
 from helpers.volume_sites import PATCHES, make_sites
 from medflare import run_local
 from medflare.core.store import read_message
@@ -116,7 +116,7 @@ def test_a_method_of_another_distribution(
 def test_the_shortest_command_works(simulate: Simulate, tmp_path: Path) -> None:
     """`nvflare simulator jobs/fedsm`, from a folder that holds jobs/: two sites, one thread, FLARE's own workspace."""
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    rewire(tmp_path / "jobs" / "fedsm", "server", lambda config: config["workflows"][0]["args"].update(rounds=1))
+    edit(tmp_path / "jobs/fedsm/app/config/config_fed_server.json", lambda config: config["workflows"][0]["args"].update(rounds=1))
     simulation = simulate(Path("jobs/fedsm"), workspace=tmp_path / "simulator_workspace", MISSING_PACKAGES="").wait()
     assert "<svg" in (simulation.folder / "report.html").read_text(), "nothing is missing: the report has its figures"
     run_local("fedsm", "phantom", SITES[:2], rounds=1, seed=0, out=tmp_path / "local")

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
-from e2e.simulation import END_TO_END
+from e2e.simulation import END_TO_END, edit
 from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
@@ -95,46 +95,30 @@ MAIN = "medflare.cli.command.main"
 STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
 
 
-def _shell(marker: Path) -> list[dict[str, Any]]:
-    """Components that run a command of the shell, if FLARE calls them."""
-    spec = {"name": "os:system", "command": f"id > {marker}"}
-    return [
-        {"id": "a1", "path": TRUST, "args": {"module": "os"}},
-        {"id": "a2", "path": BUILD, "args": {"spec": spec, "in_channels": 1, "out_channels": 1}},
-    ]
-
-
-def _inside(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """The component as an argument of the one that the job has anyway."""
-    return lambda config: config["executors"][0]["executor"]["args"].update(hyper=component)
-
-
-def _filtered(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config["task_result_filters"].append({"tasks": ["*"], "filters": [component]})
-
-
 def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Path, tmp_path: Path) -> None:
     """What the job names beside its own classes is called nowhere; lead and party learn its name, and audit.log has it."""
     marker, kit = tmp_path / "marker", federation.kit("site-1")
-    settings = {"path": MAIN, "args": {"arguments": ["site", "setup", str(kit), "--minimum-patients", "0"]}}
+    network, command = {"name": "os:system", "command": f"id > {marker}"}, {"command": f"id > {marker}"}
+    setup = {"id": "a1", "path": MAIN, "args": {"arguments": ["site", "setup", str(kit), "--minimum-patients", "0"]}}
+    argument = {"path": "os.system", "args": command}  # of the executor that the job has anyway
+    filtering = {"tasks": ["*"], "filters": [{"class_path": "os.system", "args": command}]}
+    building = {"id": "a2", "path": BUILD, "args": {"spec": network, "in_channels": 1, "out_channels": 1}}
+    shell = [{"id": "a1", "path": TRUST, "args": {"module": "os"}}, building]
+    streaming = {"id": "a1", "path": STREAMER, "args": {"log_file_name": "medflare/report.html"}}
     attacks: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
-        ("site-1", MAIN, SITE, lambda config: config["components"].append({"id": "a1", **settings})),
-        ("site-2", "os.system", SITE, _inside({"path": "os.system", "args": {"command": f"id > {marker}"}})),
-        ("site-2", "os.system", SITE, _filtered({"class_path": "os.system", "args": {"command": f"id > {marker}"}})),
-        (SERVER, TRUST, SERVERS, lambda config: config["components"].extend(_shell(marker))),
-        (SERVER, "os:system", "task.json", lambda task: task.update(network={"name": "os:system", "command": f"id > {marker}"})),
-        ("site-1", STREAMER, SITE, lambda config: config["components"].append(
-            {"id": "a1", "path": STREAMER, "args": {"log_file_name": "medflare/report.html"}})),
-    ]  # fmt: skip
+        ("site-1", MAIN, SITE, lambda config: config["components"].append(setup)),
+        ("site-2", "os.system", SITE, lambda config: config["executors"][0]["executor"]["args"].update(hyper=argument)),
+        ("site-2", "os.system", SITE, lambda config: config["task_result_filters"].append(filtering)),
+        (SERVER, TRUST, SERVERS, lambda config: config["components"].extend(shell)),
+        (SERVER, "os:system", "task.json", lambda task: task.update(network=network)),
+        ("site-1", STREAMER, SITE, lambda config: config["components"].append(streaming)),
+    ]
     before = (kit / "local" / "medflare.json").read_text()
     submitted = []
     for number, (party, name, file, change) in enumerate(attacks):
         evil = tmp_path / f"evil-{number}"
         shutil.copytree(job, evil)
-        config = evil / "app" / "config" / file
-        content = json.loads(config.read_text())
-        change(content)
-        config.write_text(json.dumps(content))
+        edit(evil / "app" / "config" / file, change)
         submitted.append((federation.submit(evil), party, name))
     for identity, party, name in submitted:
         watched = federation.watch(identity, check=False)
@@ -218,14 +202,13 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
 @contextmanager
 def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
     """For a while a party has other policies or settings."""
-    before = file.read_text() if file.exists() else None
-    content = json.loads(before or "{}")
-    change(content)
-    file.write_text(json.dumps(content))
+    before = file.read_text() if file.exists() else "{}"  # a server has no settings of its own
+    file.write_text(before)
+    edit(file, change)
     try:
         yield
     finally:
-        file.unlink() if before is None else file.write_text(before)
+        file.write_text(before)
 
 
 def _ahead(log: Path) -> float:

@@ -48,6 +48,10 @@ def test_what_a_run_returns_and_leaves_behind(kept: Kept) -> None:
     assert {path.name for path in folder.iterdir()} >= {"results.json", "metrics.jsonl", "report.html", "models", "sites"}
     assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
     assert not (folder / "sites" / "site-9" / "personal").exists()
+    assert set(results["costs"]) == set(results["sites"])
+    for way in ("down_bytes", "up_bytes"):
+        assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
+    assert all(cost["seconds"] > 0 for cost in results["costs"].values())
 
 
 def test_what_single_patients_scored_stays_at_the_site(kept: Kept) -> None:
@@ -70,14 +74,6 @@ def test_every_site_has_a_separate_report(kept: Kept) -> None:
         assert any(patient in page for patient in scores["patients"])
         assert page.count('src="data:image/png;base64,') == 3, "the worst, the median and the best patient"
         assert page.count("<svg") == 1
-
-
-def test_what_every_site_has_cost(kept: Kept) -> None:
-    results, _ = kept
-    assert set(results["costs"]) == set(results["sites"])
-    for way in ("down_bytes", "up_bytes"):
-        assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
-    assert all(cost["seconds"] > 0 for cost in results["costs"].values())
 
 
 def test_a_delivered_model_answers_as_in_the_run(kept: Kept) -> None:
@@ -110,20 +106,13 @@ def test_lambda_below_one_over_k_is_allowed_with_a_warning() -> None:
 
 def test_a_missing_data_root_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
-    assert results["status"] == "FAILED"
-    assert "nowhere" in results["reason"]
+    assert results["status"] == "FAILED" and "nowhere" in results["reason"]
     assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"lamb": 0.3}, "did you mean lam"),
-        ({"lam": 2.0}, "lam"),
-        ({"personalization": "ditto"}, "personalization"),
-        ({"outside": ["site-1", "site-2", "site-3"]}, "outside"),
-        ({"sites": []}, "at least one site"),
-    ],
+    [({"lamb": 0.3}, "did you mean lam"), ({"outside": ["site-1", "site-2", "site-3"]}, "outside"), ({"sites": []}, "at least one site")],
 )
 def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
