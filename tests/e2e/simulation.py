@@ -65,10 +65,6 @@ class Simulation:
         assert file.exists(), f"no results; the console said:\n{self.console[-6000:]}"
         return json.loads(file.read_text())
 
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
     def site(self, name: str) -> Path:
         return self.workspace / name / "medflare" / "simulate_job"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from e2e.components.cable import Cable
 from e2e.provisioned import PATIENCE, SCRIPTS, SERVER, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END
+from helpers.final_models import same_weights
 from medflare.core.store import StateStore
 from medflare.evaluation.results import load_results
 from medflare.federation.checkpoint import CHECKPOINT
@@ -80,20 +80,14 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     output = first + watching.communicate(timeout=PATIENCE)[0]
     assert watching.returncode == 1 and "600" in output and "the server is back" in output and "FINISHED:ABANDONED" in output, output
     assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
-    folder = next((tmp_path / "resumed").rglob("medflare/models"))
-    for model in sorted((plain / "models").rglob("model.safetensors")):
-        tensors, actual = load_file(model), load_file(folder / model.relative_to(plain / "models"))
-        assert all(actual[name].equal(tensors[name]) for name in tensors), model
+    assert same_weights(next((tmp_path / "resumed").rglob("medflare/models")), plain / "models")
     assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
 
 
 def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
     federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """In one job: one site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed.
-
-    The one is waited for, comes back and answers; in place of the other another process answers, from what the site remembers.
-    """
+    """One site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed."""
     cable = Cable(federation.port)
     config = federation.kit("site-2") / "startup" / "fed_client.json"
     direct = config.read_text()
@@ -121,10 +115,7 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
 def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_resumed(
     federation: ProvisionedFederation, long_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    """kill -9 for everything of one site: no hang, no failed job; rounds end without it where `min_sites` allows, and it is named.
-
-    FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites.
-    """
+    """FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites."""
     job = build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, heartbeat_timeout=40.0, min_sites=1, out=tmp_path / "job")
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")

@@ -83,7 +83,6 @@ def test_in_the_simulator(local: dict[str, Any], tiny_task: dict[str, Any], tmp_
 
 
 def test_in_a_proof_of_concept(poc: PocFederation, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    """The same job folder, with app/custom/, submitted by the recipe; the command line finds it."""
     lead = f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
     assert_same(executed(lead, poc.environment, tiny_task, tmp_path), local)
     listed = poc.command(sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")).stdout

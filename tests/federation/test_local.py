@@ -93,7 +93,6 @@ def test_same_seed_same_bits_whatever_ran_before(tmp_path: Path) -> None:
 
 
 def test_lambda_one_leaves_personal_models_alone(tmp_path: Path) -> None:
-    """With λ = 1 a site's personal model does not depend on who else is there."""
     for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
         run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
     assert same_weights(*(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three")))
@@ -120,21 +119,17 @@ def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, An
 
 
 def test_an_outside_site_may_be_named_among_all() -> None:
-    """As the command and studies take them."""
     results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
     assert [results["sites"][f"site-{number}"]["role"] for number in (1, 2, 3)] == ["inside", "inside", "outside"]
     assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
-def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
     fit = FedAvgSite.fit
     monkeypatch.setattr(FedAvgSite, "fit", lambda own, *rest: 1 / 0 if own.site.name == "site-2" else fit(own, *rest))
-    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-        run("fedavg", min_sites=1, out=tmp_path, **options)
+    with pytest.raises(ZeroDivisionError):
+        run("fedavg", min_sites=1, out=tmp_path)
     results = load_results(tmp_path)
     assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
@@ -217,7 +212,6 @@ def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered:
 
 
 def test_without_rounds_every_site_evaluates_the_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
-    """No round trains: the delivered weights are the initial ones, tested on images of sites that it has never seen, too."""
     model, task = delivered
     initial = load_model(model).message.states["model"]
     results = medflare.run_local("fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model)

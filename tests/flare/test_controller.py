@@ -181,7 +181,6 @@ def doctor(aggregation: Aggregation[Any]) -> None:
 
 @pytest.mark.parametrize("method", AGGREGATORS)
 def test_the_component_makes_the_next_model(method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """e2e/test_parity.py compares the models with those of the plain loop."""
     right, wrong = AGGREGATORS[method](LAST), AGGREGATORS[method](LAST)
     doctor(wrong.aggregation)
     models, doctored = (served(tmp_path / name, part, task, monkeypatch) for name, part in (("right", right), ("wrong", wrong)))
