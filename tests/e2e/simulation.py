@@ -24,11 +24,7 @@ def importing(*folders: Path) -> dict[str, str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The caller's environment with this checkout importable and one thread for every site.
-
-    Reports come without figures, which take longer to draw than a tiny network to train: matplotlib looks as if it was not installed,
-    unless MISSING_PACKAGES says otherwise.
-    """
+    """The caller's environment with this checkout importable, one thread for every site, and no matplotlib: its figures take long."""
     paths = [str(MACHINE), str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MISSING_PACKAGES": "matplotlib"}
     return {**{name: value for name, value in os.environ.items() if name != "MEDFLARE_DATA_ROOT"}, **own, **more}

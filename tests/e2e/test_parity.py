@@ -23,12 +23,7 @@ VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes are scored
 
 
 class Case(NamedTuple):
-    """A federation.
-
-    Attributes:
-        inside, outside: numbers of sites.
-        threads: of the simulator; 1: FLARE starts a process for each task.
-    """
+    """A federation: numbers of sites, and threads of the simulator; with one, FLARE starts a process for each task."""
 
     task: str
     inside: int
