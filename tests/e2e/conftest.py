@@ -9,6 +9,7 @@ import pytest
 from e2e.provisioned import HOUR, SERVER, ProvisionedFederation
 from e2e.simulation import Simulate, importing, simulations
 from foreign.install import METHOD, install
+from helpers.small_tasks import tiny_phantom
 from medflare.methods import catalogue
 
 
@@ -60,7 +61,4 @@ def federation(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iter
 @pytest.fixture(scope="session")
 def tiny_task() -> dict[str, Any]:
     """The embedded phantom with small images and a small network: seconds, not minutes."""
-    from medflare.tasks.config import load_task
-
-    network = {"name": "unet", "channels": [4, 8], "norm": "instance"}
-    return {**load_task("phantom").to_dict(), "name": "phantom_tiny", "size": [32, 32], "network": network}
+    return tiny_phantom(name="phantom_tiny", batch_size=4)

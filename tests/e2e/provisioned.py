@@ -48,7 +48,8 @@ class ProvisionedFederation:
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._begun: list[subprocess.Popen[str]] = []
-        self.environment = environment(**_own(folder))
+        interpreter = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # this one, for every child
+        self.environment = environment(PATH=interpreter, HOME=str(folder), **_LAST_WORD)
 
     def kit(self, name: str) -> Path:
         """The startup kit of a site, the server or a person ("lead")."""
@@ -56,15 +57,19 @@ class ProvisionedFederation:
 
     # -- set-up ------------------------------------------------------------------------------------------------------------
 
-    def provision(self) -> None:
-        project = yaml.safe_load((SCRIPTS / "project.yml").read_text())
-        keep = {SERVER, *self.sites, *PEOPLE.values()}
-        project["participants"] = [one for one in project["participants"] if one["name"] in keep]
+    def project(self, name: str) -> Path:
+        """A project file of poc_workspace with the sites and the port of this federation."""
+        project = yaml.safe_load((SCRIPTS / name).read_text())
+        project["participants"] = [one for one in project["participants"] if one["type"] != "client" or one["name"] in self.sites]
         for one in project["participants"]:
             if one["type"] == "server":
                 one["fed_learn_port"] = self.port
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump(project))
+        return path
+
+    def provision(self) -> None:
+        path = self.project("project.yml")
         with self.clock(-12 * HOUR):  # half a day ago: certificates are valid for a party whose clock is behind, too
             self.script("provision.sh", "--leave-root-key", path, self.folder / "federation")
 
@@ -80,11 +85,12 @@ class ProvisionedFederation:
 
     def start(self, *names: str) -> None:
         """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""
-        signs = {name: self._launch(name) for name in names}
+        signs = {name: self.launch(name) for name in names}
         for name, (log, start, sign) in signs.items():
             wait_until(partial(_said, sign, log, start), f"{name} is not up, see {log}")
 
-    def _launch(self, name: str) -> tuple[Path, int, str]:
+    def launch(self, name: str) -> tuple[Path, int, str]:
+        """Start a party; returns its log, the length of that before, and what it says there once it is up."""
         kit = self.kit(name)
         log = kit / "log.txt"
         before = len(text_of(log))
@@ -95,10 +101,6 @@ class ProvisionedFederation:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=kit
             )
         return log, before, "Server started" if name == SERVER else "Successfully registered client"
-
-    def launch(self, name: str) -> None:
-        """Start a party that is not expected to come up."""
-        self._launch(name)
 
     # -- work --------------------------------------------------------------------------------------------------------------
 
@@ -189,8 +191,3 @@ def _said(words: str, log: Path, start: int) -> bool:
 def text_of(path: Path) -> str:
     """A log's text; empty where there is none yet."""
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _own(home: Path) -> dict[str, str]:
-    """This interpreter for every child, and a home of its own for the files that the nvflare command keeps."""
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), "HOME": str(home), **_LAST_WORD}

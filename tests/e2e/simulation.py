@@ -24,11 +24,7 @@ def importing(*folders: Path) -> dict[str, str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The caller's environment with this checkout importable and one thread for every site.
-
-    Reports come without figures, which take longer to draw than a tiny network to train: matplotlib looks as if it was not installed,
-    unless MISSING_PACKAGES says otherwise.
-    """
+    """The caller's environment with this checkout importable, one thread for every site, and no matplotlib: its figures take long."""
     paths = [str(MACHINE), str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MISSING_PACKAGES": "matplotlib"}
     return {**{name: value for name, value in os.environ.items() if name != "MEDFLARE_DATA_ROOT"}, **own, **more}
@@ -65,10 +61,6 @@ class Simulation:
         assert file.exists(), f"no results; the console said:\n{self.console[-6000:]}"
         return json.loads(file.read_text())
 
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
     def site(self, name: str) -> Path:
         return self.workspace / name / "medflare" / "simulate_job"
 
@@ -102,12 +94,11 @@ def simulations(folder: Path) -> Iterator[Simulate]:
                 simulation.process.wait()
 
 
-def rewire(job: Path, side: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Edit a job's config_fed_server.json or config_fed_client.json."""
-    file = job / "app" / "config" / f"config_fed_{side}.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
+def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the content of a JSON file."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
@@ -119,7 +110,7 @@ def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
         executor["path"] = f"{source.stem}.{name}"
         executor["args"] = {**executor["args"], **args}
 
-    rewire(job, "client", change)
+    edit(job / "app" / "config" / "config_fed_client.json", change)
 
 
 def problems(results: Mapping[str, Any], kind: str) -> dict[str | None, list[str]]:

@@ -2,18 +2,17 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from e2e.components.cable import Cable
 from e2e.provisioned import PATIENCE, SCRIPTS, SERVER, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END
+from helpers.final_models import same_weights
 from medflare.core.store import StateStore
 from medflare.evaluation.results import load_results
 from medflare.federation.checkpoint import CHECKPOINT
@@ -69,9 +68,7 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     aborted = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
     taken_up = steps_done(federation, interrupted)
     wait_until(lambda: steps_done(federation, aborted) > taken_up, "the resumed job does not get anywhere")
-    with paused(federation, "site-1", aborted):  # the command takes seconds to start; the job must not end before it does
-        federation.command("nvflare", "job", "abort", aborted, "--force", "--startup-kit", federation.kit("lead"))
-    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
+    abort(federation, aborted)
 
     identity = federation.script("resume.sh", federation.kit("lead"), job, aborted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "resumed")
@@ -83,20 +80,14 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     output = first + watching.communicate(timeout=PATIENCE)[0]
     assert watching.returncode == 1 and "600" in output and "the server is back" in output and "FINISHED:ABANDONED" in output, output
     assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
-    folder = next((tmp_path / "resumed").rglob("medflare/models"))
-    for model in sorted((plain / "models").rglob("model.safetensors")):
-        tensors, actual = load_file(model), load_file(folder / model.relative_to(plain / "models"))
-        assert all(actual[name].equal(tensors[name]) for name in tensors), model
+    assert same_weights(next((tmp_path / "resumed").rglob("medflare/models")), plain / "models")
     assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
 
 
 def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
     federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """In one job: one site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed.
-
-    The one is waited for, comes back and answers; in place of the other another process answers, from what the site remembers.
-    """
+    """One site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed."""
     cable = Cable(federation.port)
     config = federation.kit("site-2") / "startup" / "fed_client.json"
     direct = config.read_text()
@@ -107,7 +98,8 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
         identity = federation.submit(job)
         wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
         cable.pull()
-        kill_job(federation, "site-1", identity)
+        for process in job_processes(federation, "site-1", identity):
+            process.kill()
         time.sleep(CUT)
         cable.plug()
         results = fetched(federation, identity, tmp_path / "fetched")
@@ -123,10 +115,7 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
 def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_resumed(
     federation: ProvisionedFederation, long_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    """kill -9 for everything of one site: no hang, no failed job; rounds end without it where `min_sites` allows, and it is named.
-
-    FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites.
-    """
+    """FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites."""
     job = build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, heartbeat_timeout=40.0, min_sites=1, out=tmp_path / "job")
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
@@ -134,10 +123,8 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
     done = steps_done(federation, interrupted)
     federation.start("site-2")
     wait_until(lambda: steps_done(federation, interrupted) > done + 1, "the job does not go on without the site")
-    with paused(federation, "site-1", interrupted):
-        assert not any(interrupted in word for process in federation.processes("site-2") for word in process.cmdline())
-        federation.command("nvflare", "job", "abort", interrupted, "--force", "--startup-kit", federation.kit("lead"))
-    wait_until(lambda: federation.meta(interrupted)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
+    assert not any(interrupted in word for process in federation.processes("site-2") for word in process.cmdline())
+    abort(federation, interrupted)
     identity = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "fetched")
     assert results["status"] == "COMPLETED"
@@ -156,23 +143,18 @@ def job_processes(federation: ProvisionedFederation, site: str, job: str) -> lis
     return actual
 
 
-def kill_job(federation: ProvisionedFederation, site: str, job: str) -> None:
-    for process in job_processes(federation, site, job):
-        process.kill()
-
-
-@contextmanager
-def paused(federation: ProvisionedFederation, site: str, job: str) -> Iterator[None]:
-    """A site's process for a job stands still for a while, and with it the job."""
-    processes = job_processes(federation, site, job)
+def abort(federation: ProvisionedFederation, job: str) -> None:
+    """The lead stops a job. One site's process stands still until then: the command takes seconds, and the job must not end before."""
+    processes = job_processes(federation, "site-1", job)
     for process in processes:
         process.suspend()
     try:
-        yield
+        federation.command("nvflare", "job", "abort", job, "--force", "--startup-kit", federation.kit("lead"))
     finally:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
+    wait_until(lambda: federation.meta(job)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
 
 
 def fetched(federation: ProvisionedFederation, job: str, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """docs/deployment.md, literally: every party's commands, in the order of the page, make a federation that trains and delivers.
 
-Of the page's words five change: the port, the folder of the data and the task (small pictures in place of brain_lgg), the number of
-rounds, and for the second hospital the name of its site. The checkout is a folder with links to it.
+But for the port, the folder of the data, the task (small pictures), the number of rounds and the second hospital's name.
 """
 
 import json

@@ -56,7 +56,6 @@ def test_poc_project_has_the_same_people(provisioned: ProvisionedFederation) -> 
 
 @pytest.mark.parametrize(("party", "days"), [(SERVER, -1), ("site-1", 4000)])
 def test_doctor_says_that_a_certificate_is_not_valid(provisioned: ProvisionedFederation, party: str, days: int) -> None:
-    """That clocks are wrong by hours changes nothing, see test_provisioned.py."""
     with provisioned.clock(24 * HOUR * days):
         done = provisioned.command(sys.executable, "-m", "medflare.cli", "site", "doctor", provisioned.kit(party), check=False)
     assert done.returncode == 1

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire
+from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, edit, importing
+from helpers.final_models import same_weights
 from helpers.volume_sites import PATCHES, make_sites
 from medflare import run_local
-from medflare.core.store import read_message
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
@@ -23,12 +23,7 @@ VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes are scored
 
 
 class Case(NamedTuple):
-    """A federation.
-
-    Attributes:
-        inside, outside: numbers of sites.
-        threads: of the simulator; 1: FLARE starts a process for each task.
-    """
+    """A federation: numbers of sites, and threads of the simulator; with one, FLARE starts a process for each task."""
 
     task: str
     inside: int
@@ -60,22 +55,14 @@ CASES = {  # fedavg: see the method of another distribution below
 }
 
 
-def largest_difference(one: Path, other: Path) -> float:
-    """Over all tensors of two stored models."""
-    states, others = read_message(one).states, read_message(other).states
-    assert {entry: list(state) for entry, state in states.items()} == {entry: list(state) for entry, state in others.items()}
-    pairs = [(state[name], others[entry][name]) for entry, state in states.items() for name in state]
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
-
-
 def assert_equal_to_local(simulation: Simulation, local: Path, sites: tuple[str, ...]) -> None:
     """Every model, at the server and at the sites, and every number of the results."""
     assert simulation.results["status"] == "COMPLETED", simulation.results["reason"]
-    models = sorted(path.relative_to(local) for path in local.rglob("model.safetensors"))
+    models = sorted(path.parent.relative_to(local) for path in local.rglob("model.safetensors"))
     assert {path.parts[0] for path in models} == {"models", "sites"}
     for path in models:
         here = simulation.site(path.parts[1]).joinpath(*path.parts[2:]) if path.parts[0] == "sites" else simulation.folder / path
-        assert largest_difference(local / path, here) == 0, path  # bitwise; 1e-6 is promised
+        assert same_weights(local / path, here), path  # bitwise; 1e-6 is promised
     results = load_results(local)
     assert all(simulation.results[part] == results[part] for part in ("sites", "mean", "traffic"))
     assert set(simulation.results["sites"]) == set(sites)
@@ -109,14 +96,13 @@ def test_a_method_of_another_distribution(
     for name in (foreign, "fedavg"):
         run_local(name, sites=SITES[:2], **settings, selection="last", out=tmp_path / name)
     assert_equal_to_local(simulation.wait(), tmp_path / foreign, SITES[:2])
-    damped, whole = (tmp_path / name / "models" / "global" / "model.safetensors" for name in (foreign, "fedavg"))
-    assert largest_difference(damped, whole) > 0, "the step is its own"
+    assert not same_weights(*(tmp_path / name / "models" / "global" for name in (foreign, "fedavg"))), "the step is its own"
 
 
 def test_the_shortest_command_works(simulate: Simulate, tmp_path: Path) -> None:
     """`nvflare simulator jobs/fedsm`, from a folder that holds jobs/: two sites, one thread, FLARE's own workspace."""
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    rewire(tmp_path / "jobs" / "fedsm", "server", lambda config: config["workflows"][0]["args"].update(rounds=1))
+    edit(tmp_path / "jobs/fedsm/app/config/config_fed_server.json", lambda config: config["workflows"][0]["args"].update(rounds=1))
     simulation = simulate(Path("jobs/fedsm"), workspace=tmp_path / "simulator_workspace", MISSING_PACKAGES="").wait()
     assert "<svg" in (simulation.folder / "report.html").read_text(), "nothing is missing: the report has its figures"
     run_local("fedsm", "phantom", SITES[:2], rounds=1, seed=0, out=tmp_path / "local")

@@ -14,7 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
-from e2e.simulation import END_TO_END
+from e2e.simulation import END_TO_END, edit
+from helpers.final_models import same_weights
 from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
@@ -61,11 +62,11 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedF
         assert difference == copies * size, "a personal model for each site that tests it"
     actual["events"] = [event for event in actual["events"] if event not in unshared]
     _same_results({**actual, "traffic": {}}, {**expected, "traffic": {}})
-    _same_models(next((tmp_path / "fetched").rglob("medflare/models")), plain / "models")
+    assert same_weights(next((tmp_path / "fetched").rglob("medflare/models")), plain / "models")
     for site in federation.sites:
         own = federation.kit(site) / "medflare" / identity
         for role in ROLES:  # each hospital holds its own models; nothing was fetched from the server for them
-            _same_state(own / role / "model.safetensors", plain / "sites" / site / role / "model.safetensors")
+            assert same_weights(own / role, plain / "sites" / site / role)
             assert json.loads((own / role / "card.json").read_text())["site"] == site
         assert not [path for path in (federation.kit(site) / identity).rglob("*") if path.name in {"medflare", "report.html", "scores"}]
         assert "component medflare.flare.executors.FedSMExecutor" in text_of(federation.kit(site) / "audit.log")
@@ -80,7 +81,6 @@ def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -
 
 
 def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    """A job with app/custom/ brings code; the hospitals' policy says no, and whoever watches learns who refused and what to do."""
     identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, embed_code=True, out=tmp_path / "job"))
     watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
@@ -95,46 +95,30 @@ MAIN = "medflare.cli.command.main"
 STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
 
 
-def _shell(marker: Path) -> list[dict[str, Any]]:
-    """Components that run a command of the shell, if FLARE calls them."""
-    spec = {"name": "os:system", "command": f"id > {marker}"}
-    return [
-        {"id": "a1", "path": TRUST, "args": {"module": "os"}},
-        {"id": "a2", "path": BUILD, "args": {"spec": spec, "in_channels": 1, "out_channels": 1}},
-    ]
-
-
-def _inside(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """The component as an argument of the one that the job has anyway."""
-    return lambda config: config["executors"][0]["executor"]["args"].update(hyper=component)
-
-
-def _filtered(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config["task_result_filters"].append({"tasks": ["*"], "filters": [component]})
-
-
 def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Path, tmp_path: Path) -> None:
     """What the job names beside its own classes is called nowhere; lead and party learn its name, and audit.log has it."""
     marker, kit = tmp_path / "marker", federation.kit("site-1")
-    settings = {"path": MAIN, "args": {"arguments": ["site", "setup", str(kit), "--minimum-patients", "0"]}}
+    network, command = {"name": "os:system", "command": f"id > {marker}"}, {"command": f"id > {marker}"}
+    setup = {"id": "a1", "path": MAIN, "args": {"arguments": ["site", "setup", str(kit), "--minimum-patients", "0"]}}
+    argument = {"path": "os.system", "args": command}  # of the executor that the job has anyway
+    filtering = {"tasks": ["*"], "filters": [{"class_path": "os.system", "args": command}]}
+    building = {"id": "a2", "path": BUILD, "args": {"spec": network, "in_channels": 1, "out_channels": 1}}
+    shell = [{"id": "a1", "path": TRUST, "args": {"module": "os"}}, building]
+    streaming = {"id": "a1", "path": STREAMER, "args": {"log_file_name": "medflare/report.html"}}
     attacks: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
-        ("site-1", MAIN, SITE, lambda config: config["components"].append({"id": "a1", **settings})),
-        ("site-2", "os.system", SITE, _inside({"path": "os.system", "args": {"command": f"id > {marker}"}})),
-        ("site-2", "os.system", SITE, _filtered({"class_path": "os.system", "args": {"command": f"id > {marker}"}})),
-        (SERVER, TRUST, SERVERS, lambda config: config["components"].extend(_shell(marker))),
-        (SERVER, "os:system", "task.json", lambda task: task.update(network={"name": "os:system", "command": f"id > {marker}"})),
-        ("site-1", STREAMER, SITE, lambda config: config["components"].append(
-            {"id": "a1", "path": STREAMER, "args": {"log_file_name": "medflare/report.html"}})),
-    ]  # fmt: skip
+        ("site-1", MAIN, SITE, lambda config: config["components"].append(setup)),
+        ("site-2", "os.system", SITE, lambda config: config["executors"][0]["executor"]["args"].update(hyper=argument)),
+        ("site-2", "os.system", SITE, lambda config: config["task_result_filters"].append(filtering)),
+        (SERVER, TRUST, SERVERS, lambda config: config["components"].extend(shell)),
+        (SERVER, "os:system", "task.json", lambda task: task.update(network=network)),
+        ("site-1", STREAMER, SITE, lambda config: config["components"].append(streaming)),
+    ]
     before = (kit / "local" / "medflare.json").read_text()
     submitted = []
     for number, (party, name, file, change) in enumerate(attacks):
         evil = tmp_path / f"evil-{number}"
         shutil.copytree(job, evil)
-        config = evil / "app" / "config" / file
-        content = json.loads(config.read_text())
-        change(content)
-        config.write_text(json.dumps(content))
+        edit(evil / "app" / "config" / file, change)
         submitted.append((federation.submit(evil), party, name))
     for identity, party, name in submitted:
         watched = federation.watch(identity, check=False)
@@ -151,7 +135,6 @@ def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Pa
 
 
 def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A kit of another root, for the right server and with a member's name: the TLS handshake ends it."""
     other = type(federation)(tmp_path_factory.mktemp("stranger"), ["site-4"])
     other.port = federation.port
     other.provision()
@@ -172,11 +155,7 @@ def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_
 def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     federation: ProvisionedFederation, foreign: str, tiny_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A kit of the same root for a running federation, as docs/deployment.md says; nobody else notices, and the next job includes it.
-
-    The job's method is another distribution's, installed everywhere: not run by a site that does not list its package, and once that
-    site does, too, run by all.
-    """
+    """As docs/deployment.md says. The job's method is another distribution's: run once the new site lists its package, too."""
     (federation.folder / "site-4.yml").write_text("name: site-4\ntype: client\norg: hospital_four\n")
     provision = ("nvflare", "provision", "-p", "project.yml", "-w", "federation", "--add-client", "site-4.yml", "--force")
     federation.command(*provision)
@@ -208,7 +187,7 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
     plain = run_local(foreign, tiny_task, [*federation.sites, "site-4"], rounds=1, seed=SEED, out=tmp_path / "plain")
     _same_results(load_results(tmp_path / "fetched"), plain)
-    _same_models(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
+    assert same_weights(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
     assert (later.kit("site-4") / "medflare" / identity / "personal" / "model.safetensors").exists()
 
 
@@ -218,14 +197,13 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
 @contextmanager
 def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
     """For a while a party has other policies or settings."""
-    before = file.read_text() if file.exists() else None
-    content = json.loads(before or "{}")
-    change(content)
-    file.write_text(json.dumps(content))
+    before = file.read_text() if file.exists() else "{}"  # a server has no settings of its own
+    file.write_text(before)
+    edit(file, change)
     try:
         yield
     finally:
-        file.unlink() if before is None else file.write_text(before)
+        file.write_text(before)
 
 
 def _ahead(log: Path) -> float:
@@ -238,16 +216,3 @@ def _same_results(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual["status"] == expected["status"] == "COMPLETED"
     assert actual["sites"] == expected["sites"]
     assert (actual["mean"], actual["traffic"], actual["events"]) == (expected["mean"], expected["traffic"], expected["events"])
-
-
-def _same_models(actual: Path, expected: Path) -> None:
-    names = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert names and names == sorted(path.relative_to(actual) for path in actual.rglob("*.safetensors"))
-    for name in names:
-        _same_state(actual / name, expected / name)
-
-
-def _same_state(actual: Path, expected: Path) -> None:
-    left, right = load_file(actual), load_file(expected)
-    assert left.keys() == right.keys()
-    assert all(left[name].equal(right[name]) for name in left), f"{actual} differs from {expected}"

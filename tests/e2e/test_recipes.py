@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from e2e.provisioned import SCRIPTS, ProvisionedFederation, wait_until
+from e2e.provisioned import ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END, FINISHED_AFTER, environment
 from medflare import run_local
 from medflare.evaluation.results import load_results
@@ -37,13 +36,7 @@ class PocFederation(ProvisionedFederation):
         return super().kit("server" if name == "localhost" else name)
 
     def start_all(self) -> None:
-        project = yaml.safe_load((SCRIPTS / "project_poc.yml").read_text())
-        project["participants"] = [one for one in project["participants"] if one["type"] != "client" or one["name"] in SITES]
-        for one in project["participants"]:
-            if one["type"] == "server":
-                one["fed_learn_port"] = self.port
-        (self.folder / "project.yml").write_text(yaml.safe_dump(project))
-        self.command("nvflare", "poc", "prepare", "-i", self.folder / "project.yml", "--force")
+        self.command("nvflare", "poc", "prepare", "-i", self.project("project_poc.yml"), "--force")
         self.command("nvflare", "poc", "start", "--no-wait")
         wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect", every=2)
 
@@ -90,7 +83,6 @@ def test_in_the_simulator(local: dict[str, Any], tiny_task: dict[str, Any], tmp_
 
 
 def test_in_a_proof_of_concept(poc: PocFederation, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    """The same job folder, with app/custom/, submitted by the recipe; the command line finds it."""
     lead = f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
     assert_same(executed(lead, poc.environment, tiny_task, tmp_path), local)
     listed = poc.command(sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")).stdout

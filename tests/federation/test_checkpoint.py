@@ -64,11 +64,7 @@ def test_a_checkpoint_of_another_run_raises(tmp_path: Path, name: str, value: An
 
 def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
     new = tmp_path / "new"
-    for load in (
-        lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
-        lambda: stored_plan(tmp_path),
-        lambda: take_up(tmp_path, new),
-    ):
+    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: stored_plan(tmp_path), lambda: take_up(tmp_path, new)):
         with pytest.raises(StateError, match="no checkpoint"):
             load()
     assert not new.exists()

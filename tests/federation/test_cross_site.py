@@ -58,7 +58,6 @@ def test_a_method_without_personal_models_is_refused() -> None:
 
 
 def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misfit and NaN are rejected with an event; the site's own results stay."""
     honest = LocalExchange.__call__
 
     def spoilt(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:

@@ -22,6 +22,17 @@ METHODS: Final = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
 Fault = Callable[[Recorded, Place], Message]
 
 
+def changed(change: Callable[[Message], object]) -> Fault:
+    """The site's own reply with a change."""
+
+    def fault(recording: Recorded, place: Place) -> Message:
+        reply = copied(recording.replies[place][FAULTY])
+        change(reply)
+        return reply
+
+    return fault
+
+
 def numbers(change: Callable[[Any], Any], *only: str) -> Fault:
     """Every number of the metadata, or of these items, replaced."""
 
@@ -32,35 +43,24 @@ def numbers(change: Callable[[Any], Any], *only: str) -> Fault:
             return [replaced(inner) for inner in value]
         return change(value) if isinstance(value, int | float) else value
 
-    def fault(recording: Recorded, place: Place) -> Message:
-        reply = copied(recording.replies[place][FAULTY])
-        reply.meta = {name: replaced(value) if name in only or not only else value for name, value in reply.meta.items()}
-        return reply
-
-    return fault
+    return changed(
+        lambda reply: reply.meta.update({name: replaced(value) for name, value in reply.meta.items() if name in only or not only})
+    )
 
 
 def meta(**more: Any) -> Fault:
     """Metadata added, or replaced."""
-
-    def fault(recording: Recorded, place: Place) -> Message:
-        reply = copied(recording.replies[place][FAULTY])
-        reply.meta |= more
-        return reply
-
-    return fault
+    return changed(lambda reply: reply.meta.update(more))
 
 
 def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     """Every floating tensor replaced."""
 
-    def fault(recording: Recorded, place: Place) -> Message:
-        reply = copied(recording.replies[place][FAULTY])
+    def replace(reply: Message) -> None:
         for state in reply.states.values():
             state |= {name: change(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
-        return reply
 
-    return fault
+    return changed(replace)
 
 
 def of_another_step(recording: Recorded, place: Place) -> Message:
@@ -85,7 +85,7 @@ FAULTS: Final[dict[str, Fault]] = {
 PLAUSIBLE: Final[dict[str, Fault]] = {
     "perfect metrics": numbers(lambda value: 1.0, "validation", "metrics", "gains", "scores"),
     "flipped sign": tensors(lambda tensor: -tensor),
-    "no states": lambda recording, place: Message({}, copied(recording.replies[place][FAULTY]).meta),
+    "no states": changed(lambda reply: reply.states.clear()),
 }
 
 
@@ -139,9 +139,7 @@ REJECTED: Final[dict[str, tuple[str, str, int, Fault, str]]] = {
     "an A-distance of 1e300": ("grace", "train", 0, meta(a_distance=1e300), "a_distance"),
     "a selected round as text": ("iop_fl", "submit", ROUNDS, meta(selected_round="last"), "selected_round"),
     "a loss that cannot be drawn": ("fedavg", "train", 0, meta(loss=1e308), "loss"),
-    "a name that cannot be drawn": ("fedavg", "train", 0, meta(validation={"$\\frac{$": 0.5}), "validation"),
     "a distance beyond all images": ("fedavg", FINALIZE, ROUNDS, meta(metrics={"global": {"hd95": 1e308}}), "hd95"),
-    "too few class counts": ("prr", ENROL, 0, meta(class_counts=[1]), "class_counts"),
     "counts that are text": ("fedavg", ENROL, 0, meta(n="many"), "n:"),
 }
 

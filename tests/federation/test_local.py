@@ -48,6 +48,10 @@ def test_what_a_run_returns_and_leaves_behind(kept: Kept) -> None:
     assert {path.name for path in folder.iterdir()} >= {"results.json", "metrics.jsonl", "report.html", "models", "sites"}
     assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
     assert not (folder / "sites" / "site-9" / "personal").exists()
+    assert set(results["costs"]) == set(results["sites"])
+    for way in ("down_bytes", "up_bytes"):
+        assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
+    assert all(cost["seconds"] > 0 for cost in results["costs"].values())
 
 
 def test_what_single_patients_scored_stays_at_the_site(kept: Kept) -> None:
@@ -72,14 +76,6 @@ def test_every_site_has_a_separate_report(kept: Kept) -> None:
         assert page.count("<svg") == 1
 
 
-def test_what_every_site_has_cost(kept: Kept) -> None:
-    results, _ = kept
-    assert set(results["costs"]) == set(results["sites"])
-    for way in ("down_bytes", "up_bytes"):
-        assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
-    assert all(cost["seconds"] > 0 for cost in results["costs"].values())
-
-
 def test_a_delivered_model_answers_as_in_the_run(kept: Kept) -> None:
     results, folder = kept
     model = load_model(folder / "sites" / "site-1" / "deployed")
@@ -97,7 +93,6 @@ def test_same_seed_same_bits_whatever_ran_before(tmp_path: Path) -> None:
 
 
 def test_lambda_one_leaves_personal_models_alone(tmp_path: Path) -> None:
-    """With λ = 1 a site's personal model does not depend on who else is there."""
     for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
         run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
     assert same_weights(*(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three")))
@@ -110,20 +105,13 @@ def test_lambda_below_one_over_k_is_allowed_with_a_warning() -> None:
 
 def test_a_missing_data_root_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
-    assert results["status"] == "FAILED"
-    assert "nowhere" in results["reason"]
+    assert results["status"] == "FAILED" and "nowhere" in results["reason"]
     assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"lamb": 0.3}, "did you mean lam"),
-        ({"lam": 2.0}, "lam"),
-        ({"personalization": "ditto"}, "personalization"),
-        ({"outside": ["site-1", "site-2", "site-3"]}, "outside"),
-        ({"sites": []}, "at least one site"),
-    ],
+    [({"lamb": 0.3}, "did you mean lam"), ({"outside": ["site-1", "site-2", "site-3"]}, "outside"), ({"sites": []}, "at least one site")],
 )
 def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -131,21 +119,17 @@ def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, An
 
 
 def test_an_outside_site_may_be_named_among_all() -> None:
-    """As the command and studies take them."""
     results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
     assert [results["sites"][f"site-{number}"]["role"] for number in (1, 2, 3)] == ["inside", "inside", "outside"]
     assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
-def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
     fit = FedAvgSite.fit
     monkeypatch.setattr(FedAvgSite, "fit", lambda own, *rest: 1 / 0 if own.site.name == "site-2" else fit(own, *rest))
-    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-        run("fedavg", min_sites=1, out=tmp_path, **options)
+    with pytest.raises(ZeroDivisionError):
+        run("fedavg", min_sites=1, out=tmp_path)
     results = load_results(tmp_path)
     assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
@@ -228,7 +212,6 @@ def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered:
 
 
 def test_without_rounds_every_site_evaluates_the_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
-    """No round trains: the delivered weights are the initial ones, tested on images of sites that it has never seen, too."""
     model, task = delivered
     initial = load_model(model).message.states["model"]
     results = medflare.run_local("fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model)

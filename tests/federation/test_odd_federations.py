@@ -5,43 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import medflare
 from helpers import small_tasks
-from medflare.data.loading import SiteData, Split
+from medflare.data.loading import SiteData
 from medflare.evaluation.results import read_rounds, validate_results
 from medflare.inference.deployed import load_model
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 from medflare.training.site import Site
+from methods import squares
 
 METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
-QUICK: dict[str, dict[str, Any]] = {
-    "feddag": {"generator_width": 4},
-    "fedsm": {"selector": "compact_selector", "selector_updates": 1},
-}
+QUICK: dict[str, dict[str, Any]] = {"feddag": {"generator_width": 4}, "fedsm": {"selector": "compact_selector", "selector_updates": 1}}
 SEED = 5
 DISC = {**small_tasks.SEGMENTATION, "name": "disc", "labels": ["disc"]}
 GRADE = {**small_tasks.CLASSIFICATION, "name": "grade", "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
-BATCH_NORM = {"segmentation": DISC, "classification": GRADE}
-NO_BATCH_NORM = {
-    "segmentation": {**DISC, "network": small_tasks.INSTANCE_UNET},
-    "classification": {**GRADE, "network": {"name": "small_cnn", "channels": [4, 8]}},
-}
+DISC_WITHOUT_BATCH_NORM = {**DISC, "network": small_tasks.INSTANCE_UNET}
+GRADE_WITHOUT_BATCH_NORM = {**GRADE, "network": small_tasks.CLASSIFICATION["network"]}
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
-BOTH_KINDS = pytest.mark.parametrize("kind", BATCH_NORM)
-
-
-def split(task: TaskConfig, count: int, seed: int, classes: int) -> Split:
-    """Noise with a bright corner; in classification the brightness of all is the class, of which `classes` occur."""
-    images = 0.2 * torch.randn(count, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
-    names = tuple(f"{seed}-{place}" for place in range(count))
-    if task.kind == "classification":
-        labels = torch.arange(count) % classes
-        return Split(images + labels.view(-1, 1, 1, 1), labels, names, names)
-    masks = torch.zeros(count, 16, 16, dtype=torch.long)
-    masks[:, 4:11, 3:10] = 1
-    return Split(images + masks[:, None], masks, names, names)
 
 
 def federation(
@@ -51,7 +32,7 @@ def federation(
     *,
     counts: tuple[int, int, int] = (8, 4, 4),
     outside: int = 0,
-    classes: int = 3,
+    missing: int | None = None,
     twins: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
@@ -60,7 +41,7 @@ def federation(
     Args:
         counts: training, validation and test images of every inside site.
         outside: test images of the outside site X; 0: there is none.
-        classes: how many of the task's classes occur.
+        missing: the class that does not occur.
         twins: all inside sites have the same images and, but for FedSM, whose sites must tell themselves apart, the same random numbers.
     """
     config = load_task(task)
@@ -69,7 +50,7 @@ def federation(
         twin = twins and role == "inside"
         seed = 0 if twin else 100 * ord(name)
         parts = counts if role == "inside" else (0, 0, outside)
-        train, validation, test = (split(config, count, seed + place, classes) for place, count in enumerate(parts))
+        train, validation, test = (squares.split(config, count, seed + place, 0.0, missing) for place, count in enumerate(parts))
         return Site("twin" if twin and method != "fedsm" else name, config, SiteData(train, validation, test), SEED)
 
     settings = {"rounds": 1, "seed": SEED, "outside": ("X",) * bool(outside), "opener": opened, **QUICK.get(method, {}), **options}
@@ -90,16 +71,10 @@ def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medflare.evaluation.report.render_report", lambda *_: "")
 
 
-@BOTH_KINDS
+@pytest.mark.parametrize("task", [DISC, GRADE, DISC_WITHOUT_BATCH_NORM, GRADE_WITHOUT_BATCH_NORM])
 @EVERY_METHOD
-def test_an_outside_site_with_one_image(method: str, kind: str, tmp_path: Path) -> None:
-    federation(method, BATCH_NORM[kind], outside=1, out=tmp_path)
-
-
-@BOTH_KINDS
-@EVERY_METHOD
-def test_a_network_without_batch_norm(method: str, kind: str, tmp_path: Path) -> None:
-    federation(method, NO_BATCH_NORM[kind], outside=3, out=tmp_path)
+def test_an_outside_site_with_one_image_with_and_without_batch_norm(method: str, task: dict[str, Any], tmp_path: Path) -> None:
+    federation(method, task, outside=1, out=tmp_path)
 
 
 @EVERY_METHOD
@@ -117,7 +92,7 @@ def test_two_sites_with_the_same_images_have_equal_weights(method: str, tmp_path
 
 @EVERY_METHOD
 def test_a_class_that_no_site_has(method: str, tmp_path: Path) -> None:
-    results = federation(method, GRADE, classes=2, counts=(9, 6, 6), out=tmp_path)
+    results = federation(method, GRADE, missing=2, counts=(9, 6, 6), out=tmp_path)
     metrics = results["sites"]["A"]["metrics"]["deployed"]
     assert metrics["accuracy"] is not None
     messages = [event["message"] for event in results["events"] if event["kind"] == "undefined" and event["site"] == "A"]

@@ -65,26 +65,25 @@ def kinds(federation: Federation) -> list[tuple[str, str | None, int | None]]:
     return [(event["kind"], event["site"], event["round"]) for event in federation.events]
 
 
-def poisoned(*victims: str, method: Method = FEDAVG) -> Sites:
-    """Sites of which the victims send NaN in their models."""
+def changing(change: Callable[[Message], object], *victims: str, method: Method = FEDAVG) -> Sites:
+    """Sites of which the victims' replies to "train" are changed."""
 
     def spoil(site: str, step: Step, message: Message) -> Message:
         if site in victims and step.phase == "train":
-            next(iter(message.states["model"].values())).fill_(math.nan)
+            change(message)
         return message
 
     return Sites(spoil=spoil, method=method)
 
 
+def poisoned(*victims: str, method: Method = FEDAVG) -> Sites:
+    """Sites of which the victims send NaN in their models."""
+    return changing(lambda message: next(iter(message.states["model"].values())).fill_(math.nan), *victims, method=method)
+
+
 def praised(value: float) -> Sites:
     """Sites of which B sends this as its validation metric."""
-
-    def spoil(site: str, step: Step, message: Message) -> Message:
-        if site == "B" and step.phase == "train":
-            message.meta["validation"] = {"global": value}
-        return message
-
-    return Sites(spoil=spoil)
+    return changing(lambda message: message.meta.update(validation={"global": value}), "B")
 
 
 # -- updates: test_faulty_sites.py has more of them ------------------------------------------------------------------------------
@@ -106,14 +105,11 @@ def test_min_sites_decides_how_many_are_enough() -> None:
 def test_an_update_against_the_others_is_used_and_named() -> None:
     start = squares.start()
 
-    def flip(site: str, step: Step, message: Message) -> Message:
-        """The update of B in the opposite direction."""
-        if site == "B" and step.phase == "train":
-            model = message.states["model"]
-            model.update({name: 2 * start[name] - tensor for name, tensor in model.items() if tensor.is_floating_point()})
-        return message
+    def flip(message: Message) -> None:
+        model = message.states["model"]
+        model.update({name: 2 * start[name] - tensor for name, tensor in model.items() if tensor.is_floating_point()})
 
-    events = run(Sites(spoil=flip), rounds=1).events
+    events = run(changing(flip, "B"), rounds=1).events
     assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0)] and not events.of("rejected")
 
 
@@ -133,7 +129,6 @@ def test_a_metric_outside_its_range_is_no_vote() -> None:
 
 
 def test_one_site_does_not_choose_the_round() -> None:
-    """B praises the model after the first round; its vote stands in the outcome."""
 
     def lie(site: str, step: Step, message: Message) -> Message:
         if step.phase in ("train", "validate"):
@@ -201,7 +196,6 @@ def test_another_site_is_drawn_in_place_of_a_site_that_fails() -> None:
 
 
 def test_later_steps_of_a_round_ask_the_sites_of_its_first_step() -> None:
-    """Models that were trained in a round are scored by those who trained them."""
     exchange = poisoned("B", method=get_method("robust", server="sha"))
     assert not run(exchange, 3, TWO).events.of("undefined")
     assert exchange.of_phase("score") == [(round, "AC") for round in range(3)]

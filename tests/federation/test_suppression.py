@@ -246,7 +246,6 @@ def measured(task: TaskConfig, targets: torch.Tensor, minimum: int, always: tupl
 
 @pytest.mark.parametrize(("minimum", "sent"), [(0, True), (2, True), (3, False)])
 def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool) -> None:
-    """Two patients of each of two classes."""
     meta = measured(small_task("classification", labels=["dark", "bright"]), torch.tensor([0, 0, 1, 1]), minimum)
     assert meta["metrics"]["global"]["accuracy"] is not None
     assert ("classes" in meta) == sent
@@ -281,7 +280,6 @@ def test_small_classes_of_a_multilabel_segmentation() -> None:
 
 @pytest.mark.parametrize("method", ["prr", "iop_fl"])
 def test_a_federation_without_counts_by_class(method: str) -> None:
-    """The methods that use the counts report what they do instead."""
     options: dict[str, Any] = {"outside_model": "personal"} if method == "prr" else {}
     chosen = get_method(method)
 

@@ -3,11 +3,11 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -90,43 +90,31 @@ def test_wandb_is_offline_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: 
     assert not [event for event in results["events"] if event["kind"] == "warning"]
 
 
-class Wandb:
-    """The package as far as a run calls it; `calls` has what it was told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls: list[Any] = []
-        self.config = SimpleNamespace(update=lambda settings: self.calls.append(settings))
-        module(monkeypatch, "wandb", init=self.init, Settings=SimpleNamespace)
-
-    def init(self, **named: Any) -> "Wandb":
-        self.calls.append(named)
-        return self
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        self.calls.append((name, step_metric))
-
-    def log(self, values: Mapping[str, float]) -> None:
-        self.calls.append(values)
-
-    def finish(self, exit_code: int) -> None:
-        self.calls.append(exit_code)
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The package as far as a run calls it; it is the run, too."""
+    fake = MagicMock()
+    fake.init.return_value = fake
+    module(monkeypatch, "wandb", init=fake.init, Settings=SimpleNamespace)
+    return fake
 
 
-def test_the_calls_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Wandb(monkeypatch)
+def test_the_calls_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: MagicMock) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "")
     results = federated(tmp_path, track="wandb")
-    opened, metric, *curves, settings, code = fake.calls
+    opened, curves = wandb.init.call_args.kwargs, [call.args[0] for call in wandb.log.call_args_list]
     own = opened.pop("settings")
     assert opened == {"project": "medflare", "group": "medflare phantom", "name": "fedavg-seed0", "dir": str(tmp_path), "mode": "offline"}
-    assert own.console == "off" and own.disable_git and not own.save_code and metric == ("*", "round")
+    assert own.console == "off" and own.disable_git and not own.save_code
+    wandb.define_metric.assert_called_once_with("*", step_metric="round")
     assert [(line["round"], line["site-1/learning_rate"]) for line in curves if "site-1/learning_rate" in line] == RATES
     assert curves[-1]["site-2/test_deployed_dice"] == pytest.approx(results["sites"]["site-2"]["metrics"]["deployed"]["dice"])
-    assert settings == flat_settings(results["configuration"]) and code == 0
+    wandb.config.update.assert_called_once_with(flat_settings(results["configuration"]))
+    wandb.finish.assert_called_once_with(exit_code=0)
     monkeypatch.setenv("WANDB_MODE", "online")
     Tracker("wandb=study", None, "a task", "a run", pytest.fail)
-    assert {"project": "study", "mode": "online", "dir": None}.items() <= fake.calls[-2].items()
+    assert {"project": "study", "mode": "online", "dir": None}.items() <= wandb.init.call_args.kwargs.items()
 
 
 def test_the_calls_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +145,10 @@ def test_the_calls_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert uris == ["http://ml.example", f"sqlite:///{tmp_path / 'mlflow.db'}", None], "None: MLflow reads the environment"
 
 
-def test_what_fails_in_a_writer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Wandb(monkeypatch)
-
-    def log(values: Any) -> None:
-        fake.calls.append("log")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(fake, "log", log)
+def test_what_fails_in_a_writer_does_not_end_the_run(tmp_path: Path, wandb: MagicMock) -> None:
+    wandb.log.side_effect = OSError("no space left on device")
     results = federated(tmp_path, track="wandb")
-    assert results["status"] == "COMPLETED" and fake.calls.count("log") == 1
+    assert results["status"] == "COMPLETED" and wandb.log.call_count == 1
     (event,) = (event for event in results["events"] if event["kind"] == "warning")
     assert "no space" in event["message"]
 

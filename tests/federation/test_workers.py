@@ -17,6 +17,7 @@ from helpers.small_tasks import tiny_phantom
 from helpers.waiting import eventually
 from medflare import run_local
 from medflare.core.errors import ConfigError
+from medflare.evaluation.results import load_results
 from medflare.federation.local.exchange import threads_of_a_site
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
@@ -68,10 +69,11 @@ def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None
     assert results["sites"]["B"]["metrics"]["deployed"]["dice"] is not None
 
 
-def test_an_error_of_the_code_ends_the_run_with_its_traceback() -> None:
+def test_an_error_of_the_code_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     before = psutil.Process().children()  # other tests leave ended ones, which Python takes note of when it starts the next one
     with pytest.raises(RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"):
-        run(workers=2, opener=at_work("B", lambda batch: True, lambda: 1 / 0))
+        run(workers=2, min_sites=1, opener=at_work("B", lambda batch: True, lambda: 1 / 0), out=tmp_path)
+    assert load_results(tmp_path)["status"] == "FAILED"
     assert not set(psutil.Process().children()) - set(before)
 
 

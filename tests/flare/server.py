@@ -23,12 +23,7 @@ SITES = ("site-1", "site-2")
 
 
 class Server:
-    """The engine.
-
-    Attributes:
-        panics: the reasons for which jobs were ended.
-        properties: what FLARE's context holds beside what it needs.
-    """
+    """The engine; `panics`: why jobs were ended, `properties`: what FLARE's context holds beside what it needs."""
 
     def __init__(self, root: Path, aggregator: Any, task: TaskConfig | None = None, job: str = "job"):
         self.root, self.job = root, job

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.fuel.utils.class_loader import load_class
 from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
-from e2e.simulation import ROOT
+from e2e.simulation import ROOT, edit
 from helpers.small_tasks import small_task
 from medflare.cli.startup_kit import template
 from medflare.data.local import find_private_folder, private_folder
@@ -68,20 +67,7 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
 # -- single components ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "os.system",
-        "medflare.networks.own.trust",
-        f"{EXECUTOR}X",
-        f"{EXECUTOR}.execute",
-        "medflare.flare.executors.SimulatorHost",
-        STREAMER,
-        "",
-        None,
-        [EXECUTOR],
-    ],
-)
+@pytest.mark.parametrize("name", ["medflare.networks.own.trust", f"{EXECUTOR}X", f"{EXECUTOR}.execute", STREAMER, "", None, [EXECUTOR]])
 def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
     assert "refused" in _refusal(name, COMPONENTS["site"]) and str(name) in _refusal(name, COMPONENTS["site"])
 
@@ -98,12 +84,9 @@ def test_an_entry_that_is_a_prefix_allows_nothing_below_it() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"components": [{"id": "a", "path": "os.system"}]},
-        {"components": [{"id": "a", "class_path": "os.system"}]},
         {"components": [{"id": "a", "name": "os.system"}]},
         {"workflows": [{"id": "a", "path": "os.system"}]},
         {"executors": [{"tasks": ["*"], "executor": {"path": "os.system"}}]},
-        {"task_data_filters": [{"tasks": ["*"], "filters": [{"path": "os.system"}]}]},
         {"task_result_filters": [{"tasks": ["*"], "filters": [{"name": "os.system"}]}]},
         {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": {"path": "os.system"}}}}]},
         {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": [{"a": {"class_path": "os.system"}}]}}}]},
@@ -128,27 +111,18 @@ def party(tmp_path: Path) -> Path:
     return root
 
 
-def change(file: Path, how: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads(file.read_text())
-    how(content)
-    file.write_text(json.dumps(content))
-
-
 def reason_for(party: Path, *paths: Any) -> str:
     """Why the party refuses the job if it names these components as well."""
     app = party / "4711" / "app_site-1"
     more = [{"id": "a", "path": path} for path in paths]
-    change(app / "config" / "config_fed_client.json", lambda config: config["components"].extend(more))
+    edit(app / "config" / "config_fed_client.json", lambda config: config["components"].extend(more))
     reason, rest = JobComponents().validate(str(app))
     assert rest == {}
     return reason
 
 
-def test_a_job_of_ours_is_taken(party: Path) -> None:
+def test_a_job_of_ours_is_taken_and_a_refused_one_stands_in_the_audit_log(party: Path) -> None:
     assert reason_for(party) == "" and not (party / "audit.log").exists()
-
-
-def test_a_refused_job_stands_in_the_audit_log(party: Path) -> None:
     assert STREAMER in reason_for(party, STREAMER)
     (line,) = (party / "audit.log").read_text().splitlines()
     assert "[R:4711]" in line and "refused" in line and STREAMER in line
@@ -156,13 +130,13 @@ def test_a_refused_job_stands_in_the_audit_log(party: Path) -> None:
 
 @pytest.mark.parametrize("path", ["os.system", ["os.system"], {"os": "system"}])
 def test_a_function_that_the_party_lists_is_refused_as_well(party: Path, path: Any) -> None:
-    change(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("os.system"))
+    edit(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("os.system"))
     assert "refused" in reason_for(party, path)
 
 
 @pytest.mark.parametrize("name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "lab_nets:Net"])
 def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: Path, name: str) -> None:
-    change(party / "4711" / "app_site-1" / "config" / "task.json", lambda task: task.update(network={"name": name}))
+    edit(party / "4711" / "app_site-1" / "config" / "task.json", lambda task: task.update(network={"name": name}))
     assert f"network {name} refused" in reason_for(party)
     (party / "local" / "medflare.json").write_text('{"packages": ["lab_nets"]}')
     assert (reason_for(party) == "") == name.startswith("lab_nets")
@@ -185,7 +159,7 @@ def asked(party: Path, config: dict[str, Any], byoc: bool = False) -> str:
 
 def test_flare_asks_before_it_builds(party: Path) -> None:
     """Also where the party's list still has the prefix below which FLARE would call anything."""
-    change(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("medflare."))
+    edit(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("medflare."))
     assert asked(party, {"path": EXECUTOR}) == ""
     assert "medflare.networks.own.trust" in asked(party, {"path": "medflare.networks.own.trust", "args": {"module": "os"}})
     built, refused = (party / "audit.log").read_text().splitlines()

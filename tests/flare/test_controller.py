@@ -1,7 +1,6 @@
 """The controller: a job that cannot become a run leaves results that say why, and the job's aggregator makes the next model."""
 
 import itertools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
+from e2e.simulation import edit
 from flare.server import Server, in_this_process
 from flare.test_tasks import FakeController, exchange, never_fetches
 from helpers.small_tasks import tiny_phantom
@@ -42,16 +42,12 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path, WeightedAggregator())
 
 
-def unknown_key(server: Server) -> None:
-    server.task_file.write_text(json.dumps({**load_task("phantom").to_dict(), "batchsize": 4}))
-
-
 @pytest.mark.parametrize(
     ("spoil", "method", "task", "token"),
     [
         (lambda server: server.task_file.unlink(), "fedavg", "unknown", "task.json"),
         (lambda server: server.task_file.write_text('{"name": "ph'), "fedavg", "unknown", "task.json"),
-        (unknown_key, "fedavg", "unknown", "batchsize"),
+        (lambda server: edit(server.task_file, lambda task: task.update(batchsize=4)), "fedavg", "unknown", "batchsize"),
         (lambda server: setattr(server, "aggregator", WeightedAggregator(method="fedms")), "fedms", "phantom", "fedms"),
         (lambda server: setattr(server, "aggregator", None), "unknown", "phantom", "aggregator"),
     ],
@@ -76,8 +72,6 @@ def test_an_invalid_job_leaves_results(
     ("settings", "token"),
     [
         ({"rounds": "three"}, "rounds"),
-        ({"seed": None}, "seed"),
-        ({"outside": 5}, "outside"),
         ({"site_algorithm": "fedms"}, "fedms"),
         ({"resume": "../other"}, "../other"),
         ({"resume": "gone"}, "gone"),
@@ -162,44 +156,35 @@ def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_re
 # -- the aggregator of a job ------------------------------------------------------------------------------------------------
 
 
-def models_of(folder: Path) -> dict[str, bytes]:
-    """Path below `folder` -> content, for every model that the server keeps."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
-
-
 def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """The models of a run that the controller makes with this component."""
+    """The models, by path, of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
     monkeypatch.setattr("medflare.flare.tasks.TaskExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics
-    return models_of(folder / "job" / "medflare" / "models")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("job/medflare/models/**/model.safetensors")}
 
 
-def doctor(aggregation: Aggregation[Any]) -> list[str]:
-    """Let the aggregation return doubled models; its calls are in the returned list."""
-    calls: list[str] = []
+def doctor(aggregation: Aggregation[Any]) -> None:
+    """Let the aggregation return doubled models."""
     shared, own = aggregation.shared, aggregation.own
 
     def doubled(state: StateDict) -> StateDict:
-        calls.append("called")
         return {name: tensor * 2 for name, tensor in state.items()}
 
     def doubled_own(*arguments: Any) -> dict[str, StateDict]:
         return {site: doubled(state) for site, state in own(*arguments).items()}
 
     vars(aggregation).update(shared=lambda *arguments: doubled(shared(*arguments)), own=doubled_own)
-    return calls
 
 
 @pytest.mark.parametrize("method", AGGREGATORS)
 def test_the_component_makes_the_next_model(method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """e2e/test_parity.py compares the models with those of the plain loop."""
     right, wrong = AGGREGATORS[method](LAST), AGGREGATORS[method](LAST)
-    calls = doctor(wrong.aggregation)
+    doctor(wrong.aggregation)
     models, doctored = (served(tmp_path / name, part, task, monkeypatch) for name, part in (("right", right), ("wrong", wrong)))
-    assert calls and models and doctored.keys() == models.keys() and doctored != models
+    assert models and doctored.keys() == models.keys() and doctored != models
 
 
 def test_an_aggregator_takes_every_spelling_of_its_hyper_parameters() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
@@ -17,6 +16,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
+from helpers.small_tasks import tiny_phantom
 from helpers.waiting import eventually
 from medflare.core.errors import Aborted, DataError, MedflareError
 from medflare.core.message import Message
@@ -36,13 +36,12 @@ from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-
-SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}
+from methods import squares
 
 
 @pytest.fixture
 def task() -> TaskConfig:
-    return load_task({**load_task("phantom").to_dict(), **SMALL})
+    return load_task(tiny_phantom(size=[16, 16], batch_size=4))
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def fl_ctx(place: Path) -> FLContext:
     return manager.new_context()
 
 
-def enrolment(task: TaskConfig, **changes: Any) -> Message:
+def enrolment(task: TaskConfig, /, **changes: Any) -> Message:
     identity = identity_of(get_method("fedavg"), {}, task.fingerprint(), 0)
     return Message({}, {**identity, "role": "inside", "sites": ["CS", "DU"], **changes})
 
@@ -124,7 +123,7 @@ def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, tas
     together = FedAvgExecutor(seed=0)
     first = to_message(answered(together, fl_ctx, "train", model(task)))
     again = to_message(answered(FedAvgExecutor(seed=0), fl_ctx, "train", model(task)))
-    assert all((first.states["model"][name] == again.states["model"][name]).all() for name in first.states["model"])
+    assert squares.equal(first.states["model"], again.states["model"])
 
 
 def test_a_resumed_job_continues_from_the_state_of_the_interrupted_one(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
@@ -135,11 +134,9 @@ def test_a_resumed_job_continues_from_the_state_of_the_interrupted_one(fl_ctx: F
 
 
 def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    edited = enrolment(task, hyper=get_method("fedavg").effective({"weighting": "uniform"}))
-    assert "weighting" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", edited)))
-    for name, other in (("seed", 9), ("task", "another fingerprint")):
-        changed = Message({}, {**enrolment(task).meta, name: other})
-        assert name in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", changed)))
+    hyper = get_method("fedavg").effective({"weighting": "uniform"})
+    for token, changed in (("weighting", {"hyper": hyper}), ("seed", {"seed": 9}), ("task", {"task": "another fingerprint"})):
+        assert token in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task, **changed))))
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert reason.startswith("DataError") and "\n" not in reason
@@ -251,10 +248,7 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
 
 
 def same(one: Message, other: Message) -> None:
-    assert one.meta == other.meta
-    states = [message.states.get("model", {}) for message in (one, other)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    assert one.meta == other.meta and squares.equal(one.states["model"], other.states["model"])
 
 
 def children_of(host: SimulatorHost) -> list[int]:

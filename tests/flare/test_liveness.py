@@ -51,11 +51,7 @@ def context(engine: Engine, aborted: bool = False) -> FLContext:
 
 @pytest.mark.parametrize(
     ("codes", "asked"),
-    [
-        ([ReturnCode.OK], 1),
-        ([ReturnCode.TOPIC_UNKNOWN], 1),
-        ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4),
-    ],
+    [([ReturnCode.TOPIC_UNKNOWN], 1), ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4)],
 )
 def test_a_site_polls_as_soon_as_the_server_answers(codes: list[str | None], asked: int) -> None:
     engine = Engine(*codes)
@@ -64,13 +60,10 @@ def test_a_site_polls_as_soon_as_the_server_answers(codes: list[str | None], ask
     assert engine.client.communicator.timeout == 30.0, "a lost answer to a poll is noticed in half a minute"
 
 
-def test_an_aborted_run_does_not_wait() -> None:
+def test_an_aborted_run_does_not_wait_and_an_unreachable_server_holds_a_site_for_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(ReturnCode.TIMEOUT)
     wait_for_work(context(engine, aborted=True))
     assert engine.asked == 1
-
-
-def test_an_unreachable_server_holds_a_site_for_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_UNREACHABLE", 0.05)
     wait_for_work(context(Engine(ReturnCode.TIMEOUT)))
 

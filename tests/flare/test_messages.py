@@ -12,17 +12,8 @@ from nvflare.fuel.utils import fobs
 
 from medflare.core.errors import UpdateError
 from medflare.core.message import Message
-from medflare.flare.messages import (
-    FACTS,
-    error_of,
-    error_reply,
-    from_bytes,
-    register_decomposers,
-    register_tensors,
-    to_bytes,
-    to_message,
-    to_shareable,
-)
+from medflare.flare import messages
+from medflare.flare.messages import error_of, error_reply, register_decomposers, to_message, to_shareable
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,10 +84,10 @@ def test_sent_tensors_are_free_of_the_graph() -> None:
 
 def test_reserved_name_and_foreign_content_are_refused() -> None:
     with pytest.raises(ValueError, match="meta"):
-        to_shareable(Message({FACTS: {"w": torch.ones(1)}}))
+        to_shareable(Message({messages.FACTS: {"w": torch.ones(1)}}))
     with pytest.raises(ValueError, match="model/w"):
         to_shareable(Message({"model": {"w": 1.0}}))  # type: ignore[dict-item]
-    parts = {FACTS: DXO(DataKind.METRICS, {}), "model": DXO(DataKind.METRICS, {})}
+    parts = {messages.FACTS: DXO(DataKind.METRICS, {}), "model": DXO(DataKind.METRICS, {})}
     foreign = DXO(DataKind.WEIGHTS, {"w": torch.ones(1)}), DXO(DataKind.COLLECTION, parts)
     for shareable in (Shareable(), *(dxo.to_shareable() for dxo in foreign)):
         with pytest.raises(UpdateError):
@@ -106,7 +97,7 @@ def test_reserved_name_and_foreign_content_are_refused() -> None:
 def test_the_simulator_passes_messages_on_without_flares_headers() -> None:
     shareable = to_shareable(Message({"model": TENSORS}, {"n_samples": 4}))
     shareable.set_header("cookie", {"of": "FLARE"})
-    relayed = from_bytes(to_bytes(shareable))
+    relayed = messages.from_bytes(messages.to_bytes(shareable))
     assert relayed.get_header("cookie") is None
     after = to_message(relayed)
     assert after.meta == {"n_samples": 4}
@@ -114,7 +105,7 @@ def test_the_simulator_passes_messages_on_without_flares_headers() -> None:
 
 
 def test_filters_may_replace_arrays_by_scalars_and_tensors() -> None:
-    register_tensors()
+    messages.register_tensors()
     shareable = to_shareable(Message({"model": {"w": torch.ones(2)}}))
     model = from_shareable(shareable).data["model"].data
     model |= {"count": np.float32(3), "tensor": torch.ones(1), "fixed": np.broadcast_to(np.float32(1), (2, 2))}

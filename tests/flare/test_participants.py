@@ -78,7 +78,6 @@ def test_what_is_imported_ahead_is_shared_by_forks() -> None:
 
 
 def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
-    """A job whose controller may not run the method leaves results that say so."""
     server = Server(tmp_path, MethodAggregator(method=METHOD))
     context = party(tmp_path)
     server.properties = {FLContextKey.JOB_META: context.get_prop(FLContextKey.JOB_META)}

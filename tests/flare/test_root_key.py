@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "poc_workspace"
+KEY = (sys.executable, SCRIPTS / "root_key.py")
 SECRET = "-----BEGIN PRIVATE KEY-----"
 
 
@@ -32,33 +33,31 @@ def state(tmp_path: Path) -> Path:
 
 
 def test_locked_and_unlocked(tmp_path: Path, state: Path) -> None:
-    script = (sys.executable, SCRIPTS / "root_key.py")
-    assert _run(*script, "lock", tmp_path).returncode == 0
+    assert _run(*KEY, "lock", tmp_path).returncode == 0
     assert [path.name for path in state.iterdir()] == ["cert.json.locked"]
     locked = state / "cert.json.locked"
     assert SECRET not in locked.read_text() and stat.S_IMODE(locked.stat().st_mode) == 0o600
-    wrong = _run(*script, "unlock", tmp_path, passphrase="incorrect horse")
+    wrong = _run(*KEY, "unlock", tmp_path, passphrase="incorrect horse")
     assert wrong.returncode == 1 and "passphrase" in wrong.stderr and not (state / "cert.json").exists()
-    assert _run(*script, "unlock", tmp_path).returncode == 0
+    assert _run(*KEY, "unlock", tmp_path).returncode == 0
     assert json.loads((state / "cert.json").read_text()) == {"root_pri_key": SECRET}
     assert stat.S_IMODE((state / "cert.json").stat().st_mode) == 0o600
-    assert _run(*script, "lock", tmp_path).returncode == 0 and not (state / "cert.json").exists(), "a second lock replaces the first"
+    assert _run(*KEY, "lock", tmp_path).returncode == 0 and not (state / "cert.json").exists(), "a second lock replaces the first"
 
 
 def test_two_root_keys_are_never_mixed(tmp_path: Path, state: Path) -> None:
     """A second one comes about where nvflare provisions while the first is locked; locking it would lose the first."""
-    script = (sys.executable, SCRIPTS / "root_key.py")
-    _run(*script, "lock", tmp_path)
+    _run(*KEY, "lock", tmp_path)
     locked = (state / "cert.json.locked").read_bytes()
     refused = _run("bash", SCRIPTS / "provision.sh", "--leave-root-key", SCRIPTS / "project.yml", tmp_path)
     assert refused.returncode == 1 and "--leave-root-key" in refused.stderr
     (state / "cert.json").write_text(json.dumps({"root_pri_key": "another"}))
-    for done in (_run(*script, "unlock", tmp_path), _run("bash", SCRIPTS / "provision.sh", SCRIPTS / "project.yml", tmp_path)):
+    for done in (_run(*KEY, "unlock", tmp_path), _run("bash", SCRIPTS / "provision.sh", SCRIPTS / "project.yml", tmp_path)):
         assert done.returncode == 1 and "another root key" in done.stderr
     assert (state / "cert.json.locked").read_bytes() == locked and "another" in (state / "cert.json").read_text()
     left = json.dumps({"root_pri_key": SECRET, "server": "a certificate more"})  # by a run that was interrupted
     (state / "cert.json").write_text(left)
-    assert _run(*script, "unlock", tmp_path).returncode == 0 and (state / "cert.json").read_text() == left
+    assert _run(*KEY, "unlock", tmp_path).returncode == 0 and (state / "cert.json").read_text() == left
 
 
 @pytest.mark.parametrize("passphrase", [None, "short"])
@@ -83,15 +82,14 @@ def test_no_second_root_while_the_locked_key_is_offline(tmp_path: Path, state: P
 
 @pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", '{"salt": "AAAA", "token": 3}'])
 def test_a_damaged_file_is_named_and_stays(tmp_path: Path, state: Path, content: str) -> None:
-    script = (sys.executable, SCRIPTS / "root_key.py")
-    _run(*script, "lock", tmp_path)
+    _run(*KEY, "lock", tmp_path)
     whole = (state / "cert.json.locked").read_bytes()
     (state / "cert.json.locked").write_bytes(content.encode(errors="surrogateescape"))
-    done = _run(*script, "unlock", tmp_path)
+    done = _run(*KEY, "unlock", tmp_path)
     assert done.returncode == 1 and str(state / "cert.json.locked") in done.stderr and done.stderr.count("\n") == 1
     (state / "cert.json.locked").write_bytes(whole)
     (state / "cert.json").write_text('{"root_pri')
     for action in ("unlock", "lock"):
-        done = _run(*script, action, tmp_path)
+        done = _run(*KEY, action, tmp_path)
         assert done.returncode == 1 and str(state / "cert.json") in done.stderr
     assert (state / "cert.json.locked").read_bytes() == whole

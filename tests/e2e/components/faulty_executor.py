@@ -4,29 +4,40 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
+from medflare.core.message import Message
 from medflare.flare.executors import FedAvgExecutor
 from medflare.flare.messages import to_message, to_shareable
 
-FAULTS = (
-    "nan",
-    "huge",
-    "missing_key",
-    "extra_key",
-    "wrong_shape",
-    "no_samples",
-    "negative_samples",
-    "nan_samples",
-    "nan_metric",
-    "exception",
-    "extra_entry",
-    "tensor_in_facts",
-)
+# What one tensor, or one number, of the reply becomes that it must not be; "exception" comes before there is a reply.
+FAULTS: dict[str, Callable[[Message], object]] = {
+    "nan": lambda reply: first(reply).view(-1)[0].fill_(math.nan),
+    "huge": lambda reply: first(reply).view(-1)[0].fill_(1e30),
+    "missing_key": lambda reply: reply.states["model"].pop(name_of_first(reply)),
+    "extra_key": lambda reply: reply.states["model"].update(patients=torch.ones(3)),
+    "wrong_shape": lambda reply: reply.states["model"].update({name_of_first(reply): first(reply)[:1]}),
+    "no_samples": lambda reply: reply.meta.update(n_samples=0),
+    "negative_samples": lambda reply: reply.meta.update(n_samples=-5),
+    "nan_samples": lambda reply: reply.meta.update(n_samples=math.nan),
+    "nan_metric": lambda reply: reply.meta.update(validation={"global": math.nan}),
+    "exception": lambda reply: None,
+    "extra_entry": lambda reply: reply.states.update(images={"scan": torch.ones(2, 2)}),
+    "tensor_in_facts": lambda reply: reply.meta.update(weights=torch.ones(3)),
+}
+
+
+def name_of_first(reply: Message) -> str:
+    return next(name for name, tensor in reply.states["model"].items() if tensor.is_floating_point())
+
+
+def first(reply: Message) -> torch.Tensor:
+    return reply.states["model"][name_of_first(reply)]
 
 
 class FaultyExecutor(FedAvgExecutor):
@@ -44,7 +55,7 @@ class FaultyExecutor(FedAvgExecutor):
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
         fault = self.faults.get(fl_ctx.get_identity_name(), "") if phase == "train" else ""
         if fault == "all":
-            fault = FAULTS[round]
+            fault = list(FAULTS)[round]
         if fault == "die" and round == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "slow" and round == 1:
@@ -55,29 +66,5 @@ class FaultyExecutor(FedAvgExecutor):
         if fault not in FAULTS:
             return reply
         message = to_message(reply)
-        spoil(message, fault)
+        FAULTS[fault](message)
         return to_shareable(message)
-
-
-def spoil(message: Any, fault: str) -> None:
-    """One tensor, or one number, of the reply becomes what it must not be."""
-    model = message.states["model"]
-    name = next(name for name, tensor in model.items() if tensor.is_floating_point())
-    if fault == "nan":
-        model[name].view(-1)[0] = math.nan
-    elif fault == "huge":
-        model[name].view(-1)[0] = 1e30
-    elif fault == "missing_key":
-        del model[name]
-    elif fault == "extra_key":
-        model["patients"] = torch.ones(3)
-    elif fault == "wrong_shape":
-        model[name] = model[name][:1]
-    elif fault == "extra_entry":
-        message.states["images"] = {"scan": torch.ones(2, 2)}
-    elif fault == "tensor_in_facts":
-        message.meta["weights"] = torch.ones(3)
-    elif fault == "nan_metric":
-        message.meta["validation"] = {"global": math.nan}
-    else:
-        message.meta["n_samples"] = {"no_samples": 0, "negative_samples": -5, "nan_samples": math.nan}[fault]

@@ -13,15 +13,7 @@ def job(identity: str, name: str = "fedsm-brain", status: str = "RUNNING", **mor
 
 
 class Served:
-    """The session.
-
-    Attributes:
-        states: those that the job has, look by look; the last one stays.
-        stats: what `show_stats` gives at these looks.
-        log: of the server.
-        details: how the job was deployed.
-        history: of FLARE's tries to start the job, as it is at these looks.
-    """
+    """The session: states, stats and history look by look, of which the last state stays; the server's log; how the job was deployed."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ def test_a_job_that_asks_what_sites_have(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     assert arguments(folder) == ({"rounds": 0, "seed": 0}, {"method": "fingerprint", "seed": 0, "hyper": {"server": {}, "site": {}}})
     assert component(folder, "aggregator")["args"]["method"] == "fingerprint"
-    assert config(folder, "client")["np_download_chunk_size"] == 0
+    assert config(folder, "client")["np_download_chunk_size"] == 0 and not (folder / "app" / "custom").exists()
     with pytest.raises(ConfigError, match="rounds"):
         build_job("fingerprint", "phantom", out=tmp_path / "other")
 
@@ -91,11 +91,6 @@ def test_halves_of_two_methods(tmp_path: Path) -> None:
     controller, executor = arguments(folder)
     assert controller["site_algorithm"] == executor["method"] == "moon"
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.ConsistencyAggregator"
-
-
-def test_byoc_is_a_folder_in_the_job(tmp_path: Path) -> None:
-    assert (build_job("fedavg", "phantom", out=tmp_path / "with") / "app" / "custom" / "README.md").exists()
-    assert not (build_job("fedavg", "phantom", out=tmp_path / "without", byoc=False) / "app" / "custom").exists()
 
 
 def test_large_updates_are_fetched_in_chunks(tmp_path: Path) -> None:

@@ -48,15 +48,9 @@ def test_of_a_name_the_newest_that_runs() -> None:
 
 def test_what_is_not_found_or_not_clear_is_one_line() -> None:
     done = [job(OLD, status="FINISHED:COMPLETED"), job(NEW, status="FINISHED:ABORTED")]
-    with pytest.raises(ConfigError, match="11113333"):
-        found_job(done, "fedsm-brain")
-    with pytest.raises(ConfigError, match="1111"):
-        found_job(done, "1111")
-    with pytest.raises(ConfigError, match="fedsm-brian"):
-        found_job(done, "fedsm-brian")
-    for nothing in ("", "x"):
-        with pytest.raises(ConfigError, match="job"):
-            found_job([], nothing)
+    for required, token in (("fedsm-brain", "11113333"), ("1111", "1111"), ("fedsm-brian", "fedsm-brian"), ("", "job")):
+        with pytest.raises(ConfigError, match=token):
+            found_job(done if required else [], required)
 
 
 def test_the_table_says_who_takes_up_whom() -> None:
@@ -97,27 +91,14 @@ class Several(Served):
         return {}
 
 
-@pytest.fixture
-def several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medflare.flare.jobs.sessions.session", lambda kit: nullcontext(Several()))
-
-
-@pytest.mark.usefixtures("several")
-@pytest.mark.parametrize("expected", ["3000", "4000aaaa", "5000aaaa-full", "job-4"])
-def test_an_interrupted_job_is_found_by_what_a_list_shows(expected: str) -> None:
+def test_an_interrupted_job_is_found_by_what_a_list_shows_and_no_other_is_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Job 3 is one that a server which was started again calls running for ever."""
-    number = expected[-1] if expected.startswith("job") else expected[0]
-    assert interrupted_job(Path("kit"), expected) == f"{number}000aaaa-full"
-
-
-@pytest.mark.usefixtures("several")
-@pytest.mark.parametrize(
-    ("expected", "token"),
-    [("nonsense", "nonsense"), ("0000aaaa", "completed"), ("1000aaaa", "SUBMITTED"), ("2000aaaa", "RUNNING")],
-)
-def test_another_job_is_not_taken_up(expected: str, token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        interrupted_job(Path("kit"), expected)
+    monkeypatch.setattr("medflare.flare.jobs.sessions.session", lambda kit: nullcontext(Several()))
+    for shown, number in (("3000", 3), ("4000aaaa", 4), ("5000aaaa-full", 5), ("job-4", 4)):
+        assert interrupted_job(Path("kit"), shown) == f"{number}000aaaa-full"
+    for shown, token in (("nonsense", "nonsense"), ("0000aaaa", "completed"), ("1000aaaa", "SUBMITTED"), ("2000aaaa", "RUNNING")):
+        with pytest.raises(ConfigError, match=token):
+            interrupted_job(Path("kit"), shown)
 
 
 @pytest.mark.parametrize("script", ["submit.sh", "watch.sh", "fetch.sh", "resume.sh", "start.sh", "stop.sh"])

@@ -46,10 +46,8 @@ def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list
 
 def test_every_line_is_said_once_as_it_comes() -> None:
     stats: tuple[dict[str, Any], ...] = ({}, told(STEPS[0]), told(STEPS[0]), told(*STEPS[:2]), {})
-    assert watched(Served(SUBMITTED, RUNNING, RUNNING, RUNNING, COMPLETED, stats=stats)) == (
-        True,
-        ["id SUBMITTED", "id RUNNING", *STEPS[:2], "id FINISHED:COMPLETED"],
-    )
+    ended, output = watched(Served(SUBMITTED, RUNNING, RUNNING, RUNNING, COMPLETED, stats=stats))
+    assert ended and output == ["id SUBMITTED", "id RUNNING", *STEPS[:2], "id FINISHED:COMPLETED"]
 
 
 def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
@@ -62,15 +60,9 @@ def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
     progress.take_events()
     log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
     event = "rejected: B (round 2): validation metric of the global model is 7.0; its vote does not count"
-    assert watched(Served(COMPLETED, log=log))[1] == [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
-    stats = (told(STEPS[0], event),)
-    assert watched(Served(RUNNING, COMPLETED, stats=stats, log=log))[1] == [
-        "id RUNNING",
-        STEPS[0],
-        event,
-        STEPS[1],
-        "id FINISHED:COMPLETED",
-    ]
+    expected = [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
+    assert watched(Served(COMPLETED, log=log))[1] == expected
+    assert watched(Served(RUNNING, COMPLETED, stats=(told(STEPS[0], event),), log=log))[1] == ["id RUNNING", *expected]
 
 
 def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
