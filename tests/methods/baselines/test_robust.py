@@ -8,7 +8,6 @@ import torch
 
 import medflare
 from helpers.small_tasks import tiny_phantom
-from medflare.core.errors import ConfigError
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.catalogue import get_method
 from medflare.methods.parts import robust
@@ -39,14 +38,11 @@ def test_counters_and_dtypes() -> None:
     assert mean["n"].item() == 4 and mean["n"].dtype == torch.int64 and mean["w"].dtype == torch.float16
 
 
-def test_unknown_rules_and_shares_beyond_half_are_refused() -> None:
+def test_unknown_rules_and_no_models_are_refused() -> None:
     with pytest.raises(ValueError, match="state"):
         robust.combined({}, {}, "median", NONE)
     with pytest.raises(ValueError, match="mode"):
         robust.combined(states([1.0], [2.0]), {}, "mode", NONE)
-    for trim in (0.7, 0.5, -0.5, math.nan):
-        with pytest.raises(ConfigError, match="trim"):
-            get_method("robust").check({"trim": trim})
 
 
 def test_fewer_than_three_sites_give_a_warning() -> None:

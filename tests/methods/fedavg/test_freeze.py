@@ -2,12 +2,9 @@
 
 from typing import Any
 
-import pytest
 import torch
 
-from helpers.small_tasks import INSTANCE_UNET, small_task
-from medflare.core.errors import ConfigError
-from medflare.methods.catalogue import get_method
+from helpers.small_tasks import small_task
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig
@@ -54,18 +51,3 @@ def test_the_trainable_part_has_its_own_moments() -> None:
     kept = members["A"].memory.states
     assert {"optimizer/model", "optimizer/model/part"} <= set(kept)
     assert len(kept["optimizer/model/part"]) < len(kept["optimizer/model"])
-
-
-@pytest.mark.parametrize(
-    ("method", "hyper", "freeze", "token"),
-    [
-        ("fedsm", {}, {"parts": ["body"], "rounds": 2}, "freeze"),
-        ("fedavg", {}, {"parts": ["boddy"], "rounds": 2}, "boddy"),
-        ("fedavg", {}, {"parts": ["body", "head"], "rounds": 2}, "freeze.parts"),
-        ("fedavg", {"dp_noise": 1.0}, {"parts": ["body"], "rounds": 2}, "dp_noise"),
-        ("fedavg", {}, {"parts": ["body"]}, "freeze"),
-    ],
-)
-def test_errors(method: str, hyper: dict[str, Any], freeze: Any, token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        get_method(method).check(hyper, small_task(freeze=freeze, network=INSTANCE_UNET))

@@ -6,12 +6,15 @@ import pytest
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.states import weighted_mean
+from medflare.core.states import batch_norm_entries, weighted_mean
+from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.feddag.sha import SHAServer
 from medflare.methods.parts.partial import LocalPart
+from medflare.methods.prr.server import PRRServer
+from medflare.methods.prr.site import PRRSite
 from methods import squares
 from methods.squares import SITES, equal
 
@@ -40,6 +43,29 @@ def test_the_local_part_never_travels() -> None:
             assert all(state.keys() == squares.start().keys() - HEAD for state in message.states.values())
     assert algorithms["A"].local.keys() == HEAD and not equal(algorithms["A"].local, algorithms["B"].local)
     assert server.partial and server.models() == {}, "the server has no whole model"
+
+
+@pytest.mark.parametrize("name", ["fedbn", "fedrep"])
+def test_local_parts_of_the_baselines(name: str) -> None:
+    network, method = squares.site().network(), get_method(name)
+    kept = batch_norm_entries(network) if name == "fedbn" else HEAD
+    plan = method.plan(squares.SEGMENTATION, SITES, {})
+    manifests = {phase.name: method.site_class.manifest(phase.name, plan) for phase in method.site_class.phases}
+    assert manifests["train"]["model"].tensors.keys() == network.state_dict().keys() - kept
+    assert manifests["share"]["local"].tensors.keys() == kept and manifests["validate"] == {}
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_fedbn_is_prr_without_its_three_parts(kind: str) -> None:
+    changes = {} if kind == "segmentation" else {"network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
+    common: dict[str, Any] = {"task": squares.task(kind, **changes), "rounds": 3, "outside": ("O",)}
+    bn = squares.federation(get_method("fedbn").site_class, FedAvgServer, weighting="uniform", reset_optimizer=True, **common)
+    prr = squares.federation(PRRSite, PRRServer, pfa=False, det=False, cpa="off", **common)
+    for name in SITES:
+        ours, theirs = (played.algorithms[name].finalize(played.server.configure_final(name)) for played in (bn, prr))
+        for role in ("personal", "deployed"):
+            assert equal(ours["deployed"].states["model"], theirs[role].states["model"])
+    assert equal(bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"])
 
 
 def test_the_first_round_starts_from_the_common_initial_model() -> None:

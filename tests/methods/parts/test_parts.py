@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.fixture_types import Golden
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
@@ -58,6 +59,19 @@ def test_a_path_that_names_no_module_is_refused(path: str) -> None:
 
 
 # ---- the proximal term -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["official", "ref"])
+def test_step_of_fedprox_is_the_reference(golden: Golden, step: str) -> None:
+    numbers = {name: torch.from_numpy(array) for name, array in golden("baselines").items() if "/" in name}
+    model, names = nn.Linear(4, 3), ("weight", "bias")
+    model.load_state_dict({name: numbers[f"theta/{name}"] for name in names})
+    for name, weight in model.named_parameters():
+        weight.grad = numbers[f"grad/{name}"]
+    proximal_term(model, {name: numbers[f"anchor/{name}"] for name in names}, 0.1)()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), numbers[f"fedprox_step_{step}_lr.1_mu.1/{name}"], rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
