@@ -1,6 +1,7 @@
 """DSBN and Tent on layers that are found by type: statistics of all images; scale and shift alone, online and episodic."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,12 +54,9 @@ def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics() -> 
 
 
 def test_one_value_per_channel_is_normalised_by_running_statistics() -> None:
-    layer, pixel = nn.BatchNorm2d(3).eval(), torch.rand(1, 3, 1, 1)
-    assert layer.running_mean is not None
-    layer.running_mean.fill_(2.0)
-    torch.testing.assert_close(TestTimeNorm(layer)(pixel), layer(pixel))
-    pooled = TestTimeNorm(nn.BatchNorm1d(3).eval())
-    assert torch.isfinite(pooled(torch.rand(1, 3))).all() and torch.isfinite(pooled(torch.rand(2, 3))).all()
+    for layer, pixel in ((nn.BatchNorm2d(3).eval(), torch.rand(1, 3, 1, 1)), (nn.BatchNorm1d(3).eval(), torch.rand(1, 3))):
+        layer.running_mean.fill_(2.0)
+        torch.testing.assert_close(TestTimeNorm(layer)(pixel), layer(pixel))
 
 
 def test_layer_used_twice() -> None:
@@ -80,11 +78,15 @@ def test_statistics_can_be_stored_and_restored() -> None:
         other.load_statistics({"0.running_mean": torch.zeros(2)})
 
 
-def test_network_without_batch_norm_or_images() -> None:
-    with pytest.raises(ConfigError, match="BatchNorm"):
-        TargetStatistics(nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2)))
+def test_no_images_and_networks_without_batch_norm_or_its_scale_are_refused() -> None:
     with pytest.raises(DataError, match="DSBN"):
         estimate_statistics(model(), [])
+    instance = nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, affine=True))
+    for adapt in (TargetStatistics, partial(Tent, target="binary")):
+        with pytest.raises(ConfigError, match="BatchNorm"):
+            adapt(instance)
+    with pytest.raises(ConfigError, match="Tent"):
+        Tent(nn.Sequential(nn.BatchNorm2d(2, affine=False)), "binary")
 
 
 class Classifier(nn.Module):
@@ -169,10 +171,3 @@ def test_tent_on_one_image() -> None:
     assert torch.isfinite(Tent(Classifier(), "multiclass")(images(1))).all()
     flat = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3), nn.Sigmoid()).eval()  # one value per channel: no variance
     torch.testing.assert_close(Tent(flat, "multilabel", rate=0.0)(images(1)), flat(images(1)))
-
-
-def test_tent_needs_batch_norm_with_scale_and_shift() -> None:
-    with pytest.raises(ConfigError, match="BatchNorm"):
-        Tent(nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, affine=True)), "binary")
-    with pytest.raises(ConfigError, match="Tent"):
-        Tent(nn.Sequential(nn.BatchNorm2d(2, affine=False)), "binary")

@@ -38,15 +38,7 @@ def mean_pixel(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def trained(
-    model: nn.Module,
-    site: Site,
-    *,
-    clip: float,
-    noise: float = 0.0,
-    rate: float = 1.0,
-    steps: int = 1,
-    loss: Any = mean_pixel,
-    seed: int = 0,
+    model: nn.Module, site: Site, *, clip: float, noise: float = 0, rate: float = 1, steps: int = 1, loss: Any = mean_pixel, seed: int = 0
 ) -> list[Tensor]:
     """`model` after plain gradient descent with rate 1; returns its parameters' moves, so minus the summed gradients."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
