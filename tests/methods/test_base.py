@@ -100,10 +100,7 @@ class TestPhases:
 class Counting(SiteAlgorithm[Any]):
     """An extension of any site algorithm."""
 
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", reply_meta=(MetaSpec("count"),)),
-        Phase("count", reply_meta=(MetaSpec("count"),)),
-    )
+    phases: ClassVar[tuple[Phase, ...]] = tuple(Phase(name, reply_meta=(MetaSpec("count"),)) for name in ("train", "count"))
 
     def train(self, round: int, incoming: Message) -> Message:
         reply: Message = super().train(round, incoming)  # type: ignore[misc]

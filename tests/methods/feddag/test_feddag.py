@@ -193,12 +193,10 @@ class TestStrength:
         torch.testing.assert_close(dag.student_images(images), expected)
 
 
-class TestSharpnessAwareStep:
-    def test_gradient_is_taken_uphill(self) -> None:
-        """L = w^2 / 2 at w = 1: ε = ρ, so the gradient is 1 + ρ and a step of 0.1 ends at 1 - 0.1 (1 + ρ)."""
-        model = torch.nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            model.weight.fill_(1.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        feddag_site.sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
-        assert model.weight.item() == pytest.approx(0.85)
+def test_the_gradient_of_a_sharpness_aware_step_is_taken_uphill() -> None:
+    """L = w^2 / 2 at w = 1: ε = ρ, so the gradient is 1 + ρ and a step of 0.1 ends at 1 - 0.1 (1 + ρ)."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    feddag_site.sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
+    assert model.weight.item() == pytest.approx(0.85)
