@@ -191,24 +191,13 @@ def test_every_pair_of_algorithms_works_or_is_refused_in_one_line() -> None:
             pair.site_class.phase(step.phase)
         first = server.steps()[0]
         assert request_problem(pair.site_class.phase(first.phase), plan, server.configure(first, "a")) is None, (of_site, of_server)
+        assert plan.site_hyper == get_method(of_site).plan(TASK, SITES, {}).site_hyper, "SHA's defaults once overwrote MOON's temperature"
         assert pair.effective({})["site"] == get_method(of_site).effective({})["site"]
         assert pair.effective({})["server"] == get_method(of_server).effective({})["server"]
     assert [message for message in refused.values() if "\n" in message] == []
     assert not {(name, name) for name in method_names()} & refused.keys()
     assert {("prr", "sha"), ("fedbn", "sha"), ("fedavg", "iop_fl"), ("fedavg", "scaffold"), ("scaffold", "sha")} <= refused.keys()
     assert not {("moon", "sha"), ("iop_fl", "sha"), ("grace", "sha"), ("fedrep", "grace"), ("ditto", "robust")} & refused.keys()
-
-
-@pytest.mark.parametrize("name", ["moon", "iop_fl"])
-def test_a_server_algorithm_does_not_change_the_sites_training(squares: ModuleType, name: str) -> None:
-    """SHA's defaults once overwrote MOON's temperature and IOP-FL's beta."""
-    trained = []
-    for method in (get_method(name), get_method(name, server="sha")):
-        algorithm = method.make_site(squares.site("A"), method.plan(squares.SEGMENTATION, squares.SITES, {}))
-        for round in range(2):
-            reply = algorithm.perform("train", round, Message({"model": squares.start()}))
-        trained.append(reply.states["model"])
-    assert squares.equal(*trained)
 
 
 def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:

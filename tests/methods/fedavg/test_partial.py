@@ -18,17 +18,18 @@ from medflare.methods.prr.site import PRRSite
 from methods import squares
 from methods.squares import SITES, equal
 
-HEAD = {"head.weight", "head.bias"}
+HEAD = frozenset({"head.weight", "head.bias"})
 
 
 class OwnHead(PartialSite[FedAvgSiteHyper]):
-    """Keeps the network's head."""
+    """Keeps the network's head, or other entries."""
 
     Hyper: ClassVar[type] = FedAvgSiteHyper
+    kept: ClassVar[frozenset[str]] = HEAD
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart.of_paths(network, ["head"])
+        return LocalPart(cls.kept)
 
 
 def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> squares.Played:
@@ -76,9 +77,7 @@ def test_the_first_round_starts_from_the_common_initial_model() -> None:
 
 def test_without_a_local_part_it_is_fedavg() -> None:
     class NothingOwn(OwnHead):
-        @classmethod
-        def local_part(cls, network: nn.Module) -> LocalPart:
-            return LocalPart(frozenset())
+        kept = frozenset()
 
     played = federation(NothingOwn, outside=("O",))
     assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
@@ -87,9 +86,7 @@ def test_without_a_local_part_it_is_fedavg() -> None:
 
 def test_without_a_shared_part_it_is_refused() -> None:
     class AllOwn(OwnHead):
-        @classmethod
-        def local_part(cls, network: nn.Module) -> LocalPart:
-            return LocalPart(frozenset(network.state_dict()))
+        kept = frozenset(squares.start())
 
     with pytest.raises(ConfigError, match="unet"):
         federation(AllOwn)

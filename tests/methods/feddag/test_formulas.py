@@ -228,11 +228,3 @@ def test_generator_has_the_published_size(reference: dict[str, Tensor], width: i
     network = DomainGenerator(3, width)
     assert sum(p.numel() for p in network.parameters()) == int(reference[f"gen/params_nc{width}_3blocks_gctx"])
     assert not list(network.buffers())
-
-
-def test_generated_images_stay_near_the_originals() -> None:
-    images = torch.randn(2, 1, 8, 9, generator=torch.Generator().manual_seed(0))
-    perturbation = DomainGenerator(1, 4)(images)
-    assert perturbation.shape == images.shape and perturbation.abs().max() <= 1
-    assert (generated(images, perturbation, 0.3) - images).abs().max() <= 0.3 + 1e-6
-    assert torch.equal(generated(images, perturbation, 0.0), images)

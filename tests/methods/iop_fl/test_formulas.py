@@ -73,7 +73,7 @@ def test_result_shares_no_memory_with_the_live_model() -> None:
     [({}, 0.5), ({"w": torch.ones(1)}, 0.5), (torch.ones(2), 0.5), ({"w": torch.ones(2)}, 1.5), ({"w": torch.ones(2)}, math.nan)],
 )
 def test_a_model_that_does_not_fit_and_tau_outside_its_range_are_refused(local: Any, tau: float) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"P_k|tau"):
         iop_fl.local_adapted({"w": torch.zeros(2)}, local, tau)
 
 

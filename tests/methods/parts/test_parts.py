@@ -165,9 +165,6 @@ def test_still_statistics_change_no_mode() -> None:
 # ---- model selection -------------------------------------------------------------------------------------------------------
 
 
-HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
-
-
 def replies(**votes: float | None) -> dict[str, Message]:
     """A site with the name L has a thousand million images."""
     return {site: Message({}, {"n_samples": 10**9 if site == "L" else 5, "validation": {"global": vote}}) for site, vote in votes.items()}
@@ -175,7 +172,7 @@ def replies(**votes: float | None) -> dict[str, Message]:
 
 def election(rule: str, liar: dict[int, float]) -> ModelSelector:
     selector = ModelSelector(Message(), "global", rule)
-    for round, honest in ({0: 0.9} | HONEST).items():
+    for round, honest in enumerate((0.9, 0.5, 0.7, 0.8, 0.82)):
         given = replies(A=honest, B=honest - 0.1, L=liar.get(round, 0.0))
         selector.update(given, "global", round, {"w": torch.tensor(float(round))})
     return selector
