@@ -42,6 +42,7 @@ SEGMENTATION, CLASSIFICATION = task(), task("classification")
 MULTILABEL = task(target="multilabel", labels=["square", "corner"])
 MULTICLASS = task(target="multiclass", labels=["background", "square", "corner"])
 WITHOUT_BATCH_NORM = task(network=small_tasks.INSTANCE_UNET)
+CLASSIFICATION_WITH_BATCH_NORM = task("classification", network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True})
 BINARY_CLASSIFICATION = task("classification", target="binary", labels=["bright"])
 VGG = task("classification", size=[32, 32], network={"name": "vgg16_slim", "dimension": 8}, batch_size=8)
 

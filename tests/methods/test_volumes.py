@@ -30,10 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
 @pytest.mark.parametrize("method", RUNS)
 def test_a_method_trains_on_volumes(method: str, image_mode: str, root: Path, tmp_path: Path) -> None:
-    options = dict(RUNS[method])
-    results = run_local(
-        method, PATCHES if image_mode == "patch" else TASK, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **options
-    )
+    task = PATCHES if image_mode == "patch" else TASK
+    results = run_local(method, task, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **RUNS[method])
     assert results["status"] == "COMPLETED", results["reason"]
     for name, site in results["sites"].items():
         assert (tmp_path / f"sites/{name}/report.html").stat().st_size > 500

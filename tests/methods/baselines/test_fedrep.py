@@ -11,7 +11,6 @@ from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.fedrep import FedRepSite
 
 LR = 0.1
-SGD = {"name": "sgd", "lr": LR}
 
 
 def parts(state: StateDict) -> tuple[StateDict, StateDict]:
@@ -28,7 +27,7 @@ def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
 
 def test_a_round_by_hand(squares: ModuleType) -> None:
     """Two epochs of the head on the body as sent, then one of the body on that head, by plain gradient descent."""
-    task = squares.task(optimizer=SGD)
+    task = squares.task(optimizer={"name": "sgd", "lr": LR})
     site, network = squares.site("A", task), squares.site("A", task).network()
 
     def descend(part: nn.Module, purpose: str, epochs: int) -> None:

@@ -15,6 +15,7 @@ from medflare.methods.feddag.sha import SHAServer
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
+from medflare.tasks.config import TaskConfig
 from methods import squares
 from methods.squares import SITES, equal
 
@@ -56,10 +57,9 @@ def test_local_parts_of_the_baselines(name: str) -> None:
     assert manifests["share"]["local"].tensors.keys() == kept and manifests["validate"] == {}
 
 
-@pytest.mark.parametrize("kind", ["segmentation", "classification"])
-def test_fedbn_is_prr_without_its_three_parts(kind: str) -> None:
-    changes = {} if kind == "segmentation" else {"network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
-    common: dict[str, Any] = {"task": squares.task(kind, **changes), "rounds": 3, "outside": ("O",)}
+@pytest.mark.parametrize("task", [squares.SEGMENTATION, squares.CLASSIFICATION_WITH_BATCH_NORM])
+def test_fedbn_is_prr_without_its_three_parts(task: TaskConfig) -> None:
+    common: dict[str, Any] = {"task": task, "rounds": 3, "outside": ("O",)}
     bn = squares.federation(get_method("fedbn").site_class, FedAvgServer, weighting="uniform", reset_optimizer=True, **common)
     prr = squares.federation(PRRSite, PRRServer, pfa=False, det=False, cpa="off", **common)
     for name in SITES:

@@ -28,12 +28,11 @@ from methods import squares
 from methods.squares import SITES, equal
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
-ONE_UPDATE: dict[str, Any] = {**COMPACT, "selector_updates": 1}
 PERSONALIZATIONS = squares.one_by_one(personalization=("finetune", "apfl", "perfedavg", "pfedme"))
 
 
 def federation(**options: Any) -> squares.Played:
-    return squares.federation(FedSMSite, FedSMServer, **{**ONE_UPDATE, **options})
+    return squares.federation(FedSMSite, FedSMServer, **{**COMPACT, "selector_updates": 1, **options})
 
 
 @pytest.mark.parametrize("settings", [*PERSONALIZATIONS, {}], ids=str)

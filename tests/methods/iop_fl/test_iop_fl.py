@@ -116,9 +116,8 @@ def test_no_epoch_leaves_the_uniform_router() -> None:
 
 
 def test_adaptation_changes_only_the_routers() -> None:
-    incoming = trained()
+    algorithm, incoming = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK)), trained()
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
-    algorithm = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
     models = algorithm.finalize(incoming)
     assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
     assert all("router" in name for name in models["deployed"].states["router"])

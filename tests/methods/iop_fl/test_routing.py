@@ -136,20 +136,15 @@ def test_batch_norm_uses_the_test_batch() -> None:
 
 
 def test_a_layer_used_twice_is_routed_at_both_places() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(2, 2, 3, padding=1)
-            self.second = self.first
+    def twice() -> nn.Module:
+        layer = nn.Conv2d(2, 2, 3, padding=1)
+        return nn.Sequential(layer, layer)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x))
-
-    states, images = states_of(Shared, 3), torch.rand(1, 2, 5, 5)
-    routed = RoutedNetwork(Shared(), states)
-    assert routed.network.first is routed.network.second
+    states, images = states_of(twice, 3), torch.rand(1, 2, 5, 5)
+    routed: Any = RoutedNetwork(twice(), states)
+    assert routed.network[0] is routed.network[1]
     with torch.no_grad():
-        torch.testing.assert_close(routed(images), averaged(Shared, states)(images))
+        torch.testing.assert_close(routed(images), averaged(twice, states)(images))
 
 
 def test_the_adapted_state_is_restored_and_others_are_refused() -> None:

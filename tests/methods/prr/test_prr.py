@@ -361,18 +361,16 @@ def test_labels_are_resized_to_the_feature_map() -> None:
     assert collected.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and collected.state()["present"].tolist() == [True, True]
 
 
-CHANGES: list[dict[str, Any]] = [
-    *squares.one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
-    *squares.one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
-    *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
-    {"lam1": 0.0, "lam2": 5.0},
-]
-
-
 def test_every_option_changes_the_result() -> None:
     """Of two rounds of three epochs: site A's personal model, and the one it would be sent next."""
+    changes: list[dict[str, Any]] = [
+        *squares.one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
+        *squares.one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
+        *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
+        {"lam1": 0.0, "lam2": 5.0},
+    ]
     outcomes: list[StateDict] = []
-    for change in ({}, *CHANGES):
+    for change in ({}, *changes):
         settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **change}
         _, server, algorithms = federation(squares.task(local_epochs=3), sites=("A", "B"), **settings)
         outcomes.append(algorithms["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()})
