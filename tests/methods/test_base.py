@@ -124,8 +124,7 @@ def test_an_extended_site_algorithm_has_the_phases_of_both() -> None:
 
 class TestContext:
     def test_shapes_of_the_sites_replies(self) -> None:
-        plan = squares.plan_of(FedAvgSite, FedAvgServer)
-        context = ServerContext(plan, squares.SEED, 3, phases=FedAvgSite.phases)
+        context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3, phases=FedAvgSite.phases)
         spec = context.reply_spec("train", "model")
         assert spec is not None and spec.tensors.keys() == squares.start().keys()
         assert context.reply_spec("train", "other") is None and context.reply_spec("validate", "model") is None

@@ -257,8 +257,7 @@ def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.Monkey
 
 def test_a_model_stored_by_an_older_release_is_built() -> None:
     """Without an objective it is the printed one; unknown settings are ignored."""
-    _, models = final_models(**PRINTED)
-    message = models["deployed"]
+    message = final_models(**PRINTED)[1]["deployed"]
     del message.meta["routing"]["objective"]
     message.meta["routing"]["router_dropout"] = 0.2
     model: Any = build_deployed(SEGMENTATION, message)
