@@ -138,12 +138,17 @@ def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_what_it_takes_and_sends_is_described_and_no_setting_of_a_run(name: str) -> None:
+def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> None:
     """One that shared its name with an argument of `run_local` would be swallowed by it."""
     taken, method = {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *ALGORITHMS}, get_method(name)
     for algorithm, owner in method.hyper_classes.items():
         assert not taken & described(owner).keys(), algorithm
         assert [about.name for about in described(owner).values() if not about.text] == []
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_entry_that_leaves_a_site_has_a_purpose(name: str) -> None:
+    method = get_method(name)
     plan = method.plan(TASK, SITES, {})
     for phase in method.site_class.phases:
         assert all(spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()), phase.name

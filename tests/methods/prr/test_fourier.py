@@ -205,14 +205,9 @@ def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() ->
     assert without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))) == "1 (Embedding)"
 
 
-def models(count: int) -> Any:
-    actual = {}
-    for k in range(count):
-        torch.manual_seed(0)
-        state = mixed().state_dict()
-        noise = {name: normal(*tensor.shape, key=f"{k}{name}", dtype=torch.float32) for name, tensor in state.items() if tensor.dim()}
-        actual[f"site-{k}"] = {name: tensor for name, tensor in noise.items() if "downsample.1" not in name}
-    return actual
+def models(count: int) -> dict[str, dict[str, Tensor]]:
+    shapes = {name: tensor.shape for name, tensor in mixed().state_dict().items() if "downsample.1" not in name}
+    return {f"site-{k}": {n: normal(*shape, key=f"{k}{n}", dtype=torch.float32) for n, shape in shapes.items()} for k in range(count)}
 
 
 def test_every_site_gets_its_own_model() -> None:
