@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,9 @@ from medflare.tasks.config import TaskConfig
 from methods import squares
 
 
-@pytest.fixture(params=["segmentation", "classification"])
-def task(request: pytest.FixtureRequest) -> TaskConfig:
-    network = {"segmentation": squares.SEGMENTATION.network, "classification": {"name": "resnet18", "small_images": True}}
-    return squares.task(request.param, network=network[request.param])
+@pytest.fixture(params=[squares.SEGMENTATION, squares.task("classification", network={"name": "resnet18", "small_images": True})])
+def task(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.mark.parametrize(("tta", "kind"), [("dsbn", TargetStatistics), ("tent", Tent)])

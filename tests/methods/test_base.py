@@ -100,10 +100,7 @@ class TestPhases:
 class Counting(SiteAlgorithm[Any]):
     """An extension of any site algorithm."""
 
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", reply_meta=(MetaSpec("count"),)),
-        Phase("count", reply_meta=(MetaSpec("count"),)),
-    )
+    phases: ClassVar[tuple[Phase, ...]] = tuple(Phase(name, reply_meta=(MetaSpec("count"),)) for name in ("train", "count"))
 
     def train(self, round: int, incoming: Message) -> Message:
         reply: Message = super().train(round, incoming)  # type: ignore[misc]
@@ -127,8 +124,7 @@ def test_an_extended_site_algorithm_has_the_phases_of_both() -> None:
 
 class TestContext:
     def test_shapes_of_the_sites_replies(self) -> None:
-        plan = squares.plan_of(FedAvgSite, FedAvgServer)
-        context = ServerContext(plan, squares.SEED, 3, phases=FedAvgSite.phases)
+        context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3, phases=FedAvgSite.phases)
         spec = context.reply_spec("train", "model")
         assert spec is not None and spec.tensors.keys() == squares.start().keys()
         assert context.reply_spec("train", "other") is None and context.reply_spec("validate", "model") is None

@@ -1,4 +1,4 @@
-"""What several methods have in common: without their parts they are FedAvg, every option counts, one image is enough."""
+"""What several methods have in common: FedAvg without their parts, options that count, one image, refusals."""
 
 import importlib
 import math
@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import volume_sites
+from helpers.small_tasks import INSTANCE_UNET, small_task
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.catalogue import get_method
@@ -92,6 +95,42 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: s
     last = squares.federation(method.site_class, method.server_class, rounds=4, selection="last")
     state = last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
     assert all(torch.equal(state[entry], tensor) for entry, tensor in getattr(last.algorithms["A"], own).items())
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "task", "offender"),
+    [
+        ("fedsm", {"selector": "auto"}, {}, "selector"),
+        ("fedsm_extra", {"selector": "ridge"}, {}, "selector"),
+        ("fedsm", {"selector_updates": 0}, {}, "selector_updates"),
+        ("fedsm", {"gamma": "often"}, {}, "gamma"),
+        ("fedsm", {"gamma": 1.5}, {}, "gamma"),
+        ("prr", {"r0": 0.4, "r1": 0.3}, {}, "r0"),
+        ("prr", {"lam1": 0.9, "lam2": 0.7}, {}, "lam1"),
+        ("prr", {"r1": 0.6}, {}, "r1"),
+        ("prr", {"tau": 0.5}, {}, "tau"),
+        ("prr", {"components": "amp"}, {}, "components"),
+        ("prr", {"site": {"dp_delta": 1e-5}}, {}, "dp_"),
+        ("robust", {"trim": 0.5}, {}, "trim"),
+        ("robust", {"trim": -0.5}, {}, "trim"),
+        ("robust", {"trim": math.nan}, {}, "trim"),
+        ("fedbn", {}, {"network": INSTANCE_UNET}, "norm=batch"),
+        ("grace", {"tta": "tent"}, {"network": INSTANCE_UNET}, "BatchNorm"),
+        ("grace", {"tta": "dsbn"}, {"network": INSTANCE_UNET}, "BatchNorm"),
+        ("fedsm", {}, {"freeze": {"parts": ["body"], "rounds": 2}}, "freeze"),
+        ("fedavg", {}, {"freeze": {"parts": ["boddy"], "rounds": 2}}, "boddy"),
+        ("fedavg", {}, {"freeze": {"parts": ["body", "head"], "rounds": 2}}, "freeze.parts"),
+        ("fedavg", {}, {"freeze": {"parts": ["body"]}}, "freeze"),
+        ("fedavg", {"dp_noise": 1.0}, {"freeze": {"parts": ["body"], "rounds": 2}, "network": INSTANCE_UNET}, "dp_noise"),
+        ("fedsm_extra", {}, volume_sites.PATCHES, "combine"),
+        ("prr", {}, {**volume_sites.PATCHES, "target": "multilabel", "labels": ["a", "b"]}, "multilabel"),
+        ("fedavg", {}, {**volume_sites.TASK, "network": {"name": "deeplab"}}, "deeplab"),
+        ("fedavg", {}, {**volume_sites.TASK, "size": [8, 7, 8]}, "size"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(method: str, hyper: dict[str, Any], task: dict[str, Any], offender: str) -> None:
+    with pytest.raises(ConfigError, match=offender):
+        get_method(method).check(hyper, small_task(**task))
 
 
 @pytest.mark.parametrize("name", ["grace", "moon"])

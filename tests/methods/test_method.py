@@ -54,21 +54,6 @@ class TestCheck:
         owned = pair.effective({"site.beta": 2.0, "server": {"beta": 3.0}})
         assert (owned["site"]["beta"], owned["server"]["beta"]) == (2.0, 3.0)
 
-    def test_an_unsupported_task_is_refused(self) -> None:
-        grace = get_method("grace")
-        for tta in ("tent", "dsbn"):
-            grace.check({"tta": tta})
-            grace.check({"tta": tta}, squares.SEGMENTATION)
-            with pytest.raises(ConfigError, match="BatchNorm"):
-                grace.check({"tta": tta}, squares.WITHOUT_BATCH_NORM)
-
-    def test_differential_privacy_is_refused_by_methods_without_it(self) -> None:
-        prr = get_method("prr")
-        for values in ({"dp_noise": 1.0}, {"site.dp_clip": 1.0}, {"site": {"dp_delta": 1e-5}}):
-            with pytest.raises(ConfigError, match="dp_"):
-                prr.check(values)
-        assert not get_method("fedavg").dp_unsupported_reason
-
 
 def test_effective_values_are_the_given_ones_and_the_defaults_of_others() -> None:
     method = get_method("grace")

@@ -1,6 +1,7 @@
 """What a method keeps of a split is small: images, masks and predictions are gone before many more are asked for."""
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,10 @@ from medflare.methods.fedsm.super_model import SuperModel, gain_by_gamma
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
-from medflare.training.site import Site
 from methods import squares
 
 MANY, FEW = 60, 40  # images of a split, and what may be alive at once of images, masks and predictions together
 TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def super_model(choose_by: str = "image") -> SuperModel:
@@ -43,13 +39,11 @@ def test_a_model_that_looks_at_whole_patients() -> None:
     assert 0 < split.most <= FEW
 
 
-@pytest.mark.parametrize(
-    "train",
-    [lambda model, site: train_per_fedavg(model, site, 0, sgd(model)), lambda model, site: adapt(model, site, 0, sgd(model), steps=3)],
-)
-def test_per_fedavg(train: Callable[[torch.nn.Module, Site], None]) -> None:
+@pytest.mark.parametrize("train", [train_per_fedavg, partial(adapt, steps=3)])
+def test_per_fedavg(train: Any) -> None:
     with watched(squares.site("A", TASK, (MANY, 4, 4)), "train") as (site, split):
-        train(site.network(), site)
+        model = site.network()
+        train(model, site, 0, torch.optim.SGD(model.parameters(), lr=0.01))
     assert 0 < split.most <= FEW
 
 

@@ -1,4 +1,4 @@
-"""Methods on volumes: what trains, whole and in patches, and what is refused by name."""
+"""Methods on volumes: what trains, whole and in patches."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from helpers.volume_sites import PATCHES, TASK, cube_task, make_sites, make_volumes
-from medflare.core.errors import ConfigError
 from medflare.federation.local.loop import run_local
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
@@ -31,10 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
 @pytest.mark.parametrize("method", RUNS)
 def test_a_method_trains_on_volumes(method: str, image_mode: str, root: Path, tmp_path: Path) -> None:
-    options = dict(RUNS[method])
-    results = run_local(
-        method, PATCHES if image_mode == "patch" else TASK, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **options
-    )
+    task = PATCHES if image_mode == "patch" else TASK
+    results = run_local(method, task, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **RUNS[method])
     assert results["status"] == "COMPLETED", results["reason"]
     for name, site in results["sites"].items():
         assert (tmp_path / f"sites/{name}/report.html").stat().st_size > 500
@@ -47,20 +44,6 @@ def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:
     results = [run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=root)["mean"] for _ in range(2)]
     assert results[0]["inside"]["global"]["dice"] > 0.8
     assert results[0] == results[1], "equal seeds draw equal patches"
-
-
-@pytest.mark.parametrize(
-    ("method", "hyper", "task", "message"),
-    [
-        ("fedsm_extra", {}, PATCHES, "combine"),
-        ("prr", {}, {**PATCHES, "target": "multilabel", "labels": ["a", "b"]}, "multilabel"),
-        ("fedavg", {}, {**TASK, "network": {"name": "deeplab"}}, "deeplab"),
-        ("fedavg", {}, {**TASK, "size": [8, 7, 8]}, "size"),
-    ],
-)
-def test_what_cannot_work_is_refused_by_name(method: str, hyper: dict[str, Any], task: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        get_method(method).check(hyper, load_task(task))
 
 
 def test_a_whole_volume_may_be_labelled_by_its_best_model() -> None:

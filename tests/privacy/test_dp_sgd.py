@@ -38,15 +38,7 @@ def mean_pixel(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def trained(
-    model: nn.Module,
-    site: Site,
-    *,
-    clip: float,
-    noise: float = 0.0,
-    rate: float = 1.0,
-    steps: int = 1,
-    loss: Any = mean_pixel,
-    seed: int = 0,
+    model: nn.Module, site: Site, *, clip: float, noise: float = 0, rate: float = 1, steps: int = 1, loss: Any = mean_pixel, seed: int = 0
 ) -> list[Tensor]:
     """`model` after plain gradient descent with rate 1; returns its parameters' moves, so minus the summed gradients."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -94,18 +86,17 @@ class TestStep:
         trained(model, linear_site([1.0]), clip=1.0)  # and goes on again
 
 
-NETWORKS = {
-    "unet": ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance"}),
-    "unet_residual": ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance", "num_res_units": 1}),
-    "small_cnn": ("classification", {"name": "small_cnn", "channels": [4, 8]}),
-    "compact_selector": ("classification", {"name": "compact_selector", "side": 4, "hidden": 8}),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_of_task_networks_equal_autograds(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "network"),
+    [
+        ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance"}),
+        ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance", "num_res_units": 1}),
+        ("classification", {"name": "small_cnn", "channels": [4, 8]}),
+        ("classification", {"name": "compact_selector", "side": 4, "hidden": 8}),
+    ],
+)
+def test_gradients_of_task_networks_equal_autograds(kind: str, network: dict[str, Any]) -> None:
     """Without noise and with every patient drawn, a step is the mean over images of each one's clipped gradient."""
-    kind, network = NETWORKS[name]
     task = squares.task(kind, network=network, batch_size=3)
     site = squares.site(task=task, counts=(3, 1, 1))
     gradients = []

@@ -14,7 +14,7 @@ pytest.importorskip("opacus", reason="needs medflare[privacy]")
 from opacus.accountants import RDPAccountant
 
 import medflare
-from helpers.small_tasks import INSTANCE_UNET, small_task, tiny_phantom
+from helpers.small_tasks import INSTANCE_UNET, tiny_phantom
 from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
@@ -30,7 +30,6 @@ from medflare.privacy.ledger import Budget, Release, training_patients
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.computing import Computing
 from medflare.training.opening import open_site
-from medflare.training.site import Site
 from methods import squares
 
 TINY = tiny_phantom()
@@ -70,9 +69,12 @@ class TestSupport:
             ({"network": {**INSTANCE_UNET, "norm": "batch"}}, "BatchNorm2d.*unet"),
             ({"network": {"name": "deeplab"}}, "BatchNorm2d.*deeplab"),
             ({"loss": {"name": "dice", "batch": True}}, "loss dice"),
+            ({"precision": "bf16"}, "precision 'bf16'"),  # a norm that was rounded might exceed the clipping norm
+            ({"accumulate": 2}, "accumulate"),
+            ({"sampling": "balanced"}, "sampling"),
         ],
     )
-    def test_layers_and_losses_that_mix_images_are_refused(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    def test_what_mixes_images_rounds_or_draws_otherwise_is_refused(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
         from medflare.flare.jobs.building import build_job
 
         mixed = squares.task(**{"network": INSTANCE_UNET, **changes})
@@ -130,7 +132,7 @@ class TestTraining:
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         told = {site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"] for site in ("site-1", "site-2")}
         for name, costs in told.items():
-            patients = training_patients(medflare_site(name))
+            patients = training_patients(open_site(name, load_task(TINY)))
             steps = -(-patients // 16)
             assert [cost["steps"] for cost in costs] == [steps, 2 * steps]
             assert costs[1]["epsilon"] == pytest.approx(epsilon(1.0, min(1, 16 / patients), 2 * steps))
@@ -138,10 +140,6 @@ class TestTraining:
             assert f"ε {costs[1]['epsilon']:.3f}" in output[1] and "loss" not in output[1]
             assert f"ε = {costs[1]['epsilon']:.3f} at δ = 1e-05" in (tmp_path / "report.html").read_text()
         assert "privacy" not in results["sites"]["site-9"]
-
-
-def medflare_site(name: str) -> Site:
-    return open_site(name, load_task(TINY))
 
 
 class TestAccount:
@@ -161,24 +159,19 @@ class TestAccount:
 
         return ask
 
-    def test_processes_continue_the_account(self, ask: Any) -> None:
-        ask("enrol")
-        assert [ask("train", step).meta["privacy"]["steps"] for step in range(3)] == [2, 4, 6]
+    @pytest.mark.parametrize(
+        ("asked", "steps"),
+        [
+            (["new", 0, 1, 2], [2, 4, 6]),
+            (["new", 0, 1, 1, 1], [2, 4, 6, 8]),  # of a repeated step, the first answer has left the site all the same
+            (["new", 0, "resumed", 1, "new", 0], [2, 4, 2]),
+        ],
+    )
+    def test_the_account_of_a_run_continues_from_process_to_process(self, ask: Any, asked: list[Any], steps: list[int]) -> None:
+        told = [ask("train", step) if step in (0, 1, 2) else ask("enrol", finished=int(step == "resumed")) for step in asked]
+        assert [answer.meta["privacy"]["steps"] for step, answer in zip(asked, told, strict=True) if step in (0, 1, 2)] == steps
         last = ask("finalize", 3).meta["privacy"]
-        assert last["steps"] == 6 and last["epsilon"] == pytest.approx(epsilon(1.0, 0.5, 6))
-
-    def test_a_repeated_step_counts_again(self, ask: Any) -> None:
-        """The algorithm goes back to what it was before the step; the first answer has left the site all the same."""
-        ask("enrol")
-        assert [ask("train", step).meta["privacy"]["steps"] for step in (0, 1, 1, 1)] == [2, 4, 6, 8]
-
-    def test_a_resumed_run_continues_the_account_and_a_new_one_does_not(self, ask: Any) -> None:
-        ask("enrol")
-        ask("train", 0)
-        ask("enrol", finished=1)
-        assert ask("train", 1).meta["privacy"]["steps"] == 4
-        ask("enrol")
-        assert ask("train", 0).meta["privacy"]["steps"] == 2
+        assert last["steps"] == steps[-1] and last["epsilon"] == pytest.approx(epsilon(1.0, 0.5, steps[-1]))
 
     def test_a_crashed_round_is_counted(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ask("enrol")
@@ -205,7 +198,7 @@ def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) ->
 
     def opened(name: str) -> Participant:
         budget = Budget(1e-3, 1e-5, tmp_path, name) if name == "site-2" else None
-        return Participant(name, lambda role: medflare_site(name), method, PRIVATE, budget=budget)
+        return Participant(name, lambda role: open_site(name, load_task(TINY)), method, PRIVATE, budget=budget)
 
     run = Run(method, load_task(TINY), PRIVATE, run_settings({"rounds": 1, "seed": 0}), sites)
     results = run.execute(LocalExchange(sites, opened))
@@ -215,18 +208,8 @@ def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) ->
     assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [({"precision": "bf16"}, "precision 'bf16'"), ({"accumulate": 2}, "accumulate"), ({"sampling": "balanced"}, "sampling")],
-)
-def test_other_precision_accumulation_and_sampling_are_refused(changes: dict[str, Any], what: str) -> None:
-    """A norm that was rounded might exceed the clipping norm, for which the noise is measured."""
-    with pytest.raises(ConfigError, match=what):
-        get_method("fedavg").check(PRIVATE, small_task(network=INSTANCE_UNET, **changes))
-
-
 def test_compiled_networks_are_refused() -> None:
-    site = squares.site("A", small_task(network=INSTANCE_UNET))
+    site = squares.site("A", squares.task(network=INSTANCE_UNET))
     site.computing = Computing(site.device, compiled=True)
     with pytest.raises(ConfigError, match="compile"):
         privacy.check_private_site(site, privacy.PrivacyHyper(dp_noise=1.0))

@@ -14,7 +14,6 @@ from medflare.methods.fedavg.site import FedAvgSite
 from medflare.training.epochs import trainable
 
 LR = 0.1
-SGD = {"name": "sgd", "lr": LR}
 
 
 def by_hand(algorithm: Any, start: StateDict, shared: StateDict, round: int, lam: float) -> StateDict:
@@ -32,7 +31,7 @@ def by_hand(algorithm: Any, start: StateDict, shared: StateDict, round: int, lam
 
 
 def test_personal_model_by_hand(squares: ModuleType) -> None:
-    task = squares.task(optimizer=SGD)
+    task = squares.task(optimizer={"name": "sgd", "lr": LR})
     played = squares.federation(DittoSite, FedAvgServer, task, lam=0.7)
     expected = squares.start(task)
     for round in range(2):

@@ -8,10 +8,9 @@ from torch import nn
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.baselines.fedrep import METHOD, FedRepSite
+from medflare.methods.baselines.fedrep import FedRepSite
 
 LR = 0.1
-SGD = {"name": "sgd", "lr": LR}
 
 
 def parts(state: StateDict) -> tuple[StateDict, StateDict]:
@@ -28,7 +27,7 @@ def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
 
 def test_a_round_by_hand(squares: ModuleType) -> None:
     """Two epochs of the head on the body as sent, then one of the body on that head, by plain gradient descent."""
-    task = squares.task(optimizer=SGD)
+    task = squares.task(optimizer={"name": "sgd", "lr": LR})
     site, network = squares.site("A", task), squares.site("A", task).network()
 
     def descend(part: nn.Module, purpose: str, epochs: int) -> None:
@@ -53,10 +52,3 @@ def test_each_part_is_frozen_while_the_other_trains(squares: ModuleType) -> None
     assert squares.equal(only_body[1], head) and not squares.equal(only_body[0], body)
     nothing = trained(squares, head_epochs=0, body_epochs=0)
     assert squares.equal(nothing, squares.start())
-
-
-def test_the_head_is_the_local_part(squares: ModuleType) -> None:
-    plan = METHOD.plan(squares.SEGMENTATION, squares.SITES, {})
-    body, head = parts(squares.start())
-    assert METHOD.site_class.manifest("train", plan)["model"].tensors.keys() == body.keys()
-    assert METHOD.site_class.manifest("share", plan)["local"].tensors.keys() == head.keys()

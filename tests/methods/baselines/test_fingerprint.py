@@ -23,7 +23,6 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 
 CUBES = load_task(TASK)
-PHANTOM = load_task(tiny_phantom())
 METHOD = get_method("fingerprint")
 
 
@@ -86,7 +85,7 @@ def test_invalid_fingerprints_are_refused(volumes: Path, change: dict[str, Any],
 def test_it_cannot_train_or_be_paired() -> None:
     assert "fingerprint" not in method_names()
     with pytest.raises(ConfigError, match="rounds"):
-        run_local("fingerprint", PHANTOM, 2, rounds=2, seed=0)
+        run_local("fingerprint", tiny_phantom(), 2, rounds=2, seed=0)
     for name, server in (("fedavg", "fingerprint"), ("fingerprint", "fedavg")):
         with pytest.raises(ConfigError, match="fingerprint"):
             get_method(name, server=server)

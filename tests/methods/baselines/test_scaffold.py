@@ -14,7 +14,6 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 
 LR = 0.05
-SGD = {"name": "sgd", "lr": LR}
 
 
 def test_step_is_the_reference(golden: Golden) -> None:
@@ -42,7 +41,7 @@ def test_correction_by_hand() -> None:
 
 def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squares: ModuleType) -> None:
     """c_k⁺ - c_k = -c + (w_g - y) / (K η_l) under plain gradient descent (Alg. 1, line 12, ii)."""
-    task = squares.task(optimizer=SGD, local_epochs=2, batch_size=5)
+    task = squares.task(optimizer={"name": "sgd", "lr": LR}, local_epochs=2, batch_size=5)
     played = squares.federation(ScaffoldSite, ScaffoldServer, task, rounds=3)
     steps = 2 * 3  # epochs of 12 images in batches of 5
     for turn in played.log[:3]:

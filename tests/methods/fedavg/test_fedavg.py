@@ -1,14 +1,17 @@
-"""FedAvg's algorithms on small generated images: the mean of the sites' models, the selection and the final models."""
+"""FedAvg's algorithms on small generated images: the mean of the sites' models, the selection, the final models, frozen parts."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from helpers.small_tasks import small_task
 from medflare.core.message import Message
 from medflare.core.states import copy_state, weighted_mean
 from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.networks.catalogue import initial_network
 from methods import squares
 
 
@@ -66,3 +69,41 @@ def test_inside_and_outside_use_the_global_model() -> None:
         models = algorithm.finalize(server.configure_final(algorithm.site.name))
         assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
         assert squares.equal(models["global"].states["model"], server.selected[0])
+
+
+FROZEN: dict[str, Any] = {"freeze": {"parts": ["body"], "rounds": 2}}
+
+
+def head(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith("head.")}
+
+
+def test_frozen_parts_neither_change_nor_travel() -> None:
+    task = small_task(**FROZEN)
+    log, server, _ = squares.federation(FedAvgSite, FedAvgServer, task, rounds=3)
+    start = initial_network(task, squares.SEED).state_dict()
+    assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train", "validate"]
+    for turn in log[:2]:
+        for message in (*turn.outgoing.values(), *turn.replies.values()):
+            assert set(message.states["model"]) == set(head(start))
+    after = log[2].outgoing["A"].states["model"]
+    assert all(torch.equal(after[name], start[name]) for name in start if name not in head(start)), "batch normalisation too"
+    assert not torch.equal(after["head.weight"], start["head.weight"])
+    assert not all(torch.equal(server.model[name], start[name]) for name in start if name.endswith("conv.weight"))
+
+
+def test_a_list_is_frozen_in_every_round() -> None:
+    task = small_task(freeze=["body"])
+    assert list(task.freeze.parts) == ["body"] and small_task(**task.to_dict()) == task
+    log, server, _ = squares.federation(FedAvgSite, FedAvgServer, task, rounds=3)
+    start = initial_network(task, squares.SEED).state_dict()
+    assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train_part", "validate"]
+    moved = {name for name in start if not torch.equal(server.model[name], start[name])}
+    assert moved and moved <= set(head(start))
+    assert small_task(freeze=[]) == small_task()
+
+
+def test_the_trainable_part_has_its_own_moments() -> None:
+    kept = squares.federation(FedAvgSite, FedAvgServer, small_task(**FROZEN), rounds=4).algorithms["A"].memory.states
+    assert {"optimizer/model", "optimizer/model/part"} <= set(kept)
+    assert len(kept["optimizer/model/part"]) < len(kept["optimizer/model"])

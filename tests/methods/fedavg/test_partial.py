@@ -6,26 +6,31 @@ import pytest
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.states import weighted_mean
+from medflare.core.states import batch_norm_entries, weighted_mean
+from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.feddag.sha import SHAServer
 from medflare.methods.parts.partial import LocalPart
+from medflare.methods.prr.server import PRRServer
+from medflare.methods.prr.site import PRRSite
+from medflare.tasks.config import TaskConfig
 from methods import squares
 from methods.squares import SITES, equal
 
-HEAD = {"head.weight", "head.bias"}
+HEAD = frozenset({"head.weight", "head.bias"})
 
 
 class OwnHead(PartialSite[FedAvgSiteHyper]):
-    """Keeps the network's head."""
+    """Keeps the network's head, or other entries."""
 
     Hyper: ClassVar[type] = FedAvgSiteHyper
+    kept: ClassVar[frozenset[str]] = HEAD
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart.of_paths(network, ["head"])
+        return LocalPart(cls.kept)
 
 
 def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> squares.Played:
@@ -42,6 +47,28 @@ def test_the_local_part_never_travels() -> None:
     assert server.partial and server.models() == {}, "the server has no whole model"
 
 
+@pytest.mark.parametrize("name", ["fedbn", "fedrep"])
+def test_local_parts_of_the_baselines(name: str) -> None:
+    network, method = squares.site().network(), get_method(name)
+    kept = batch_norm_entries(network) if name == "fedbn" else HEAD
+    plan = method.plan(squares.SEGMENTATION, SITES, {})
+    manifests = {phase.name: method.site_class.manifest(phase.name, plan) for phase in method.site_class.phases}
+    assert manifests["train"]["model"].tensors.keys() == network.state_dict().keys() - kept
+    assert manifests["share"]["local"].tensors.keys() == kept and manifests["validate"] == {}
+
+
+@pytest.mark.parametrize("task", [squares.SEGMENTATION, squares.CLASSIFICATION_WITH_BATCH_NORM])
+def test_fedbn_is_prr_without_its_three_parts(task: TaskConfig) -> None:
+    common: dict[str, Any] = {"task": task, "rounds": 3, "outside": ("O",)}
+    bn = squares.federation(get_method("fedbn").site_class, FedAvgServer, weighting="uniform", reset_optimizer=True, **common)
+    prr = squares.federation(PRRSite, PRRServer, pfa=False, det=False, cpa="off", **common)
+    for name in SITES:
+        ours, theirs = (played.algorithms[name].finalize(played.server.configure_final(name)) for played in (bn, prr))
+        for role in ("personal", "deployed"):
+            assert equal(ours["deployed"].states["model"], theirs[role].states["model"])
+    assert equal(bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"])
+
+
 def test_the_first_round_starts_from_the_common_initial_model() -> None:
     log, _, algorithms = federation(rounds=1)
     alone = squares.trained(FedAvgSite)[0]
@@ -50,9 +77,7 @@ def test_the_first_round_starts_from_the_common_initial_model() -> None:
 
 def test_without_a_local_part_it_is_fedavg() -> None:
     class NothingOwn(OwnHead):
-        @classmethod
-        def local_part(cls, network: nn.Module) -> LocalPart:
-            return LocalPart(frozenset())
+        kept = frozenset()
 
     played = federation(NothingOwn, outside=("O",))
     assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
@@ -61,9 +86,7 @@ def test_without_a_local_part_it_is_fedavg() -> None:
 
 def test_without_a_shared_part_it_is_refused() -> None:
     class AllOwn(OwnHead):
-        @classmethod
-        def local_part(cls, network: nn.Module) -> LocalPart:
-            return LocalPart(frozenset(network.state_dict()))
+        kept = frozenset(squares.start())
 
     with pytest.raises(ConfigError, match="unet"):
         federation(AllOwn)

@@ -204,19 +204,17 @@ def test_a_sampled_number_of_evaluators_never_holds_the_own_site() -> None:
     assert all(len(set(chosen)) == 2 and site not in chosen for site, chosen in drawn.items())
 
 
-OUR_NAMES = {
-    "backbone.1.weight": "backbone.0.weight",
-    "backbone.4.conv_block.1.weight": "backbone.3.body.0.weight",
-    "backbone.4.conv_block.5.weight": "backbone.3.body.3.weight",
-    "gctx_fusion.0.weight": "fusion.0.weight",
-    "regress.0.weight": "head.weight",
-    "regress.0.bias": "head.bias",
-}
-
-
 def test_generator_matches_the_reference(reference: dict[str, Tensor]) -> None:
+    our_names = {
+        "backbone.1.weight": "backbone.0.weight",
+        "backbone.4.conv_block.1.weight": "backbone.3.body.0.weight",
+        "backbone.4.conv_block.5.weight": "backbone.3.body.3.weight",
+        "gctx_fusion.0.weight": "fusion.0.weight",
+        "regress.0.weight": "head.weight",
+        "regress.0.bias": "head.bias",
+    }
     network = DomainGenerator(3, width=4, blocks=1)
-    network.load_state_dict({ours: reference[f"gen/state/{name}"] for name, ours in OUR_NAMES.items()})
+    network.load_state_dict({ours: reference[f"gen/state/{name}"] for name, ours in our_names.items()})
     images = reference["gen/x"]
     perturbation = network(images)
     torch.testing.assert_close(perturbation, reference["gen/official_perturbation_tanh"], **CLOSE)
@@ -228,11 +226,3 @@ def test_generator_has_the_published_size(reference: dict[str, Tensor], width: i
     network = DomainGenerator(3, width)
     assert sum(p.numel() for p in network.parameters()) == int(reference[f"gen/params_nc{width}_3blocks_gctx"])
     assert not list(network.buffers())
-
-
-def test_generated_images_stay_near_the_originals() -> None:
-    images = torch.randn(2, 1, 8, 9, generator=torch.Generator().manual_seed(0))
-    perturbation = DomainGenerator(1, 4)(images)
-    assert perturbation.shape == images.shape and perturbation.abs().max() <= 1
-    assert (generated(images, perturbation, 0.3) - images).abs().max() <= 0.3 + 1e-6
-    assert torch.equal(generated(images, perturbation, 0.0), images)

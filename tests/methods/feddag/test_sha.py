@@ -34,9 +34,12 @@ def replies_to_train(values: Sequence[float], **entries: Any) -> dict[str, Messa
     return messages
 
 
-def replies_to_score(table: dict[str, dict[str, Any]]) -> dict[str, Message]:
-    """table[evaluator][model] -> score."""
-    return {site: Message({}, {"scores": scores}) for site, scores in table.items()}
+def scored(table: dict[str, dict[str, Any]], values: Sequence[float] = (1, 2, 3), **hyper: Any) -> Any:
+    """A server after a round of such models, with table[evaluator][model] -> score."""
+    server = squares.server(SHAServer, kappa=0, **hyper)
+    server.aggregate(Step("train", 0), replies_to_train(values))
+    server.aggregate(Step("score", 0), {site: Message({}, {"scores": scores}) for site, scores in table.items()})
+    return server
 
 
 def aggregation(**hyper: Any) -> HierarchicalAggregation:
@@ -93,11 +96,6 @@ class TestScoring:
 
 
 class TestAggregation:
-    def test_equal_scores_without_history_give_the_mean(self) -> None:
-        states = {name: state(value) for name, value in zip("ABC", (1, 2, 6), strict=True)}
-        mean = averaged(aggregation(kappa=0), states, dict.fromkeys("ABC", 0.7))
-        assert mean["weight"].item() == pytest.approx(3)
-
     def test_higher_scores_have_larger_weights_and_earlier_models_join(self) -> None:
         average = aggregation(kappa=1)
         assert averaged(average, {"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
@@ -136,19 +134,13 @@ class TestServer:
         assert any(sent != sent_by_round[0] for sent in sent_by_round)
 
     def test_scores_become_weights(self) -> None:
-        server = squares.server(SHAServer, kappa=0, centred=False)
-        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-        table = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
-        server.aggregate(Step("score", 0), replies_to_score(table))
+        server = scored({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}, centred=False)
         expected = soft_balancing_weights([0.7, 0.3, 0.5])
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
     @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
     def test_invalid_scores_are_ignored_with_an_event(self, bad: Any) -> None:
-        server = squares.server(SHAServer, kappa=0)
-        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-        table = {"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}}
-        server.aggregate(Step("score", 0), replies_to_score(table))
+        server = scored({"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}})
         assert server.model["weight"].item() == pytest.approx(2)
         rejected = server.context.events.of("rejected")
         assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
@@ -157,13 +149,11 @@ class TestServer:
         server, score = squares.server(SHAServer, evaluators=1), Step("score", 0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         sent = CANDIDATE.family(server.configure(score, "A").states)
-        replies = replies_to_score({"A": dict.fromkeys(sent, 0.5), "B": {"B": 1.0}, "C": {"absent": 1.0}})
-        server.aggregate(score, replies)
+        told: dict[str, Any] = {"A": dict.fromkeys(sent, 0.5), "B": {"B": 1.0}, "C": {"absent": 1.0}}
+        server.aggregate(score, {site: Message({}, {"scores": scores}) for site, scores in told.items()})
         assert {site for site, value in server.aggregation.scores.items() if not math.isnan(value)} == set(sent)
 
     def test_sites_without_a_reply(self) -> None:
-        server = squares.server(SHAServer, kappa=0)
-        server.aggregate(Step("train", 0), replies_to_train((1, 2, 6)))
-        server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
+        server = scored({"A": {"B": 0.5, "C": 0.5}}, values=(1, 2, 6))
         assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]

@@ -1,17 +1,26 @@
 """FedSM's formulas against reference numbers and by hand."""
 
-from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.fixture_types import Golden
 from medflare.core.states import weighted_mean
 from medflare.methods.fedsm import formulas as fedsm
 
-Golden = Callable[[str], dict[str, np.ndarray]]
-SITES = ("c0", "c1", "c2")
+SITES, CASE = ("c0", "c1", "c2"), "K3_l0.7"
+
+
+@pytest.fixture
+def numbers(golden: Golden) -> dict[str, Any]:
+    return {key: torch.as_tensor(value) for key, value in golden("fedsm").items()}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
 
 
 def state(*values: float) -> dict[str, torch.Tensor]:
@@ -31,23 +40,17 @@ class TestSoftPull:
         with pytest.raises(ValueError, match=offender):
             fedsm.soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
 
-    def test_reference_numbers(self, golden: Golden) -> None:
-        numbers = golden("fedsm")
-        case = "K3_l0.7"
-        personal = {c: {n: torch.from_numpy(numbers[f"{case}/{c}/person/{n}"]) for n in "wb"} for c in SITES}
-        pulled = fedsm.soft_pull(personal, float(numbers[f"{case}/lambda"]))
-        for c in SITES:
-            for name in "wb":
-                np.testing.assert_allclose(pulled[c][name].numpy(), numbers[f"{case}/official/person_{c}/{name}"], rtol=1e-5, atol=1e-6)
-                np.testing.assert_allclose(pulled[c][name].numpy(), numbers[f"{case}/ref64/person_{c}/{name}"], rtol=1e-5, atol=1e-6)
+    def test_reference_numbers(self, numbers: dict[str, Any]) -> None:
+        personal = {c: {n: numbers[f"{CASE}/{c}/person/{n}"] for n in "wb"} for c in SITES}
+        pulled = fedsm.soft_pull(personal, float(numbers[f"{CASE}/lambda"]))
+        for source, c, name in product(("official", "ref64"), SITES, "wb"):
+            close(pulled[c][name], numbers[f"{CASE}/{source}/person_{c}/{name}"])
 
     def test_by_hand(self) -> None:
         pulled = fedsm.soft_pull({"a": state(0.0), "b": state(3.0), "c": state(9.0)}, 0.5)
         assert pulled["a"]["w"].item() == pytest.approx(0.5 * 0 + 0.25 * (3 + 9))
         assert pulled["c"]["w"].item() == pytest.approx(0.5 * 9 + 0.25 * 3)
-
-    def test_a_single_site_keeps_its_model(self) -> None:
-        assert fedsm.soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0
+        assert fedsm.soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0, "of one site"
 
     def test_the_mean_stays_and_deviations_shrink_by_the_stated_factor(self) -> None:
         states, lam = {"a": state(0.0), "b": state(3.0), "c": state(9.0)}, 0.7
@@ -60,34 +63,22 @@ class TestSoftPull:
         assert [int(fedsm.soft_pull(states, 0.5)[s]["steps"]) for s in SITES] == [0, 1, 2]
 
 
-class TestAggregation:
-    def test_reference_numbers(self, golden: Golden) -> None:
-        numbers, case = golden("fedsm"), "K3_l0.7"
-        weights = dict(zip(SITES, numbers[f"{case}/steps"].tolist(), strict=True))
-        for entry, names in {"global_diff": "wb", "select_diff": "s", "exp_avg": "0", "exp_avg_sq": "0"}.items():
-            states = {c: {n: torch.from_numpy(numbers[f"{case}/{c}/{entry}/{n}"]) for n in names} for c in SITES}
-            mean = weighted_mean(states, weights)
-            for name in names:
-                np.testing.assert_allclose(mean[name].numpy(), numbers[f"{case}/official/{entry}/{name}"], rtol=1e-5, atol=1e-6)
+def test_reference_numbers_of_aggregation(numbers: dict[str, Any]) -> None:
+    weights = dict(zip(SITES, numbers[f"{CASE}/steps"].tolist(), strict=True))
+    for entry, names in {"global_diff": "wb", "select_diff": "s", "exp_avg": "0", "exp_avg_sq": "0"}.items():
+        mean = weighted_mean({c: {n: numbers[f"{CASE}/{c}/{entry}/{n}"] for n in names} for c in SITES}, weights)
+        for name in names:
+            close(mean[name], numbers[f"{CASE}/official/{entry}/{name}"])
 
 
-class TestChooseModel:
-    @pytest.mark.parametrize("gamma", ["0.0", "0.9", "1.0"])
-    def test_reference_numbers(self, golden: Golden, gamma: str) -> None:
-        numbers = golden("fedsm")
-        choice = fedsm.choose_model(torch.from_numpy(numbers["selector/prob"]), float(gamma))
-        assert choice.dtype == torch.long
-        np.testing.assert_array_equal(choice.numpy(), numbers[f"selector/choice_gamma{gamma}"])
+def test_reference_numbers_of_the_choice_and_the_ensemble(numbers: dict[str, Any]) -> None:
+    for gamma in ("0.0", "0.9", "1.0"):
+        assert torch.equal(fedsm.choose_model(numbers["selector/prob"], float(gamma)), numbers[f"selector/choice_gamma{gamma}"])
+    close(fedsm.ensemble_output(numbers["ensemble/h"], numbers["ensemble/score"]), numbers["ensemble/out"])
 
 
-class TestEnsemble:
-    def test_reference_numbers(self, golden: Golden) -> None:
-        numbers = golden("fedsm")
-        outputs, scores = torch.from_numpy(numbers["ensemble/h"]), torch.from_numpy(numbers["ensemble/score"])
-        np.testing.assert_allclose(fedsm.ensemble_output(outputs, scores).numpy(), numbers["ensemble/out"], rtol=1e-5, atol=1e-6)
-
-    def test_nan_losses_are_ignored(self) -> None:
-        assert fedsm.extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
+def test_nan_losses_are_ignored() -> None:
+    assert fedsm.extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
 
 
 def gains(**personal: Any) -> dict[str, dict[str, float | None]]:

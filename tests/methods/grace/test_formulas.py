@@ -36,19 +36,13 @@ def matrix(*rows: list[float]) -> Tensor:
 @pytest.fixture
 def server(golden: Golden) -> tuple[Any, ...]:
     """(global state, site -> state, weight by site, the reference numbers)"""
-    numbers = golden("grace_server")
+    numbers = {key.removeprefix("pos/"): value for key, value in golden("grace_server").items()}
 
     def state(folder: str) -> StateDict:
-        prefix = f"pos/{folder}/"
-        return {key.removeprefix(prefix): torch.from_numpy(value) for key, value in numbers.items() if key.startswith(prefix)}
+        return {key.removeprefix(f"{folder}/"): torch.from_numpy(value) for key, value in numbers.items() if key.startswith(f"{folder}/")}
 
     sites = {f"c{place}": state(f"c{place}") for place in range(4)}
-    return (
-        state("global_in"),
-        sites,
-        dict(zip(sites, numbers["pos/p"], strict=True)),
-        {k.removeprefix("pos/"): v for k, v in numbers.items()},
-    )
+    return state("global_in"), sites, dict(zip(sites, numbers["p"], strict=True)), numbers
 
 
 class TestConsistencyWeights:

@@ -66,6 +66,13 @@ def final_models(task: TaskConfig = SEGMENTATION, images: int = 5, place: Site |
     return algorithm, algorithm.finalize(trained(task))
 
 
+def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
+    algorithm, models = final_models(images=8, **hyper)
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    assert isinstance(model, RoutedModel)
+    return model, algorithm.site
+
+
 @pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
 @pytest.mark.parametrize("images", [1, 5])
 def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> None:
@@ -81,12 +88,10 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
 
 
 def test_the_state_with_the_lowest_loss_is_used() -> None:
-    algorithm, models = final_models(images=8, route_epochs=5, **PRINTED)
-    report = models["deployed"].meta["adaptation"]
-    losses, chosen = report["losses"], report["chosen"]
+    model, site = routed(route_epochs=5, **PRINTED)
+    losses, chosen = model.report()["losses"], model.report()["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
-    model: Any = build_deployed(SEGMENTATION, models["deployed"])
-    assert model.measure(algorithm.site.data.test.images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.measure(site.data.test.images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
 
 
 def test_labels_are_not_used() -> None:
@@ -99,22 +104,20 @@ def test_labels_are_not_used() -> None:
 
 def test_predictions_do_not_depend_on_the_callers_batches() -> None:
     """Eight images at once are predicted in the same two batches of four."""
-    algorithm, models = final_models(images=8)
-    model, images = build_deployed(SEGMENTATION, models["deployed"]), algorithm.site.data.test.images
+    model, site = routed()
+    images = site.data.test.images
     with torch.no_grad():
         torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
 
 def test_no_epoch_leaves_the_uniform_router() -> None:
-    _, models = final_models(route_epochs=0)
-    values = [value for r in models["deployed"].meta["adaptation"]["coefficients"].values() for value in r]
+    values = [value for r in routed(route_epochs=0)[0].report()["coefficients"].values() for value in r]
     torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
 
 
 def test_adaptation_changes_only_the_routers() -> None:
-    incoming = trained()
+    algorithm, incoming = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK)), trained()
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
-    algorithm = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
     models = algorithm.finalize(incoming)
     assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
     assert all("router" in name for name in models["deployed"].states["router"])
@@ -170,13 +173,6 @@ def test_adapting_again_starts_anew() -> None:
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
     model.adapt([algorithm.site.data.test.images])
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])
-
-
-def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
-    algorithm, models = final_models(images=8, **hyper)
-    model = build_deployed(SEGMENTATION, models["deployed"])
-    assert isinstance(model, RoutedModel)
-    return model, algorithm.site
 
 
 def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
@@ -261,8 +257,7 @@ def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.Monkey
 
 def test_a_model_stored_by_an_older_release_is_built() -> None:
     """Without an objective it is the printed one; unknown settings are ignored."""
-    _, models = final_models(**PRINTED)
-    message = models["deployed"]
+    message = final_models(**PRINTED)[1]["deployed"]
     del message.meta["routing"]["objective"]
     message.meta["routing"]["router_dropout"] = 0.2
     model: Any = build_deployed(SEGMENTATION, message)

@@ -3,6 +3,9 @@ from typing import Any
 
 import pytest
 import torch
+from monai.networks.nets.attentionunet import AttentionUnet
+from monai.networks.nets.densenet import DenseNet
+from monai.networks.nets.segresnet import SegResNet
 from torch import Tensor, nn
 
 from helpers.fixture_types import Golden
@@ -43,9 +46,10 @@ def states_of(make: Callable[[], nn.Module], count: int, seed: int = 0) -> list[
 def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
     """The network of mean weights; what is not routed comes from the last state, as in the routed one."""
     mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys(map(str, range(len(states))), 1.0))
-    kept = {name: tensor for name, tensor in states[-1].items() if name.startswith(("norm", "act"))}
     module = make()
-    module.load_state_dict({**mean, **kept})
+    layers = module.named_modules(remove_duplicate=False)
+    routed = {name for name, layer in layers if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear))}
+    module.load_state_dict({name: mean[name] if name.rpartition(".")[0] in routed else tensor for name, tensor in states[-1].items()})
     return module.eval()
 
 
@@ -132,20 +136,15 @@ def test_batch_norm_uses_the_test_batch() -> None:
 
 
 def test_a_layer_used_twice_is_routed_at_both_places() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(2, 2, 3, padding=1)
-            self.second = self.first
+    def twice() -> nn.Module:
+        layer = nn.Conv2d(2, 2, 3, padding=1)
+        return nn.Sequential(layer, layer)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x))
-
-    states, images = states_of(Shared, 3), torch.rand(1, 2, 5, 5)
-    routed = RoutedNetwork(Shared(), states)
-    assert routed.network.first is routed.network.second
+    states, images = states_of(twice, 3), torch.rand(1, 2, 5, 5)
+    routed: Any = RoutedNetwork(twice(), states)
+    assert routed.network[0] is routed.network[1]
     with torch.no_grad():
-        torch.testing.assert_close(routed(images), averaged(Shared, states)(images))
+        torch.testing.assert_close(routed(images), averaged(twice, states)(images))
 
 
 def test_the_adapted_state_is_restored_and_others_are_refused() -> None:
@@ -163,29 +162,19 @@ def test_a_network_without_layers_to_route_is_refused() -> None:
         RoutedNetwork(nn.BatchNorm2d(2), [nn.BatchNorm2d(2).state_dict()] * 2)
 
 
-def monai_networks() -> dict[str, Callable[[], nn.Module]]:
-    from monai.networks.nets.attentionunet import AttentionUnet
-    from monai.networks.nets.densenet import DenseNet
-    from monai.networks.nets.segresnet import SegResNet
-
-    return {
-        "attention unet": lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)),
-        "segresnet": lambda: SegResNet(2, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)),
-        "densenet": lambda: DenseNet(2, 1, 2, init_features=4, growth_rate=4, block_config=(2, 2)),
-    }
+MONAI: dict[str, Callable[[], nn.Module]] = {
+    "attention unet": lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)),
+    "segresnet": lambda: SegResNet(2, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)),
+    "densenet": lambda: DenseNet(2, 1, 2, init_features=4, growth_rate=4, block_config=(2, 2)),
+}
 
 
-@pytest.mark.parametrize("name", ["attention unet", "segresnet", "densenet"])
-def test_monai_networks(name: str) -> None:
-    make = monai_networks()[name]
+@pytest.mark.parametrize("make", MONAI.values(), ids=MONAI)
+def test_monai_networks(make: Callable[[], nn.Module]) -> None:
     states, images = states_of(make, 3), torch.rand(2, 1, 32, 32)
-    mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys("012", 1.0))
     routed = RoutedNetwork(make(), states, Routing(statistics="running"))
-    layers = [place for place, module in routed.network.named_modules() if isinstance(module, RoutedLayer)]
-    mixed = {f"{place}.{part}" for place in layers for part in ("weight", "bias")}
-    plain = make().eval()
-    plain.load_state_dict({entry: mean[entry] if entry in mixed else tensor for entry, tensor in states[-1].items()})
     with torch.no_grad():
-        torch.testing.assert_close(routed(images), plain(images), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(routed(images), averaged(make, states)(images), rtol=1e-4, atol=1e-5)
     routed(images).square().sum().backward()
-    assert len(layers) >= 5 and all(parameter.grad is not None for parameter in routed.adaptable().values())
+    assert sum(isinstance(module, RoutedLayer) for module in routed.network.modules()) >= 5
+    assert all(parameter.grad is not None for parameter in routed.adaptable().values())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.fixture_types import Golden
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
@@ -21,43 +22,50 @@ from medflare.methods.parts.selection import Best, ModelSelector, combined_score
 from methods import squares
 
 
-class Small(nn.Module):
+def small() -> nn.Module:
     """Layers with and without running statistics, one with a name that begins like another's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True)
-        )
-        self.head = nn.Linear(2, 2)
-        self.head2 = nn.Linear(2, 2)
+    norms = nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True)
+    return nn.ModuleDict({"body": nn.Sequential(nn.Conv2d(1, 2, 1), *norms), "head": nn.Linear(2, 2), "head2": nn.Linear(2, 2)})
 
 
 STATISTICS = {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
 
 
 def test_batch_norm_is_found_by_its_type() -> None:
-    names = LocalPart.of_batch_norm(Small()).names
-    assert {"body.1.weight", "body.1.bias"} | STATISTICS <= names == batch_norm_entries(Small())
+    names = LocalPart.of_batch_norm(small()).names
+    assert {"body.1.weight", "body.1.bias"} | STATISTICS <= names == batch_norm_entries(small())
     assert not any(name.startswith(("body.0", "head")) for name in names)
 
 
 def test_a_path_is_a_module_and_all_below_it() -> None:
-    assert LocalPart.of_paths(Small(), ["head"]).names == {"head.weight", "head.bias"}
+    assert LocalPart.of_paths(small(), ["head"]).names == {"head.weight", "head.bias"}
     assert (
-        LocalPart.of_paths(Small(), ["body.1", "head2"]).names
+        LocalPart.of_paths(small(), ["body.1", "head2"]).names
         == {"body.1.weight", "body.1.bias", "head2.weight", "head2.bias"} | STATISTICS
     )
-    assert LocalPart.of_paths(Small(), []).names == frozenset()
+    assert LocalPart.of_paths(small(), []).names == frozenset()
 
 
 @pytest.mark.parametrize("path", ["heads", "body.9", "head.weight", "bod"])
 def test_a_path_that_names_no_module_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=path):
-        LocalPart.of_paths(Small(), ["head", path])
+        LocalPart.of_paths(small(), ["head", path])
 
 
 # ---- the proximal term -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["official", "ref"])
+def test_step_of_fedprox_is_the_reference(golden: Golden, step: str) -> None:
+    numbers = {name: torch.from_numpy(array) for name, array in golden("baselines").items() if "/" in name}
+    model, names = nn.Linear(4, 3), ("weight", "bias")
+    model.load_state_dict({name: numbers[f"theta/{name}"] for name in names})
+    for name, weight in model.named_parameters():
+        weight.grad = numbers[f"grad/{name}"]
+    proximal_term(model, {name: numbers[f"anchor/{name}"] for name in names}, 0.1)()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), numbers[f"fedprox_step_{step}_lr.1_mu.1/{name}"], rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
@@ -151,9 +159,6 @@ def test_still_statistics_change_no_mode() -> None:
 # ---- model selection -------------------------------------------------------------------------------------------------------
 
 
-HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
-
-
 def replies(**votes: float | None) -> dict[str, Message]:
     """A site with the name L has a thousand million images."""
     return {site: Message({}, {"n_samples": 10**9 if site == "L" else 5, "validation": {"global": vote}}) for site, vote in votes.items()}
@@ -161,7 +166,7 @@ def replies(**votes: float | None) -> dict[str, Message]:
 
 def election(rule: str, liar: dict[int, float]) -> ModelSelector:
     selector = ModelSelector(Message(), "global", rule)
-    for round, honest in ({0: 0.9} | HONEST).items():
+    for round, honest in enumerate((0.9, 0.5, 0.7, 0.8, 0.82)):
         given = replies(A=honest, B=honest - 0.1, L=liar.get(round, 0.0))
         selector.update(given, "global", round, {"w": torch.tensor(float(round))})
     return selector

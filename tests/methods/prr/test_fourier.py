@@ -15,7 +15,6 @@ from medflare.core.states import memory_mapped
 from medflare.methods.prr import fourier
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
 
-CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "official_both": {"window": "official"},
     "official_miccai21_amp": {"window": "official", "components": "amplitude"},
@@ -44,7 +43,7 @@ def test_fourier_aggregation_matches_the_reference(golden: Golden, layer: str, d
         _, ratio, variant = key.split("/")
         actual = fourier_aggregate(weights, float(ratio[1:]), classifier=layer.startswith("last"), **VARIANTS[variant])
         assert actual.dtype == dtype and actual.shape == weights.shape
-        np.testing.assert_allclose(actual.numpy(), reference[key], **CLOSE, err_msg=key)
+        np.testing.assert_allclose(actual.numpy(), reference[key], rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 def transcribed(matrices: Any, r: float, window: str, components: str, phase_mean: str) -> Tensor:
@@ -141,7 +140,6 @@ def test_half_precision_comes_back_as_half_precision() -> None:
         ({"components": "amp"}, "components"),
         ({"phase_mean": "median"}, "phase_mean"),
         ({"weights": torch.zeros(3, 8)}, r"\(3, 8\)"),
-        ({"weights": torch.zeros(0, 4, 5)}, r"\(0, 4, 5\)"),
         ({"weights": torch.zeros(2, 0, 3)}, r"\(2, 0, 3\)"),
         ({"weights": torch.zeros(3, 4, 5, dtype=torch.long)}, "int64"),
     ],
@@ -163,21 +161,21 @@ def test_frequency_ratio_follows_both_schedules(golden: Golden) -> None:
 # ---- whole models -----------------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """Every kind of layer, with names that say the wrong thing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn_conv = nn.Conv2d(3, 4, 3)
-        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
-        self.norm = nn.GroupNorm(2, 4)
-        self.up = nn.ConvTranspose2d(4, 6, 3)
-        self.head = nn.Linear(6, 2)
+    layers = {
+        "bn_conv": nn.Conv2d(3, 4, 3),
+        "downsample": nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        "norm": nn.GroupNorm(2, 4),
+        "up": nn.ConvTranspose2d(4, 6, 3),
+        "head": nn.Linear(6, 2),
+    }
+    return nn.ModuleDict(layers)
 
 
 def test_entries_are_told_apart_by_the_type_of_their_layer() -> None:
-    actual = treatments(Mixed())
-    assert actual.keys() == Mixed().state_dict().keys()
+    actual = treatments(mixed())
+    assert actual.keys() == mixed().state_dict().keys()
     assert actual["bn_conv.weight"] == Treatment("kernel") and actual["bn_conv.bias"] == Treatment("mean")
     assert actual["downsample.0.weight"] == Treatment("kernel")
     assert {name for name, treatment in actual.items() if treatment.kind == "local"} == {
@@ -203,22 +201,17 @@ def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() ->
     network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.ConvTranspose3d(2, 2, 2), nn.Conv3d(2, 1, 1))
     actual = treatments(network)
     assert [actual[f"{place}.weight"].kind for place in range(4)] == ["kernel", "local", "kernel", "classifier"]
-    assert actual["2.weight"].inputs_first and without_rule(network) is None and without_rule(Mixed()) is None
+    assert actual["2.weight"].inputs_first and without_rule(network) is None and without_rule(mixed()) is None
     assert without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))) == "1 (Embedding)"
 
 
-def models(count: int) -> Any:
-    actual = {}
-    for k in range(count):
-        torch.manual_seed(0)
-        state = Mixed().state_dict()
-        noise = {name: normal(*tensor.shape, key=f"{k}{name}", dtype=torch.float32) for name, tensor in state.items() if tensor.dim()}
-        actual[f"site-{k}"] = {name: tensor for name, tensor in noise.items() if "downsample.1" not in name}
-    return actual
+def models(count: int) -> dict[str, dict[str, Tensor]]:
+    shapes = {name: tensor.shape for name, tensor in mixed().state_dict().items() if "downsample.1" not in name}
+    return {f"site-{k}": {n: normal(*shape, key=f"{k}{n}", dtype=torch.float32) for n, shape in shapes.items()} for k in range(count)}
 
 
 def test_every_site_gets_its_own_model() -> None:
-    states, plan = models(3), treatments(Mixed())
+    states, plan = models(3), treatments(mixed())
     aggregated = aggregate_models(states, plan, 0.4)
     assert aggregated.keys() == states.keys()
     for name in states["site-0"]:
