@@ -19,6 +19,7 @@ IN_THE_TREE, ELSEWHERE = SECTION.split("\n### ")
 HELPERS = (
     "conftest.py",
     "helpers/fixture_types.py",
+    "helpers/picture_sites.py",
     "helpers/small_tasks.py",
     "helpers/killed_runs.py",
     "foreign",

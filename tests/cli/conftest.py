@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 
 from cli.fake_kits import Root, make_kit
-from helpers.picture_sites import forget_decoded_sites, make_site, make_task
 from medflare.cli import main
 from medflare.cli.startup_kit import Kit
-
-__all__ = ["forget_decoded_sites", "make_site", "make_task"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.picture_sites import SiteOf, TaskOf
+from helpers.fixture_types import SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
 from medflare.data.loading import SiteData, load_site_data

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from helpers.picture_sites import Edit, SiteOf, TaskOf
+from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.volume_sites import write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.picture_sites import TaskOf, numbered_site
+from helpers.fixture_types import TaskOf
+from helpers.picture_sites import numbered_site
 from medflare.cli import main
 from medflare.data import progress
 from medflare.data.progress import counted

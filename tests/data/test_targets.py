@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.picture_sites import TaskOf
+from helpers.fixture_types import TaskOf
 from medflare.core.errors import DataError
 from medflare.data.datalist import class_numbers
 from medflare.data.targets import encode_label, encode_mask, renumbering

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.picture_sites import TaskOf
+from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError
 from medflare.data import trial
 from medflare.data.transforms import Augmentation, Preprocessing
