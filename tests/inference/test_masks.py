@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from PIL import Image
 
 from helpers.small_tasks import small_task
+from helpers.volume_sites import dicom_slice
 from medflare.data.geometry import Grid
 from medflare.data.reading import label_values, read_image, read_stored
 from medflare.data.targets import encode_mask
@@ -87,10 +87,10 @@ def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image([file], small_task()).array, read > 0.7)
 
 
-def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
+def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> None:
     volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)  # rows, columns, slices
     for number in range(3):
-        write_dicom(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
+        dicom_slice(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
     mask = np.zeros((1, 4, 6, 3), np.int64)
     mask[0, 1, 2, 2] = 1  # row 1, column 2, slice 2
     (file,) = write_masks(Input(tmp_path / "ct", "ct"), mask, TASKS[0], tmp_path / "out")

@@ -13,6 +13,7 @@ from PIL import Image
 
 from helpers.small_tasks import small_task
 from helpers.volume_sites import TASK, make_sites
+from inference.conftest import Models, Runs
 from medflare.cli import main
 from medflare.core.message import Message
 from medflare.federation.local.loop import run_local
@@ -92,7 +93,7 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
 
 
 def test_pictures_of_another_size_and_in_colour_are_named(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, images = trained("fedavg") / "models/global", tmp_path / "images"
     images.mkdir()
@@ -107,7 +108,7 @@ def test_pictures_of_another_size_and_in_colour_are_named(
 
 
 def test_a_card_without_training_range_is_reported_and_refused_when_strict(
-    untrained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    untrained: Models, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]
     assert main(command) == 0
