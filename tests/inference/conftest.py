@@ -1,5 +1,6 @@
 """A small federation on disk, trained once per test session and method."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from torch import Tensor, nn
 
 from helpers.small_tasks import small_task
 from medflare import run_local
@@ -18,6 +20,25 @@ from medflare.tasks.config import TaskConfig
 Runs = Callable[..., Path]  # type of `trained`
 Models = Callable[..., Path]  # type of `untrained`
 SIDE = 16
+
+
+class Answer(nn.Module):
+    """A network that is a function of its images."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.function(images)
+
+
+def rows_of(out: Path) -> list[dict[str, str]]:
+    """The table that `predict` writes."""
+    with (out / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_ce"})
 CLASSIFICATION = small_task("classification")
 

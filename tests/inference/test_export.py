@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from inference.conftest import CLASSIFICATION, SEGMENTATION, Models, Runs
+from inference.conftest import CLASSIFICATION, SEGMENTATION, Answer, Models, Runs, rows_of
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
@@ -86,19 +86,17 @@ def test_a_site_adapted_model_keeps_its_statistics(trained: Runs, data_root: Pat
         assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)
 
 
-class Branches(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
+def branches(images: Tensor) -> Tensor:
+    return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
 
 
-class Unrecordable(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        if torch.jit.is_tracing():
-            raise RuntimeError("not while tracing")
-        return images
+def unrecordable(images: Tensor) -> Tensor:
+    if torch.jit.is_tracing():
+        raise RuntimeError("not while tracing")
+    return images
 
 
-@pytest.mark.parametrize(("model", "named"), [(Branches(), "differs"), (Unrecordable(), "not while tracing")])
+@pytest.mark.parametrize(("model", "named"), [(Answer(branches), "differs"), (Answer(unrecordable), "not while tracing")])
 def test_a_model_that_is_recorded_wrongly_or_not_at_all_is_refused(
     model: nn.Module, named: str, unfitted: StoredModel, tmp_path: Path
 ) -> None:
@@ -173,10 +171,9 @@ def test_a_bundle_of_a_classifier_writes_a_table(
     predict(stored, [pictures], tmp_path / "medflare")
     with (tmp_path / "monai/predictions.csv").open() as file:
         actual = {Path(name).stem: list(map(float, values)) for name, *values in csv.reader(file)}
-    with (tmp_path / "medflare/predictions.csv").open() as file:
-        for row in csv.DictReader(file):
-            expected = [float(row[f"probability_{label}"]) for label in stored.task.labels]
-            assert actual[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
+    for row in rows_of(tmp_path / "medflare"):
+        expected = [float(row[f"probability_{label}"]) for label in stored.task.labels]
+        assert actual[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

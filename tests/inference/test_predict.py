@@ -1,7 +1,7 @@
-import csv
 import json
 import shutil
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted, score, small_task
 from helpers.volume_sites import dicom_slice
-from inference.conftest import CLASSIFICATION, SEGMENTATION, Models, Runs
+from inference.conftest import CLASSIFICATION, SEGMENTATION, Answer, Models, Runs, rows_of
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -32,11 +32,6 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.scoring import scoring_batch
 from medflare.training.site import Site
-
-
-def rows_of(out: Path) -> list[dict[str, str]]:
-    with (out / "predictions.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("role", ["global", "personal", "deployed"])
@@ -114,23 +109,14 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
 def test_slices_of_one_volume_are_of_one_patient() -> None:
     """A super model that chooses by patient uses one network for them, as the evaluation does."""
 
-    class Always(nn.Module):
-        def __init__(self, logit: float):
-            super().__init__()
-            self.logit = logit
-
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.full_like(images, self.logit)
-
-    class Brighter(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            means = images.mean(dim=(1, 2, 3))
-            return torch.stack([means, -means], dim=1)
+    def brighter(images: Tensor) -> Tensor:
+        means = images.mean(dim=(1, 2, 3))
+        return torch.stack([means, -means], dim=1)
 
     levels = torch.tensor([5.0, -1.0, *[0.5] * 8])
     images = levels[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
-    networks: list[nn.Module] = [Always(3.0), Always(-3.0), Always(0.0)]
-    model = SuperModel(SEGMENTATION, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
+    networks: list[nn.Module] = [Answer(partial(torch.full_like, fill_value=logit)) for logit in (3.0, -3.0, 0.0)]
+    model = SuperModel(SEGMENTATION, networks, Answer(brighter), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
     expected = torch.cat([answer[0] for answer in Site("S", SEGMENTATION, SiteData(data, data, data)).predictions(model, "test")])
     acquired = acquisition_of(reading.Image(images[0].numpy()), SEGMENTATION)
@@ -187,12 +173,8 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path) -> None:
     task = load_task({**SEGMENTATION.to_dict(), "slices": {"axis": axis}})
     volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
     nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "v.nii")
-    model = StoredModel(task, plain_message({}), {})
-
-    def builder(task: TaskConfig, message: Message) -> nn.Module:
-        return nn.Identity()
-
-    predict(model, [tmp_path / "v.nii"], tmp_path / "whole", builder=builder)
+    predicted_by_brightness = partial(predict, StoredModel(task, plain_message({}), {}), builder=lambda task, message: nn.Identity())
+    predicted_by_brightness([tmp_path / "v.nii"], tmp_path / "whole")
     whole = np.asarray(nibabel.load(tmp_path / "whole/v_seg.nii.gz").dataobj)
     assert whole.shape == volume.shape and 0.3 < (whole == 3).mean() < 0.7
     assert ((whole == 3) == (volume > 127)).mean() > 0.8, "resized to the network and back, slices stand where they stood"
@@ -200,7 +182,7 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path) -> None:
     for number in range(read.shape[axis]):
         picture = np.take(read, number, axis=axis)
         Image.fromarray(picture).save(tmp_path / f"{number}.png")
-        predict(model, [tmp_path / f"{number}.png"], tmp_path / "alone", builder=builder)
+        predicted_by_brightness([tmp_path / f"{number}.png"], tmp_path / "alone")
         alone = np.asarray(Image.open(tmp_path / f"alone/{number}_seg.png"))
         np.testing.assert_array_equal(alone, np.take(whole.transpose(1, 0, 2), number, axis=axis))
 
@@ -222,15 +204,14 @@ def test_multilabel_and_binary_tables(data_root: Path, tmp_path: Path, untrained
 def test_batches_run_across_files(tmp_path: Path) -> None:
     sizes = []
 
-    class Counting(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            sizes.append(len(images))
-            return images
+    def counting(images: Tensor) -> Tensor:
+        sizes.append(len(images))
+        return images
 
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 11), np.uint8), np.eye(4)), tmp_path / "v.nii")
     Image.fromarray(np.full((4, 4), 255, np.uint8)).save(tmp_path / "p.png")
     prepared = [prepare(Input(tmp_path / name, name), SEGMENTATION) for name in ("p.png", "v.nii", "p.png")]
-    actual = list(predictions(Counting(), prepared, SEGMENTATION))
+    actual = list(predictions(Answer(counting), prepared, SEGMENTATION))
     assert sizes == [8, 5]
     assert [part.probabilities.mean().item() for part in actual] == [1, 0, 1]
 
@@ -259,11 +240,8 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(
 
 
 def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, unfitted: StoredModel) -> None:
-    class Broken(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images)
-
-    summary = predict(unfitted, [data_root / "A/test"], tmp_path, builder=lambda task, message: Broken())
+    broken = Answer(lambda images: torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images))
+    summary = predict(unfitted, [data_root / "A/test"], tmp_path, builder=lambda task, message: broken)
     assert 0 < summary.images < 9 and summary.images + len(summary.failed) == 9
 
 
@@ -285,17 +263,13 @@ def test_a_wrong_setting_is_refused(settings: dict[str, Any], named: str, tmp_pa
 def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(untrained: Models, tmp_path: Path) -> None:
     """Bright is the second class, whose value does not fit a PNG."""
 
-    class TwoClasses(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            bright = (images[:, :1] > 0.5).float()
-            return torch.cat([1 - bright, bright], dim=1)
-
+    classes = Answer(lambda images: torch.cat([images[:, :1] <= 0.5, images[:, :1] > 0.5], dim=1).float())
     values = {"background": [0], "square": [70000]}
     task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": list(values), "label_values": values})
     stored = StoredModel(task, plain_message({}), {})
     for name, level in (("dark", 0), ("light", 255)):
         dicom_slice(tmp_path / f"in/{name}/one", np.full((8, 8), level, np.uint8))
-    summary = predict(stored, [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: TwoClasses())
+    summary = predict(stored, [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: classes)
     assert summary.images == 1 and len(rows_of(tmp_path / "out")) == 1
     assert len(summary.failed) == 1 and "light/one" in summary.failed[0]
 

@@ -1,6 +1,5 @@
 """Delivered models on volumes: the numbers of the evaluation, masks on the grid of the file, other formats."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -11,11 +10,11 @@ import numpy as np
 import pydicom
 import pytest
 import torch
-from torch import Tensor, nn
 
 from helpers.small_tasks import SEGMENTATION as SLICES
 from helpers.small_tasks import predicted, score
 from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, enhanced_series, make_sites, write
+from inference.conftest import Answer, rows_of
 from medflare.core import packages
 from medflare.core.errors import ConfigError
 from medflare.data.decoding import Source
@@ -69,14 +68,10 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
     assert measured.values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
 
 
-class Bright(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        return (images[:, :1] > 0.5).float()
-
-
 def bright(task: TaskConfig, images: list[Path], out: Path, seg: bool = False) -> Summary:
     """Prediction by a model whose foreground is where the first channel, scaled to 0 to 1, is bright."""
-    return predict(StoredModel(task, plain_message({}), {}), images, out, builder=lambda task, message: Bright(), seg=seg)
+    model = Answer(lambda images: (images[:, :1] > 0.5).float())
+    return predict(StoredModel(task, plain_message({}), {}), images, out, builder=lambda task, message: model, seg=seg)
 
 
 @pytest.mark.parametrize("codes", ["RAS", "LIP"])
@@ -95,8 +90,7 @@ def test_masks_lie_on_the_grid_of_the_file(codes: str, spacing: list[float] | No
         np.testing.assert_array_equal(actual, volume > 0)
     else:
         assert 2 * (actual & (volume > 0)).sum() / (actual.sum() + (volume > 0).sum()) > 0.9
-    with (tmp_path / "out/predictions.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows_of(tmp_path / "out")
     assert row["voxels_cube"] == str(actual.sum()) and float(row["ml_cube"]) == pytest.approx(actual.sum() * 6 / 1000)
 
 
