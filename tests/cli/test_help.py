@@ -5,13 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 
 import medflare
 from cli.parsing import command_names, parsed
+from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.federation.settings import RunSettings
 
@@ -87,7 +87,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EIO])
-def test_a_place_that_cannot_be_used_is_one_line(number: int, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
+def test_a_place_that_cannot_be_used_is_one_line(number: int, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     failing(monkeypatch, OSError(number, "what the system says", "place"))
     assert refused("results", "place").startswith("medflare: place: what the system says; ")
 
@@ -98,7 +98,7 @@ def test_an_error_that_is_about_no_file_keeps_its_traceback(monkeypatch: pytest.
         main(["results", "place"])
 
 
-def test_a_question_without_an_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
+def test_a_question_without_an_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     failing(monkeypatch, EOFError())
     assert "--yes" in refused("results", "place")
 

@@ -144,8 +144,6 @@ def test_batch_norm_is_selected_by_type_also_where_a_layer_has_two_names() -> No
     assert batch_norm_entries(nn.Linear(2, 2)) == frozenset()
 
 
-# -- memory-mapped tensors ---------------------------------------------------------------------------------------------------
-
 LARGE = 40_002  # values; more bytes than the limit for small tensors
 
 

@@ -97,7 +97,6 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
         ("events.0.kind", "oops", "oops"),
         ("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}, "costs.A.up_bytes"),
         ("status", "FAILED", "reason"),
-        ("reason", "because", "reason"),
         ("configuration.hyper", {"lam": 0.7}, "configuration.hyper.site"),
     ],
 )

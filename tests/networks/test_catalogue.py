@@ -106,13 +106,11 @@ def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: TaskOf) -> 
         ({}, "None"),
         ({"name": "unet", "chanels": [4, 8]}, "chanels"),
         ({"name": "unet", "channels": [4]}, "unet"),
-        ({"name": "unet", "channels": "wide"}, "unet"),
         ({"name": "unet", "norm": "layer"}, "layer"),
         ({"name": "unet", "in_channels": 3}, "in_channels"),
         ({"name": "SegResNet", "init_filter": 8}, "init_filter"),
         ({"name": "SegResNet", "out_channels": 8}, "out_channels"),
         ({"name": "UNet", "channels": [4, 8]}, "strides"),
-        ({"name": "UNet", "channels": [4, 8], "strides": [2, 2, 2], "kernel_size": "x"}, "UNet"),
         ({"name": "DenseNet121", "pretrained": True}, "DenseNet121"),
     ],
 )

@@ -41,13 +41,11 @@ def test_a_row_is_parsed() -> None:
     ("text", "token"),
     [
         ("fedsm:lamb=1", "lam"),
-        ("fedsm:lam", "lam"),
         ("fedavg:site.selection=last", "site.selection"),
         ("fedavgg", "fedavgg"),
         ("single-site:site_algorithm=moon", "site_algorithm"),
         ("constant:selection=last", "selection"),
         ("fedavg:method=prr", "method"),
-        ("single-site:method=prrr", "prrr"),
         ("single-site:method=prr,lam=1", "lam"),
     ],
 )

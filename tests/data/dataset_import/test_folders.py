@@ -339,7 +339,6 @@ def test_a_table_of_masks(tmp_path: Path) -> None:
     [
         ("001.png", "train/001.png", True),
         ("001", "train/001.png", True),
-        ("train/001", "train/001.png", True),
         ("set/train/001.png", "train/001.png", True),  # the cell begins above the folder
         ("..\\Train\\001.png", "train/001.png", True),
         ("D:\\export\\001.png", "001.png", True),
@@ -371,7 +370,6 @@ def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
     ("header", "options", "token"),
     [
         (("image", "label"), {"columns": Columns(label="lable")}, "lable"),
-        (("image", "width"), {"table": "a.csv"}, "--label-column"),
         (("image", "label"), {"table": "a.csv"}, "9.png"),
         (("id", "polygon"), {"table": "a.csv"}, "--label-column"),
     ],
