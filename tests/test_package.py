@@ -38,7 +38,6 @@ def test_mistakes_of_the_first_minutes(settings: dict[str, Any], reason: str) ->
 
 @pytest.mark.slow
 def test_the_image_for_containers_has_the_presets(tmp_path: Path) -> None:
-    """Built of what the Dockerfile copies and nothing else."""
     for line in re.findall(r"^COPY (.+)$", (ROOT / "poc_workspace/runtime/Dockerfile").read_text(), re.MULTILINE):
         *sources, target = line.split()
         for source in sources:

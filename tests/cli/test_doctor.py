@@ -128,7 +128,6 @@ def test_data_as_the_task_needs_them(site: Kit, tmp_path: Path, make_task: TaskO
 def test_data_are_looked_for_where_a_run_does(
     site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder of the site's name, below the home folder, where the environment says: and in that folder alone."""
     own, other = make_site(name=site.name), make_site(name="other")
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))

@@ -40,8 +40,6 @@ def test_a_folder_that_flare_cannot_have(tmp_path: Path, refused: Refused) -> No
 
 @pytest.mark.parametrize("with_results", [False, True])
 def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
-    """FLARE's environment then raises RuntimeError."""
-
     def execute(recipe: MedflareRecipe, env: Any) -> None:
         if with_results:
             record = RunRecord("fedavg", None, seed=0, rounds=1, sites={"site-1": SiteRecord("inside")}, reason="lost")

@@ -79,7 +79,6 @@ def test_a_job_is_fetched_by_its_name_and_shown(tmp_path: Path, capsys: pytest.C
 
 
 def test_fetched_again_the_results_lie_where_they_lay(tmp_path: Path, transfer: Path) -> None:
-    """Also beside what `nvflare` left in transfer/, which stays."""
     (transfer / "id").mkdir()
     out = tmp_path / "results"
     assert fetch(out) == 0

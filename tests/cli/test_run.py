@@ -164,7 +164,6 @@ def run_once(folder: Path, *options: str) -> int:
 def test_an_earlier_run_is_kept(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two runs in one folder: the table of one, the curves of both."""
     folder = tmp_path / "fedavg-phantom-seed0"
 
     def work(*_: Any, out: Path, **__: Any) -> None:
@@ -336,7 +335,6 @@ def test_a_study_needs_sites(tmp_path: Path, refused: Refused) -> None:
 
 
 def test_evaluate_is_a_method_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
-    """With the model's own task; its results do not go where the model lies."""
     task = load_task(small_tasks.tiny_phantom())
     save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
     assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0

@@ -1,5 +1,3 @@
-"""Generators depend on their keys alone: not on the process, the order of calls, or a global seed."""
-
 import torch
 
 from medflare.core.rng import derived_seed, numpy_generator, numpy_random_state, seeded, torch_generator

@@ -1,5 +1,3 @@
-"""Settings: values that are accepted, and the one line that names a wrong one."""
-
 import math
 from dataclasses import field
 from typing import Annotated, Any, Literal

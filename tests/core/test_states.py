@@ -1,5 +1,3 @@
-"""State arithmetic against values computed by hand, its degenerate cases, and memory-mapped tensors."""
-
 import errno
 import itertools
 import math
@@ -88,7 +86,6 @@ def test_weighted_mean_names_the_site_whose_state_differs(odd: StateDict) -> Non
 
 
 def test_parameters_of_a_network_have_a_mean() -> None:
-    """They need a gradient; the mean does not."""
     mean = weighted_mean({site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0})
     assert not any(tensor.requires_grad for tensor in mean.values())
 

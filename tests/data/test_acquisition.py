@@ -1,5 +1,3 @@
-"""How images were acquired, the range over training images, and what lies outside of it."""
-
 import dataclasses
 import math
 from pathlib import Path

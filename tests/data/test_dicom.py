@@ -96,7 +96,6 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_slope_and_intercept_of_the_frames_of_enhanced_objects(tmp_path: Path) -> None:
-    """Enhanced objects give them beside their frames, and nowhere else."""
     frames = np.stack([PIXELS, PIXELS + 100, PIXELS + 200])
 
     def groups(*slopes: float) -> dict[str, Any]:
@@ -180,7 +179,6 @@ def test_slices_without_positions_are_in_the_order_of_their_numbers(tmp_path: Pa
 
 @pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}])
 def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very affine that MONAI gives for the pixels, and no pixel is decoded."""
     folder = dicom_series(tmp_path / "ct")
     for number in range(4):
         change(folder, (number,), InstanceNumber=4 - number, **{tag: value for tag, value in tags.items() if value})
@@ -211,7 +209,6 @@ def test_a_series_in_one_file_is_the_volume_of_its_slices(tmp_path: Path, order:
 
 
 def test_frames_that_are_no_volume(tmp_path: Path) -> None:
-    """Two echoes and a lost slice are refused; frames in time are pictures, but no volume."""
     for name, heights in (("echoes.dcm", (30, 30, 32, 32)), ("lost.dcm", (30, 32, 34, 38))):
         with pytest.raises(DataError, match=name):
             pictured(enhanced_series(tmp_path / name, heights=heights))

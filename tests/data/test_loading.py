@@ -1,5 +1,3 @@
-"""A site's data: its folder, images, notes and splits."""
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

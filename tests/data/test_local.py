@@ -1,5 +1,3 @@
-"""The local settings of a site."""
-
 from typing import Any
 
 import pytest

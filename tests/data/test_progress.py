@@ -1,5 +1,3 @@
-"""Long work logs how far it is."""
-
 import itertools
 import logging
 from collections.abc import Callable

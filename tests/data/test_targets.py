@@ -1,5 +1,3 @@
-"""Stored values as targets, and class numbers of a site as those of the task."""
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""MONAI transforms of a task: resizing, intensities, augmentation, and the trial of unusual arguments."""
-
 from typing import Any
 
 import numpy as np

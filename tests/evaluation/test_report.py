@@ -115,7 +115,6 @@ def test_pages_are_well_formed_and_fetch_nothing(
 
 
 def test_a_long_run_of_many_sites_is_a_small_page(record: RunRecord) -> None:
-    """A site that is rejected at every step, and sixteen sites that validate five hundred rounds."""
     events = EventLog()
     for round in range(3000):
         events.add("rejected", f"update of round {round} not used: {'x' * 200}", site="A", round=round)

@@ -124,7 +124,6 @@ def test_written_results_are_returned_and_read_again(tmp_path: Path, record: Run
 
 
 def test_the_newest_results_below_a_folder_are_read(tmp_path: Path, record: RunRecord) -> None:
-    """Whatever the engine."""
     old, new = tmp_path / "flare/x/server/simulate_job/medflare", tmp_path / "local"
     write_results(old, record)
     write_results(new, dataclasses.replace(record, seed=8))

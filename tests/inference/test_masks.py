@@ -71,7 +71,6 @@ def test_size_is_restored() -> None:
 
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "LIP", "ASR", "SPL"])
 def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
-    """A mask cut from the image as it was read has, in the written file, its ones where the stored image is bright."""
     ornt = nibabel.orientations.axcodes2ornt(tuple(codes))
     affine = np.diag([0.8, 1.5, 4, 1]) @ nibabel.orientations.inv_ornt_aff(ornt, (5, 6, 7))
     volume = np.random.default_rng(0).random((5, 6, 7)).astype(np.float32)
@@ -101,7 +100,6 @@ def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> Non
 
 
 def test_masks_have_different_names(tmp_path: Path) -> None:
-    """Labels of any script, and labels whose letters are equal."""
     labels = ["肝臓", "脾臓", "left lung", "Left-lung", "heart_1"]
     task, masks = task_of("multilabel", labels), np.stack([np.full((4, 4), number) for number in range(5)])
     files = write_masks(Input(tmp_path / "b.png", "b"), masks, task, tmp_path)

@@ -83,7 +83,6 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(routed: Sto
 def test_images_for_adaptation_are_read_again_and_not_kept(
     tta: str, routed: StoredModel, trained: Runs, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No more than two batches are in memory; an unreadable image is reported once."""
     stored = routed if tta == "auto" else load_model(trained("fedavg") / "sites/A/global")
     seen: list[weakref.ref[Tensor]] = []
     most = 0
@@ -107,8 +106,6 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
 
 
 def test_slices_of_one_volume_are_of_one_patient() -> None:
-    """A super model that chooses by patient uses one network for them, as the evaluation does."""
-
     def brighter(images: Tensor) -> Tensor:
         means = images.mean(dim=(1, 2, 3))
         return torch.stack([means, -means], dim=1)

@@ -37,7 +37,6 @@ def test_a_requested_adaptation_gives_the_numbers_of_the_method(tta: str, traine
 @pytest.mark.parametrize("tta", ["auto", "none", "tent", "dsbn"])
 @pytest.mark.parametrize("kind", ["plain", "tent", "dsbn"])
 def test_every_adaptation_of_every_delivered_one(kind: str, tta: str, untrained: Models, data_root: Path, tmp_path: Path) -> None:
-    """The requested adaptation replaces that of the model; its base is the same network."""
     plain = load_model(untrained())
     site = open_site("A", SEGMENTATION, data_root=data_root)
     messages = {

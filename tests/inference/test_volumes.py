@@ -176,7 +176,6 @@ def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) ->
 
 
 def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> None:
-    """Labels and patients keep their script; a structure without a code gets a private one and a colour of its own."""
     highdicom = pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     for file in dicom_series(tmp_path / "ct").iterdir():
         header = pydicom.dcmread(file)
@@ -211,7 +210,6 @@ def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: Path) -> None:
-    """The same as NIfTI; the segmentation object is read back as the label of its image."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     enhanced_series(tmp_path / "in/mr.dcm")
     dicom_series(tmp_path / "in/ct")
@@ -232,7 +230,6 @@ def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: 
 
 
 def test_an_image_that_can_have_no_segmentation_object_is_named(tmp_path: Path) -> None:
-    """A series without its frame of reference, as some anonymised ones are, and one slice alone; the others are written."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     (tmp_path / "in/single").mkdir(parents=True)
     for name in ("anonymised", "ct"):

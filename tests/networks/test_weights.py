@@ -184,7 +184,6 @@ def test_a_wrong_setting_is_named(weights: Any, named: str) -> None:
 
 
 def test_efficientnet_lite0_classifies_photographs_with_imagenet_weights() -> None:
-    """The published weights fit strictly; two photographs of scikit-learn are classified correctly."""
     pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
     from PIL import Image
     from sklearn.datasets import load_sample_images

@@ -32,7 +32,6 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
 
 
 def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
-    """PRR with its loss and deputy, without another site."""
     task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
     last = {"server": {"selection": "last"}}
     results = single_site(Setting(task, ("site-1", "site-2"), rounds=2), 0, hyper=last | {"site": {"cpa": "local"}}, method="prr")
@@ -44,7 +43,6 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
 
 
 def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
-    """The networks are equal, the metrics are not; an outside site has both models too."""
     task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
     results = batch_statistics(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})

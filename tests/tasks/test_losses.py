@@ -127,7 +127,6 @@ LOSS_SETTINGS = [
 @pytest.mark.parametrize("kind", ["binary", "multiclass", "multilabel"])
 @pytest.mark.parametrize("settings", LOSS_SETTINGS, ids=str)
 def test_a_loss_says_whether_it_is_the_mean_over_images(make_task: TaskOf, kind: str, settings: dict[str, object]) -> None:
-    """`pools_images` is None exactly if the loss of a batch is the mean of its images' losses."""
     if kind == "binary":
         settings = {key: value for key, value in settings.items() if key != "weights"}
     task = make_task(target=kind, labels=["a"] if kind == "binary" else ["a", "b", "c"], loss=settings)

@@ -1,5 +1,3 @@
-"""The order of images and their batches, sampling weights, and reading ahead."""
-
 import threading
 from dataclasses import dataclass, field
 

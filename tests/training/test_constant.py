@@ -1,5 +1,3 @@
-"""The constant prediction at one site."""
-
 import pytest
 import torch
 
@@ -38,7 +36,6 @@ def test_a_site_that_never_trains_takes_the_best_in_hindsight() -> None:
 
 
 def test_masks_where_they_always_are() -> None:
-    """The mean of the training masks is the truth of the test images."""
     assert constant_value(Site("A", small_task(), SiteData(masks(8, 3), masks(8, 2), masks(8, 2)))) == 1.0
 
 

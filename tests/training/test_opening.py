@@ -1,5 +1,3 @@
-"""Opening a site: local settings, data, bounds."""
-
 from pathlib import Path
 from typing import Any
 

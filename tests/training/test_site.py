@@ -1,5 +1,3 @@
-"""A site as a method uses it: batches, networks, optimizer, loss, predictions and scores."""
-
 from typing import Any
 
 import numpy as np

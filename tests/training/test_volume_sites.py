@@ -135,7 +135,6 @@ def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_si
 
 
 def test_constant_volumes_are_refused(tmp_path: Path) -> None:
-    """A volume of one value in all channels cannot be used, in training as in the check."""
     folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})
     for name in NAMES:
         write(folder / f"p2_{name}.nii.gz", np.full(SHAPE, 3.5, np.float32))

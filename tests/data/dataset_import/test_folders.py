@@ -94,7 +94,6 @@ def test_masks_of_other_images_are_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [["imaging"], ["flair", "t1"]])
 def test_a_folder_for_each_case_with_its_mask(parts: list[str], tmp_path: Path) -> None:
-    """As KiTS, or with a file for each channel."""
     volumes(tmp_path, *(f"case_{case}/{name}" for case in range(4) for name in (*parts, "segmentation")))
     import_folder(tmp_path)
     files = {f"case_{case}/segmentation.nii.gz": [f"case_{case}/{part}.nii.gz" for part in parts] for case in range(4)}
