@@ -42,6 +42,12 @@ def own_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {("conv_final.2.conv." + name[5:] if name.startswith("head.") else name[5:]): tensor for name, tensor in state.items()}
 
 
+def refused(named: str, path: Path, *file: Any, **changes: Any) -> None:
+    """Weights that the task of `task_with` cannot start from."""
+    with pytest.raises(ConfigError, match=named):
+        starting_state(task_with(path, *file, **changes), 0, path)
+
+
 def equal(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -74,8 +80,7 @@ def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
     three: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
     actual = starting_state(task_with(path, "safetensors", "body", **three), 0, path)
     assert actual is not None and len(actual["head.bias"]) == 3
-    with pytest.raises(ConfigError, match="SegResNet"):
-        starting_state(task_with(path, "safetensors", **three), 0, path)
+    refused("SegResNet", path, "safetensors", **three)
 
 
 def test_the_file_is_found_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +108,7 @@ def test_a_pickle_is_refused_by_name_and_not_run(tmp_path: Path, monkeypatch: py
         else:
             path.write_bytes(content)
         for format in ("torch", "torchvision"):
-            with pytest.raises(ConfigError, match=name):
-                starting_state(task_with(path, format), 0, path)
+            refused(name, path, format)
     assert not (tmp_path / "ran").exists()
 
 
@@ -117,19 +121,15 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         starting_state(task, 0, good)
     bad.write_bytes(b"nothing")
     for format in ("safetensors", "medflare"):
-        with pytest.raises(ConfigError, match="bad"):
-            starting_state(task_with(bad, format), 0, bad)
+        refused("bad", bad, format)
     torch.save([1, 2], bad)
-    with pytest.raises(ConfigError, match="bad"):
-        starting_state(task_with(bad, "torch"), 0, bad)
+    refused("bad", bad, "torch")
     save_file({**own_names(other_state()), "more": torch.zeros(1)}, bad)
-    with pytest.raises(ConfigError, match="more"):
-        starting_state(task_with(bad, "safetensors"), 0, bad)
+    refused("more", bad, "safetensors")
     broken = own_names(other_state())
     broken["conv_final.2.conv.bias"][0] = torch.nan
     save_file(broken, bad)
-    with pytest.raises(ConfigError, match=r"head\.bias"):
-        starting_state(task_with(bad, "safetensors"), 0, bad)
+    refused(r"head\.bias", bad, "safetensors")
     save_model(tmp_path / "two", small_task(), Message({"model": other_state(), "b": other_state()}, {"kind": "super"}), {})
     with pytest.raises(ConfigError, match="super"):
         starting_state(task_with(tmp_path / "two" / "model.safetensors", "medflare"), 0, tmp_path / "two")
@@ -146,8 +146,7 @@ def test_layers_of_torchvision_are_matched_by_their_order(tmp_path: Path) -> Non
     actual = starting_state(task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path)
     assert actual is not None and all(torch.equal(actual[name], state[name]) for name in names if name.startswith("body."))
     torch.save(dict(reversed(theirs.items())), path)
-    with pytest.raises(ConfigError, match="resnet18"):
-        starting_state(task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path)
+    refused("resnet18", path, "torchvision", "body", RESNET, "classification", **PICTURES)
 
 
 @pytest.mark.parametrize("part", ["all", "body"])

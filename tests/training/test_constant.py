@@ -1,22 +1,10 @@
 import pytest
-import torch
 
+from helpers.picture_sites import grades, masks
 from helpers.small_tasks import small_task
-from medflare.data.loading import SiteData, Split
+from medflare.data.loading import SiteData
 from medflare.training.constant import constant_value
 from medflare.training.site import Site
-
-
-def grades(*of: int) -> Split:
-    names = tuple(str(number) for number in range(len(of)))
-    return Split(torch.zeros(len(of), 1, 16, 16), torch.tensor(of, dtype=torch.long), names, names)
-
-
-def masks(rows: int, images: int) -> Split:
-    targets = torch.zeros(images, 16, 16, dtype=torch.long)
-    targets[:, :rows] = 1
-    names = tuple(str(number) for number in range(images))
-    return Split(torch.zeros(images, 1, 16, 16), targets, names, names)
 
 
 @pytest.mark.parametrize(
