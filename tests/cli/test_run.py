@@ -132,6 +132,7 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         (["run", "fedsm", "--task", "no-such-task"], "no-such-task"),
         (["resume", "nowhere", "--out", "x"], "--job"),
         (["run", "evaluate"], "--model"),
+        (["study", "fedavg", "--out", "x"], "--sites"),
         (["run", "fedavg", "--workers", "2"], "--workers"),
         (["resume", "jobs/fedsm", "--job", "1", "--workers", "2"], "--workers"),
         *(
@@ -328,10 +329,6 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
 def test_a_study_refuses_what_it_cannot_read(words: list[str], named: str, tmp_path: Path, refused: Refused) -> None:
     assert named in refused("study", *words, "--sites", "2", "--out", str(tmp_path))
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_study_needs_sites(tmp_path: Path, refused: Refused) -> None:
-    assert "--sites" in refused("study", "fedavg", "--out", str(tmp_path))
 
 
 def test_evaluate_is_a_method_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:

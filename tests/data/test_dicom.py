@@ -12,7 +12,7 @@ from pydicom import Dataset
 from pydicom.filewriter import correct_ambiguous_vr
 
 from helpers.small_tasks import SEGMENTATION, small_task
-from helpers.volume_sites import TASK, beside_a_series, cube_task, dicom_series, enhanced_series
+from helpers.volume_sites import TASK, beside_a_series, change, cube_task, dicom_series, enhanced_series, tagged
 from medflare.core.errors import DataError
 from medflare.data.dataset_import.folders import scan_folder
 from medflare.data.decoding import Source
@@ -55,22 +55,6 @@ def rewritten(path: Path, pixels: np.ndarray = PIXELS, **tags: Any) -> Path:
     correct_ambiguous_vr(file, is_little_endian=True)
     file.save_as(path)
     return path
-
-
-def change(folder: Path, numbers: tuple[int, ...], without: tuple[str, ...] = (), **tags: Any) -> Path:
-    """Some slices of a series with other tags, or without some."""
-    for number in numbers:
-        dataset = pydicom.dcmread(folder / f"{number}.dcm")
-        for tag in without:
-            del dataset[tag]
-        tagged(dataset, **tags).save_as(folder / f"{number}.dcm")
-    return folder
-
-
-def tagged(dataset: Dataset, **tags: Any) -> Dataset:
-    for tag, value in tags.items():
-        setattr(dataset, tag, value)
-    return dataset
 
 
 def item(**tags: Any) -> Dataset:
@@ -182,7 +166,7 @@ def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], m
     folder = dicom_series(tmp_path / "ct")
     for number in range(4):
         change(folder, (number,), InstanceNumber=4 - number, **{tag: value for tag, value in tags.items() if value})
-    change(folder, (0, 1, 2, 3), without=tuple(tag for tag, value in tags.items() if not value))
+    change(folder, without=tuple(tag for tag, value in tags.items() if not value))
     reader = PydicomReader()
     array, meta = reader.get_data(reader.read(folder))
     stored = read_stored(folder)
@@ -281,6 +265,6 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
     (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented()))
     with pytest.raises(DataError, match="overlap"):
         mask_of(site, **TWO)
-    change(site / "ct", (0, 1, 2, 3), SeriesInstanceUID="1.2.99")
+    change(site / "ct", SeriesInstanceUID="1.2.99")
     with pytest.raises(DataError, match=r"1\.2\.99"):
         mask_of(site, **TWO)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from evaluation.conftest import History
 from medflare.core.errors import StateError
 from medflare.evaluation import report
 from medflare.evaluation.report import LiveReport, write_results
@@ -144,7 +145,7 @@ def test_missing_or_damaged_results_raise_an_error_with_the_path(tmp_path: Path)
             load_results(tmp_path)
 
 
-def test_steps_are_appended_and_read(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+def test_steps_are_appended_and_read(tmp_path: Path, history: History) -> None:
     """A line cut short is skipped, and of a repeated step the last line counts."""
     assert read_rounds(tmp_path) == []
     folder = tmp_path / "new"

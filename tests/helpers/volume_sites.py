@@ -121,6 +121,22 @@ def _numbered(*slices: int) -> np.ndarray:
     return np.stack([columns + 10 * rows + 100 * place for place in slices]).astype(np.uint16)
 
 
+def tagged(dataset: Dataset, **tags: Any) -> Dataset:
+    for tag, value in tags.items():
+        setattr(dataset, tag, value)
+    return dataset
+
+
+def change(folder: Path, numbers: Iterable[int] = range(4), without: tuple[str, ...] = (), **tags: Any) -> Path:
+    """Some slices of a series with other tags, or without some."""
+    for number in numbers:
+        dataset = pydicom.dcmread(folder / f"{number}.dcm")
+        for tag in without:
+            del dataset[tag]
+        tagged(dataset, **tags).save_as(folder / f"{number}.dcm")
+    return folder
+
+
 def dicom_slice(path: Path, pixels: np.ndarray, number: int | None = None, series: str = "1.2.3") -> None:
     """One CT slice, with a place in its series if it has a number; spacings differ, so that an exchange of axes shows."""
     file = _dicom_image(path, CTImageStorage, "CT", pixels, series)
@@ -146,10 +162,7 @@ def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: 
     """The volume of `dicom_series` as one Enhanced MR file (PS3.3, A.36); the slice of each frame, and the slices' heights in mm."""
 
     def group(**tags: Any) -> Sequence:
-        made = Dataset()
-        for tag, value in tags.items():
-            setattr(made, tag, value)
-        return Sequence([made])
+        return Sequence([tagged(Dataset(), **tags)])
 
     file = _dicom_image(path, EnhancedMRImageStorage, "MR", _numbered(*order))
     file.InstanceNumber, file.NumberOfFrames = 1, len(order)

@@ -13,7 +13,7 @@ import torch
 
 from helpers.small_tasks import SEGMENTATION as SLICES
 from helpers.small_tasks import predicted, score
-from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, enhanced_series, make_sites, write
+from helpers.volume_sites import PATCHES, SHAPE, affine, change, cube_task, dicom_series, enhanced_series, make_sites, write
 from inference.conftest import Answer, rows_of
 from medflare.core import packages
 from medflare.core.errors import ConfigError
@@ -177,10 +177,7 @@ def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) ->
 
 def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> None:
     highdicom = pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
-    for file in dicom_series(tmp_path / "ct").iterdir():
-        header = pydicom.dcmread(file)
-        header.SpecificCharacterSet, header.PatientName = "ISO_IR 100", "Müller^Jörg"
-        header.save_as(file)
+    change(dicom_series(tmp_path / "ct"), SpecificCharacterSet="ISO_IR 100", PatientName="Müller^Jörg")
     category = {"value": "49755003", "scheme": "SCT", "meaning": "Morphologically Abnormal Structure"}
     codes: dict[str, Any] = {
         "liver": {"value": "10200004", "scheme": "SCT", "meaning": "Liver", "color": "#dd8265"},
@@ -234,10 +231,7 @@ def test_an_image_that_can_have_no_segmentation_object_is_named(tmp_path: Path) 
     (tmp_path / "in/single").mkdir(parents=True)
     for name in ("anonymised", "ct"):
         dicom_series(tmp_path / "in" / name)
-    for file in (tmp_path / "in/anonymised").iterdir():
-        header = pydicom.dcmread(file)
-        del header.FrameOfReferenceUID
-        header.save_as(file)
+    change(tmp_path / "in/anonymised", without=("FrameOfReferenceUID",))
     shutil.copy(tmp_path / "in/ct/0.dcm", tmp_path / "in/single/one.dcm")
     task = load_task({**SLICES, "size": [8, 8]})
     summary = bright(task, [tmp_path / "in"], tmp_path / "out", seg=True)

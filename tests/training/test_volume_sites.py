@@ -5,13 +5,12 @@ from typing import Any
 
 import nibabel
 import numpy as np
-import pydicom
 import pytest
 import torch
 from nibabel import orientations
 
 from helpers.fixture_types import Edit, SiteOf
-from helpers.volume_sites import NAMES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
+from helpers.volume_sites import NAMES, SHAPE, TASK, affine, change, cube_task, dicom_series, make_volumes, write
 from medflare.core.errors import DataError
 from medflare.data.decoding import _decoded_sites
 from medflare.data.loading import load_site_data
@@ -124,9 +123,7 @@ def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_si
     edit(folder, lambda listed: listed["training"][0].update(image="series", label="mask.nii.gz"))
     assert len(load_site_data("A", task, folder).train) == 4 + 4
     for number in range(4):
-        file = pydicom.dcmread(series / f"{number}.dcm")
-        file.InstanceNumber = 4 - number
-        file.save_as(series / f"{number}.dcm")
+        change(series, (number,), InstanceNumber=4 - number)
     refused(r"mask\.nii\.gz", folder, task)
 
 

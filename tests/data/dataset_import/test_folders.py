@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydicom
 import pytest
 
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
-from helpers.volume_sites import TASK, beside_a_series, dicom_series, write
+from helpers.volume_sites import TASK, beside_a_series, change, dicom_series, write
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.dataset_import.datalists import ImportOptions, import_folder
@@ -138,11 +137,7 @@ def volumes(root: Path, *names: str) -> None:
 def series_of(folder: Path, number: int) -> Path:
     """A DICOM series of four slices of patient P`number`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for file in dicom_series(folder).iterdir():
-        slice_ = pydicom.dcmread(file)
-        slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
-        slice_.save_as(file)
-    return folder
+    return change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
 
 
 def scans(root: Path, series: int = 4) -> Path:
