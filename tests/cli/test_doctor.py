@@ -1,5 +1,3 @@
-"""Each check of a kit: fine, and with what is wrong."""
-
 import json
 import shutil
 import socket

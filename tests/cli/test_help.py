@@ -33,7 +33,6 @@ def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[
     ("short", "whole"),
     [
         ("job fedsm --out x", "job create"),
-        ("job --out x fedsm", "job create"),
         ("job watch x --kit k", "job watch"),
         ("study fedavg --out x", "study run"),
         ("study table x", "study table"),
@@ -60,7 +59,6 @@ def test_help_loads_nothing_heavy() -> None:
     ("line", "named"),
     [
         ("dta init", "'data'"),
-        ("data chek", "'check'"),
         ("run --rouds 3", "--rounds"),  # what is misspelt comes before what is missing
         ("run fedavg --engine lokal", "local"),
         ("job fedavg --out j --sites 4", "--sites"),  # no beginning of --sites-per-round

@@ -1,5 +1,3 @@
-"""Images and masks at their stored size, from files and from the embedded federation; and as tensors of the network's size."""
-
 import json
 import os
 from contextlib import nullcontext

@@ -1,5 +1,3 @@
-"""DICOM pixel values, the order of slices, and segmentations on the grid of their series."""
-
 import json
 from pathlib import Path
 from typing import Any

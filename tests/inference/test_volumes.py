@@ -1,5 +1,3 @@
-"""Delivered models on volumes: the numbers of the evaluation, masks on the grid of the file, other formats."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Sites of volumes from their files to splits: channels, geometry, labels, and what is wrong with them."""
-
 from pathlib import Path
 from typing import Any
 
