@@ -3,7 +3,7 @@ import itertools
 import math
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,10 +174,7 @@ def test_formulas_give_the_same_bits_with_mapped_tensors(tmp_path: Path) -> None
 
 
 def test_a_full_disk_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with memory_mapped(tmp_path), pytest.raises(StateError, match="No space"):
         allocate((LARGE,), torch.float32)
     assert not list(tmp_path.iterdir())
