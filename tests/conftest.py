@@ -10,18 +10,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch start th
 import numpy as np
 import pytest
 
+from helpers.picture_sites import edit, make_site, make_task
 from medflare.evaluation import figures
 
+__all__ = ["edit", "make_site", "make_task"]
 REFERENCE = Path(__file__).parent / "reference"
 REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_configure() -> None:
-    """No test can cut the power, which is what waiting for the disk is for; a killed process loses nothing without it.
-
-    Python keeps what it compiles.
-    """
-    os.fsync = lambda fd: None
+    os.fsync = lambda fd: None  # no test can cut the power, and a killed process loses nothing without it
     sys.dont_write_bytecode = False  # that it is not written is common in containers, and here hundreds of processes import the package
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

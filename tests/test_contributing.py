@@ -19,6 +19,7 @@ IN_THE_TREE, ELSEWHERE = SECTION.split("\n### ")
 HELPERS = (
     "conftest.py",
     "helpers/fixture_types.py",
+    "helpers/picture_sites.py",
     "helpers/small_tasks.py",
     "helpers/killed_runs.py",
     "foreign",
@@ -68,7 +69,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_the_method_and_its_test_pass_as_they_stand(tree: Path) -> None:
-    """Its own test, and that of the catalogue, which the method joins by existing."""
     own = places(IN_THE_TREE)[1]
     ran = process("pytest", "-q", str(own), folder=tree, path="custom")
     assert ran.returncode == 0 and "2 passed" in ran.stdout, ran.stdout + ran.stderr

@@ -1,16 +1,18 @@
-"""What the documents promise exists: settings in the ablation tables, files that pages link to, commands that the README shows, the
-code that CONTRIBUTING has one write, the versions and numbers that pages name."""
+"""What the documents promise exists: settings, files, commands, code that CONTRIBUTING has one write, layers, versions, examples."""
 
+import doctest
 import importlib
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from importlinter.api import read_configuration
 
 import medflare
 from cli.parsing import parsed
@@ -18,16 +20,24 @@ from medflare.cli import main
 from medflare.methods.catalogue import get_method, method_names
 from medflare.networks.catalogue import NETWORKS, build_network
 from medflare.tasks.config import load_task
+from test_contributing import blocks
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "tests" / "reference"
 METHOD_PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
 ROWS = {"fedsm": 19, "prr": 28, "grace": 31, "iop_fl": 26, "feddag": 21}  # rows of the papers' tables, at least
+PACKAGE = ROOT / "custom" / "medflare"
+WITH_EXAMPLES = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]
 PAGES = [*sorted(ROOT.glob("*.md")), REFERENCE / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def read(*parts: str) -> str:
     return ROOT.joinpath(*parts).read_text(encoding="utf-8")
+
+
+def section(page: str, heading: str) -> str:
+    """The part of a page below a heading of the second level."""
+    return read(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def settings_in(text: str) -> list[str]:
@@ -45,8 +55,7 @@ def test_every_row_of_an_ablation_table_is_a_setting(page: Path) -> None:
 
 @pytest.mark.parametrize("paper", ROWS)
 def test_every_paper_has_its_table(paper: str) -> None:
-    table = read("docs", "methods", f"{paper}.md").split("\n## Ablations\n")[1].split("\n## ")[0]
-    assert len(settings_in(table)) >= ROWS[paper]
+    assert len(settings_in(section(f"docs/methods/{paper}.md", "Ablations"))) >= ROWS[paper]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -77,8 +86,8 @@ def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_commands_of_the_deployment_page_exist() -> None:
-    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```$", read("docs", "deployment.md"), re.MULTILINE | re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    commands = blocks(read("docs/deployment.md"), "(?:bash|console)")
+    lines = [shlex.split(line, comments=True) for block in commands for line in block.splitlines()]
     ours = [words[1:] for words in lines if words[0] == "medflare"]
     assert len(ours) >= 12
     for words in ours:
@@ -110,17 +119,8 @@ def test_hooks_run_what_continuous_integration_runs() -> None:
     assert "exec make test" in read(".ci", "run")
 
 
-# ---- CONTRIBUTING --------------------------------------------------------------------------------------------------------
-
-
-def blocks(section: str, language: str) -> list[str]:
-    """Code of one language in one section of CONTRIBUTING."""
-    text = read("CONTRIBUTING.md").split(f"\n## {section}\n")[1].split("\n## ")[0]
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
 def test_add_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, line, row = blocks("Add a network", "python")
+    code, line, row = blocks(section("CONTRIBUTING.md", "Add a network"), "python")
     module: dict[str, Any] = {}
     exec(compile(code, "CONTRIBUTING.md", "exec"), module)
     name, function = re.findall(r'^"(\w+)": classifiers\.(\w+),$', line, re.MULTILINE)[0]
@@ -131,9 +131,28 @@ def test_add_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_add_a_task(tmp_path: Path) -> None:
-    (block,) = blocks("Add a task", "json")
+    (block,) = blocks(section("CONTRIBUTING.md", "Add a task"), "json")
     path = tmp_path / f"{json.loads(block)['name']}.json"
     path.write_text(block, encoding="utf-8")
     task = load_task(path)
     logits = build_network(task.network, task.image_channels, task.outputs)(torch.zeros(2, task.image_channels, *task.size))
     assert task.probabilities(logits).shape == (2, len(task.labels))
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_in_docstrings_print_what_they_say(path: Path) -> None:
+    module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
+    failed, attempted = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert attempted > 0 == failed
+
+
+def test_rooms_import_downwards_and_without_circles() -> None:
+    linted = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert linted.returncode == 0, linted.stdout
+
+
+def test_the_architecture_page_draws_these_layers() -> None:
+    contract = read_configuration(config_filename=str(ROOT / "pyproject.toml"))["contracts_options"][0]
+    layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    heads = re.findall(r"^\| (`\w+/`(?:, `\w+/`)*)", section("docs/architecture.md", "Rooms"), flags=re.MULTILINE)
+    assert [re.findall(r"\w+", head) for head in heads] == layers

@@ -1,6 +1,5 @@
 """What a site costs in a round does not grow with the rounds, by bytes and threads; seconds are left to benchmarks/growth.py."""
 
-import os
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,7 +19,6 @@ def growth(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_late_round_writes_hardly_more_than_an_early_one(growth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # a busy disk takes its time
     monkeypatch.setattr("medflare.evaluation.report._PAUSE", 1e9)  # the report of a run that goes on comes by the clock
     growth.make_sites(tmp_path / "data", 2)
     steps = growth.loop(tmp_path, sites=2, rounds=14, width=1)

@@ -1,13 +1,19 @@
-"""What a session with the package alone shows, and the mistakes of the first minutes: one line each, before anything is trained."""
+"""What is installed is whole, and the mistakes of the first minutes are one line each, before anything is trained."""
 
+import re
+import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import medflare
 from medflare.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_run_local_is_seen_before_it_is_used() -> None:
@@ -28,3 +34,20 @@ def test_mistakes_of_the_first_minutes(settings: dict[str, Any], reason: str) ->
     given: dict[str, Any] = {"sites": 2, "rounds": 1, **settings}
     with pytest.raises(ConfigError, match=reason):
         medflare.run_local("fedavg", "phantom", given.pop("sites"), seed=0, **given)
+
+
+@pytest.mark.slow
+def test_the_image_for_containers_has_the_presets(tmp_path: Path) -> None:
+    for line in re.findall(r"^COPY (.+)$", (ROOT / "poc_workspace/runtime/Dockerfile").read_text(), re.MULTILINE):
+        *sources, target = line.split()
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            else:
+                shutil.copy(ROOT / source, tmp_path / target)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "wheels", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name.removeprefix("medflare/tasks/presets/") for name in archive.namelist() if "/presets/" in name}
+    assert held == {path.relative_to(ROOT / "app_configs").as_posix() for path in (ROOT / "app_configs").rglob("*.json")}

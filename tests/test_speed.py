@@ -32,7 +32,6 @@ def floor(compare: ModuleType) -> float:
 
 
 def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor: float) -> None:
-    """Validation, selection, delivery and files beside the training."""
     assert compare.processor_seconds(lambda: compare.loop(SITES, ROUNDS, 1)) < 3.5 * floor  # 1.9 when this was written
 
 

@@ -1,20 +1,17 @@
 """Fixtures of startup kits, and a command that fails."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.fake_kits import Root, make_kit
-from helpers.picture_sites import forget_decoded_sites, make_site, make_task
+from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.cli.startup_kit import Kit
 
-__all__ = ["forget_decoded_sites", "make_site", "make_task"]
-
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """`refused("run", ...)`: the one line that a command which fails ends with."""
 
     def run(*words: str) -> str:

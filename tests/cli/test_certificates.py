@@ -71,7 +71,6 @@ def served(tmp_path: Path, root: Root) -> Kit:
 
 @pytest.mark.parametrize(("same_root", "named"), [(False, "another root"), (True, "handshake")])
 def test_another_federations_server_is_named(tmp_path: Path, served: Kit, same_root: bool, named: str) -> None:
-    """A kit of another federation, and one that knows the root and has a certificate of another one."""
     stranger = make_kit(tmp_path / "site-1", Root("other"), port=served.port)
     with listening(served):
         assert named in server_problem(replace(stranger, root=served.root) if same_root else stranger)

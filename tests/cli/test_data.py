@@ -2,12 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.downloaded_folders import classes
+from helpers.fixture_types import Refused
 from helpers.volume_sites import TASK, make_volumes
 from medflare.cli import main
 from medflare.tasks.config import load_task
@@ -41,7 +41,7 @@ def test_on_a_terminal_it_asks(root: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("medflare.training.proposing.propose", None)
     monkeypatch.setattr("medflare.data.checking.fingerprint.fingerprints", None)
@@ -64,7 +64,7 @@ def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
         (("data", "prepare", "prostate"), "--from"),
     ],
 )
-def test_wrong_options_are_one_line(options: tuple[str, ...], named: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_wrong_options_are_one_line(options: tuple[str, ...], named: str, tmp_path: Path, refused: Refused) -> None:
     classes(tmp_path, patients=6)
     assert named in refused(*(option.format(root=tmp_path) for option in options)) and not (tmp_path / "datalist.json").exists()
 
@@ -87,13 +87,13 @@ def test_a_task_is_proposed_where_none_is_beside_the_data(root: Path, capsys: py
     assert "task: pets" in errors and not (root / "task.json").exists()
 
 
-def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path: Path, refused: Refused) -> None:
     next((root / "site-1").rglob("*.png")).write_bytes(b"no picture")
     assert "nowhere" in refused("data", "check", str(tmp_path / "nowhere"))
     assert "--task" in refused("data", "check", str(root))
 
 
-def test_fingerprints_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]) -> None:
+def test_fingerprints_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     data, task, sites, planned = (tmp_path / name for name in ("data", "cubes.json", "out/sites.json", "task.json"))
     for name in ("A", "B"):
         make_volumes(data / name, shape=(16, 16, 16))

@@ -1,5 +1,3 @@
-"""Each check of a kit: fine, and with what is wrong."""
-
 import json
 import shutil
 import socket
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cli.fake_kits import Root, free_port, make_kit
+from helpers.fixture_types import SiteOf, TaskOf
 from medflare.cli.doctor import Finding, examine
 from medflare.cli.startup_kit import Kit, KitSettings, set_up, template
 from medflare.data.loading import ENVIRONMENT
@@ -113,9 +112,7 @@ def test_settings_and_device(site: Kit, server: Kit) -> None:
         assert [(finding.check, finding.verdict) for finding in actual] == [("settings", "FAILED")], "once"
 
 
-def test_data_as_the_task_needs_them(
-    site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path]
-) -> None:
+def test_data_as_the_task_needs_them(site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf) -> None:
     for root in (tmp_path, tmp_path / "nowhere"):
         set_up(site, KitSettings(data_root=root))
         assert _found(site, "data").verdict == "FAILED" and str(root) in _found(site, "data").text
@@ -127,9 +124,8 @@ def test_data_as_the_task_needs_them(
 
 
 def test_data_are_looked_for_where_a_run_does(
-    site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder of the site's name, below the home folder, where the environment says: and in that folder alone."""
     own, other = make_site(name=site.name), make_site(name="other")
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))

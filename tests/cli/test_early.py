@@ -2,13 +2,13 @@
 
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
@@ -18,7 +18,7 @@ from medflare.flare.recipes import FedAvgRecipe, MedflareRecipe, check_place
 
 
 @pytest.mark.parametrize("engine", ["flare", "local"])
-def test_too_few_sites_are_no_federation(engine: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_too_few_sites_are_no_federation(engine: str, tmp_path: Path, refused: Refused) -> None:
     call = ["run", "fedavg", "--engine", engine, "--out", str(tmp_path / "runs"), "--sites", "2"]
     assert "--min-sites 5" in refused(*call, "--min-sites", "5")
     assert "--min-sites 2" in refused(*call, "--outside", "site-2", "--min-sites", "2")
@@ -33,15 +33,13 @@ def test_names_that_flare_cannot_have(name: str, tmp_path: Path) -> None:
         check_place(["site-1", name], tmp_path)
 
 
-def test_a_folder_that_flare_cannot_have(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_folder_that_flare_cannot_have(tmp_path: Path, refused: Refused) -> None:
     assert "my runs" in refused("run", "fedavg", "--out", str(tmp_path / "my runs"))
     assert not list((tmp_path / "my runs").glob("*"))
 
 
 @pytest.mark.parametrize("with_results", [False, True])
-def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
-    """FLARE's environment then raises RuntimeError."""
-
+def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     def execute(recipe: MedflareRecipe, env: Any) -> None:
         if with_results:
             record = RunRecord("fedavg", None, seed=0, rounds=1, sites={"site-1": SiteRecord("inside")}, reason="lost")
@@ -58,7 +56,7 @@ def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatc
         assert json.loads((tmp_path / "fedavg-phantom-seed0" / "results.json").read_text())["reason"] == "lost"
 
 
-def test_a_job_takes_nothing_away_that_lies_beside_it(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_job_takes_nothing_away_that_lies_beside_it(tmp_path: Path, refused: Refused) -> None:
     call = ("job", "fedavg", "--out", str(tmp_path / "job"))
     assert main(call) == 0 and main(call) == 0
     (tmp_path / "job/notes.txt").write_text("mine")
@@ -66,7 +64,7 @@ def test_a_job_takes_nothing_away_that_lies_beside_it(tmp_path: Path, refused: C
     assert (tmp_path / "job/notes.txt").read_text() == "mine"
 
 
-def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "run/fedavg-phantom/server/simulate_job/medflare").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     for name, named in (("nosuch", "nosuch"), ("run", "simulator"), ("empty", "empty")):

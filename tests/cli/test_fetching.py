@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ import pytest
 
 from cli.fake_kits import Root, make_kit
 from flare.jobs.sessions import Served
+from helpers.fixture_types import Refused
 from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.cli import main
@@ -69,7 +70,7 @@ def fetch(out: Path) -> int:
     return main([*FETCH, str(out)])
 
 
-def test_a_job_is_fetched_by_its_name_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]) -> None:
+def test_a_job_is_fetched_by_its_name_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     out = tmp_path / "results"
     assert "'fedsm-brian'" in refused("job", "fetch", "fedsm-brian", "--kit", "lead", "--out", str(out)) and not out.exists()
     assert fetch(out) == 0
@@ -78,7 +79,6 @@ def test_a_job_is_fetched_by_its_name_and_shown(tmp_path: Path, capsys: pytest.C
 
 
 def test_fetched_again_the_results_lie_where_they_lay(tmp_path: Path, transfer: Path) -> None:
-    """Also beside what `nvflare` left in transfer/, which stays."""
     (transfer / "id").mkdir()
     out = tmp_path / "results"
     assert fetch(out) == 0
@@ -89,7 +89,7 @@ def test_fetched_again_the_results_lie_where_they_lay(tmp_path: Path, transfer: 
     assert [path.name for path in transfer.iterdir()] == ["id"]
 
 
-def test_files_of_the_users_own_stay(tmp_path: Path, transfer: Path, refused: Callable[..., str]) -> None:
+def test_files_of_the_users_own_stay(tmp_path: Path, transfer: Path, refused: Refused) -> None:
     out = tmp_path / "results"
     assert fetch(out) == 0
     note = out / "id" / "medflare" / "notes.txt"
@@ -102,7 +102,7 @@ def test_files_of_the_users_own_stay(tmp_path: Path, transfer: Path, refused: Ca
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     def full(source: str, place: str, **_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source)
@@ -132,7 +132,7 @@ def test_what_flare_could_not_unpack_is_one_line(tmp_path: Path, transfer: Path,
     assert not [*transfer.iterdir()] and not [*(tmp_path / "out").iterdir()]
 
 
-def test_an_expired_certificate_of_the_lead_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_an_expired_certificate_of_the_lead_is_named(tmp_path: Path, refused: Refused) -> None:
     kit = make_kit(tmp_path / "lead", Root(), days=(-30, -3))
     for command in (["list"], ["watch", "x"], ["fetch", "x"]):
         assert refused("job", *command, "--kit", str(kit.folder)).startswith("medflare: lead: client.crt ")

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.pair import BARE, PAIR
 from foreign.install import describe
+from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.cli.methods import method_listing
 from medflare.core.hyper import described
@@ -58,7 +58,7 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("words", "named"), [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")])
-def test_what_is_no_method_is_one_line(words: list[str], named: str, refused: Callable[..., str]) -> None:
+def test_what_is_no_method_is_one_line(words: list[str], named: str, refused: Refused) -> None:
     assert named in refused("methods", *words)
 
 

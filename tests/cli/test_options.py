@@ -63,13 +63,11 @@ def test_training_goes_on_from_a_delivered_model(tmp_path: Path) -> None:
         ("beta=1", PAIR, "site.beta"),
         ("lamm=1", PAIR, "lam"),
         ("server.lam=1", PAIR, "'server.lam'"),
-        ("=1", PAIR, "'=1'"),
         ("rounds=3", EMPTY, "--rounds"),
         ("data_root=x", PAIR, "--data-root"),
         ("site_algorithm=moon", PAIR, "--site-algorithm"),
         ("task.batch_sice=8", PAIR, "batch_size"),
         ("task.batch_size.x=8", PAIR, "batch_size"),
-        ("task.batch_size=0", PAIR, "batch_size"),
     ],
 )
 def test_a_wrong_setting_is_named_in_one_line(setting: str, method: Method, named: str) -> None:

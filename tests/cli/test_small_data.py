@@ -1,7 +1,6 @@
 """A newcomer's first hour: 120 photographs in five grades, some of them rare, from a table to a report that says what it is worth."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.core.events import DOUBTS
 from medflare.data.phantom import photographs
@@ -80,7 +80,7 @@ def test_weights_of_a_package_are_proposed_with_their_hash(sites: Path, tmp_path
 
 
 def test_without_the_package_one_line_says_how_to_get_it(
-    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     monkeypatch.setattr(weights, "find_spec", lambda name: None)
     assert proposed(sites, tmp_path / "task.json")["network"] == {"name": "small_cnn"}
@@ -110,5 +110,5 @@ def test_pretrained_weights_by_an_option_of_run(sites: Path, tmp_path: Path) -> 
         (["--network", "efficientnet_lite", "--task", "phantom_grades"], "efficientnet_lite0"),
     ],
 )
-def test_unavailable_weights_are_errors(options: list[str], word: str, refused: Callable[..., str]) -> None:
+def test_unavailable_weights_are_errors(options: list[str], word: str, refused: Refused) -> None:
     assert word in refused("run", "fedavg", "--engine", "local", *options)

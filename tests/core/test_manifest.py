@@ -1,5 +1,3 @@
-"""Declarations of messages: finite and nonnegative tensors, and the types of metadata."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Optional packages, versions, and the end of a process."""
-
 import platform
 import subprocess
 import sys

@@ -1,11 +1,9 @@
-"""State arithmetic against values computed by hand, its degenerate cases, and memory-mapped tensors."""
-
 import errno
 import itertools
 import math
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,7 +86,6 @@ def test_weighted_mean_names_the_site_whose_state_differs(odd: StateDict) -> Non
 
 
 def test_parameters_of_a_network_have_a_mean() -> None:
-    """They need a gradient; the mean does not."""
     mean = weighted_mean({site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0})
     assert not any(tensor.requires_grad for tensor in mean.values())
 
@@ -144,8 +141,6 @@ def test_batch_norm_is_selected_by_type_also_where_a_layer_has_two_names() -> No
     assert batch_norm_entries(nn.Linear(2, 2)) == frozenset()
 
 
-# -- memory-mapped tensors ---------------------------------------------------------------------------------------------------
-
 LARGE = 40_002  # values; more bytes than the limit for small tensors
 
 
@@ -179,10 +174,7 @@ def test_formulas_give_the_same_bits_with_mapped_tensors(tmp_path: Path) -> None
 
 
 def test_a_full_disk_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with memory_mapped(tmp_path), pytest.raises(StateError, match="No space"):
         allocate((LARGE,), torch.float32)
     assert not list(tmp_path.iterdir())

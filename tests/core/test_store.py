@@ -5,6 +5,7 @@ import math
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,15 +109,11 @@ def test_a_file_that_medflare_did_not_write_raises(tmp_path: Path, metadata: dic
 def test_a_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
     write_json(path, {"round": 1})
-    monkeypatch.setattr(os, "replace", _no_space)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         write_json(path, {"round": 2})
     assert json.loads(path.read_text()) == {"round": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
-
-
-def _no_space(*_: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_nan_in_json_raises_before_the_file_is_written(tmp_path: Path) -> None:

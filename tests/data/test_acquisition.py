@@ -1,5 +1,3 @@
-"""How images were acquired, the range over training images, and what lies outside of it."""
-
 import dataclasses
 import math
 from pathlib import Path
@@ -121,9 +119,7 @@ def test_a_range_is_read_back_and_another_value_is_an_error() -> None:
         ({"sides": (19.0, 40.0, 30.0)}, ["field of view"]),
         ({"sides": (10.0, 10.0, 8.0), "spacing": (4.0, 4.0, 4.0)}, ["spacing"]),
         ({"medians": (250.0,)}, ["intensities"]),
-        ({"medians": (-50.0,)}, ["intensities"]),
         ({"contrasts": (0.0,)}, ["intensities"]),
-        ({"contrasts": (30_000.0,)}, ["intensities"]),
         ({"coloured": True}, ["colour"]),
         ({"sides": (88.0, 21.0, 20.0)}, []),
         ({"sides": (36.0, 36.0, 20.0), "spacing": (1.4, 1.4, 2.9)}, []),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.picture_sites import TaskOf
+from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.federation.local.loop import run_local
 from medflare.studies.references import pooled

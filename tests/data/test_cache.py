@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.picture_sites import SiteOf, TaskOf
+from helpers.fixture_types import SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
 from medflare.data.loading import SiteData, load_site_data
@@ -72,11 +72,7 @@ def test_the_next_process_reads_what_was_decoded(
     kind: str, make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str]
 ) -> None:
     folder, task = make_site(kind=kind), make_task(kind)
-    before = os.umask(0o022)
-    try:
-        first = loaded(task, folder, kept)
-    finally:
-        os.umask(before)
+    first = loaded(task, folder, kept)
     decoded.clear()
     assert equal(first, loaded(task, folder, kept)) and equal(first, loaded(task, folder)) and len(decoded) == 10
     assert len(_files(kept)) == 10 and {"image", "target"} == load_file(_files(kept)[0]).keys()

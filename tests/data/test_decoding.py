@@ -1,5 +1,3 @@
-"""Images and masks at their stored size, from files and from the embedded federation; and as tensors of the network's size."""
-
 import json
 import os
 from contextlib import nullcontext
@@ -12,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from helpers.picture_sites import Edit, SiteOf, TaskOf
+from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.volume_sites import write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
@@ -70,7 +68,6 @@ def test_pictures_and_the_shapes_of_targets(make_site: SiteOf, make_task: TaskOf
 
 @pytest.mark.parametrize(("keep", "training"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
 def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, training: list[int]) -> None:
-    """Slices without foreground are left out of training volumes alone."""
     raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
     task = make_task(slices={"axis": 2, "keep": keep}, intensity=raw)
     rows = _decoded(_volumes(tmp_path / "V"), task).rows

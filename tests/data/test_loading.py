@@ -1,5 +1,3 @@
-"""A site's data: its folder, images, notes and splits."""
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.picture_sites import Edit, SiteOf, TaskOf
+from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data.loading import ENVIRONMENT, Split, joined, load_site_data, resolve_data_root
 from medflare.data.targets import class_counts

@@ -1,5 +1,3 @@
-"""Long work logs how far it is."""
-
 import itertools
 import logging
 from collections.abc import Callable
@@ -7,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.picture_sites import TaskOf, numbered_site
+from helpers.fixture_types import TaskOf
+from helpers.picture_sites import numbered_site
 from medflare.cli import main
 from medflare.data import progress
 from medflare.data.progress import counted

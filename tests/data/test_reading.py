@@ -1,5 +1,3 @@
-"""Pictures and NIfTI volumes: channels, orientation, spacing, masks, errors and bounds."""
-
 import os
 import warnings
 from contextlib import nullcontext

@@ -1,12 +1,10 @@
-"""Stored values as targets, and class numbers of a site as those of the task."""
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.picture_sites import TaskOf
+from helpers.fixture_types import TaskOf
 from medflare.core.errors import DataError
 from medflare.data.datalist import class_numbers
 from medflare.data.targets import encode_label, encode_mask, renumbering

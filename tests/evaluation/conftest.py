@@ -11,6 +11,8 @@ from medflare.core.events import EventLog
 from medflare.evaluation.results import RunRecord, SiteRecord
 from medflare.tasks.config import TaskConfig
 
+History = list[dict[str, Any]]  # type of `history`
+
 
 @pytest.fixture
 def task() -> TaskConfig:
@@ -18,7 +20,7 @@ def task() -> TaskConfig:
 
 
 @pytest.fixture
-def history() -> list[dict[str, Any]]:
+def history() -> History:
     """Two rounds and the validation of the last models; site C does not reply in round 1."""
 
     def meta(loss: float | None, value: float | None) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def selecting(record: RunRecord) -> RunRecord:
 
 
 @pytest.fixture
-def record(task: TaskConfig, history: list[dict[str, Any]]) -> RunRecord:
+def record(task: TaskConfig, history: History) -> RunRecord:
     def scores(dice: float, hd95: float) -> dict[str, float]:
         return {"dice": dice, "iou": dice / (2 - dice), "hd95": hd95}
 

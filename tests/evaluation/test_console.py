@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.conftest import History
 from medflare.core.errors import StateError
 from medflare.evaluation import console
 from medflare.evaluation.console import print_results, results_table, round_line, show_results
@@ -16,7 +17,7 @@ from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.config import TaskConfig
 
 
-def test_a_step_line_has_every_site(history: list[dict[str, Any]]) -> None:
+def test_a_step_line_has_every_site(history: History) -> None:
     line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
     sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
     assert line == f"round 2/20 train: {' | '.join(sites)} | 1.23 s"

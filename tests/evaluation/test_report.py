@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from evaluation.conftest import History
 from evaluation.pages import Page, faults
 from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
@@ -44,7 +45,7 @@ def table(page: Page, caption: str) -> list[list[str]]:
     return content
 
 
-def test_the_page_has_the_numbers(record: RunRecord, history: list[dict[str, Any]]) -> None:
+def test_the_page_has_the_numbers(record: RunRecord, history: History) -> None:
     page = Page(render_report(build_results(record), history))
     main = {row[0]: row[1:] for row in page.tables[0]}
     assert main["site"] == ["global", "personal", "deployed", "images: train / validation / test"]
@@ -75,7 +76,7 @@ def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(reco
     assert page.tables[0][1][:3] == ["A", "–undefined", "–undefined"] and page.tables[0][1][4] == "0.600"
 
 
-def test_the_page_has_the_selected_round_and_all_candidates(record: RunRecord, history: list[dict[str, Any]]) -> None:
+def test_the_page_has_the_selected_round_and_all_candidates(record: RunRecord, history: History) -> None:
     results = build_results(dataclasses.replace(record, model_selection=MODEL_SELECTION))
     html = render_report(results)
     assert table(Page(html), "Validation of the global") == [
@@ -99,9 +100,7 @@ def test_the_page_has_tables_of_a_method(record: RunRecord) -> None:
     assert table(page, "Training images by site") == [["site", "images", "size", "class <b>"], ["A", "4", "8 x 8", ""], ["B", "5", "", "1"]]
 
 
-def test_pages_are_well_formed_and_fetch_nothing(
-    record: RunRecord, history: list[dict[str, Any]], classified: RunRecord, selecting: RunRecord
-) -> None:
+def test_pages_are_well_formed_and_fetch_nothing(record: RunRecord, history: History, classified: RunRecord, selecting: RunRecord) -> None:
     rich = dataclasses.replace(record, model_selection=MODEL_SELECTION, tables={"Training images": {"A": {"images": 4}}})
     html = render_report(build_results(rich), history, {"Generated images": b"\x89PNG"})
     failed = RunRecord("fedavg", record.task, 0, 5, {}, reason="site B: <empty> split")
@@ -115,7 +114,6 @@ def test_pages_are_well_formed_and_fetch_nothing(
 
 
 def test_a_long_run_of_many_sites_is_a_small_page(record: RunRecord) -> None:
-    """A site that is rejected at every step, and sixteen sites that validate five hundred rounds."""
     events = EventLog()
     for round in range(3000):
         events.add("rejected", f"update of round {round} not used: {'x' * 200}", site="A", round=round)
@@ -137,12 +135,12 @@ def test_synthetic_images_are_marked(record: RunRecord, task: TaskConfig) -> Non
     assert "Synthetic" not in text and "A paper, 2020, CC BY." in text
 
 
-def test_names_are_escaped(record: RunRecord, history: list[dict[str, Any]]) -> None:
+def test_names_are_escaped(record: RunRecord, history: History) -> None:
     named = dataclasses.replace(record, sites={"<script>alert(1)</script>": record.sites["B"]})
     assert "<script" not in render_report(build_results(named), history)
 
 
-def test_the_page_reloads_only_during_the_run(record: RunRecord, history: list[dict[str, Any]]) -> None:
+def test_the_page_reloads_only_during_the_run(record: RunRecord, history: History) -> None:
     html = render_report(build_results(dataclasses.replace(record, sites={}, running=True)), history[:1])
     assert ("meta", {"http-equiv": "refresh", "content": "10"}) in Page(html).tags
     assert "RUNNING" in Page(html).text and "1 of 2 rounds" in Page(html).text and "COMPLETED" not in html
@@ -154,7 +152,7 @@ def text_of(svg: str | None) -> str:
     return "".join(ElementTree.fromstring(f"<div>{svg}</div>").itertext())
 
 
-def test_training_curves_have_every_defined_value(record: RunRecord, history: list[dict[str, Any]]) -> None:
+def test_training_curves_have_every_defined_value(record: RunRecord, history: History) -> None:
     text = text_of(training_curves(build_results(record), history))
     assert "Training loss" in text and "Validation Dice, global" in text and all(site in text for site in "ABC")
     assert "personal" not in text and "Aggregation" not in text, "no value, no panel"
@@ -163,9 +161,7 @@ def test_training_curves_have_every_defined_value(record: RunRecord, history: li
     assert training_curves(build_results(record), []) is None
 
 
-def test_pages_without_matplotlib_have_no_figures(
-    record: RunRecord, history: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_without_matplotlib_have_no_figures(record: RunRecord, history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "installed", lambda module: module != "matplotlib")
     assert "<svg" not in render_report(build_results(record), history) + render_site_report(segmented())
 

@@ -12,15 +12,7 @@ class Killed(BaseException):
 
 
 def in_pieces(begin: Run, go_on: Run) -> tuple[Results, int]:
-    """A run that is killed within every step but the first, before which there is nothing to take up.
-
-    Args:
-        begin: starts it.
-        go_on: takes it up: the step that was lost, and the next one.
-
-    Returns:
-        Its results, and how often it was killed.
-    """
+    """Results of a run that is killed within every step but the first, and how often it was; `go_on` takes up the step that was lost."""
     killed, attempt = 0, begin
     while True:
         try:

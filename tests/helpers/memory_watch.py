@@ -15,14 +15,10 @@ SIDE = 16  # from which the last two sides tell a tensor of pixels from weights
 
 @dataclass
 class Watched:
-    """Images of SIDE x SIDE pixels, copied whenever they are asked for.
-
-    Attributes:
-        most: images, masks or predictions that were alive at once when more were asked for.
-    """
+    """Images of SIDE x SIDE pixels, copied whenever they are asked for."""
 
     samples: Any
-    most: float = 0.0
+    most: float = 0.0  # images, masks or predictions that were alive at once when more were asked for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.samples, name)

@@ -11,21 +11,18 @@ import torch
 from PIL import Image
 
 from helpers import small_tasks
-from medflare.data import decoding
+from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.data.loading import SiteData, Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
-TaskOf = Callable[..., TaskConfig]  # types of the fixtures
-SiteOf = Callable[..., Path]
-Edit = Callable[..., None]
 # As small tasks are, but for U-Net's own norm and what its tests expect of loss and metric.
 SEGMENTATION = {**small_tasks.SEGMENTATION, "network": {"name": "unet", "channels": [4, 8]}, "loss": {"name": "dice_ce"}}
 CLASSIFICATION = {**small_tasks.CLASSIFICATION, "metric": "f1_macro"}
 
 
 @pytest.fixture
-def make_task() -> Callable[..., TaskConfig]:
+def make_task() -> TaskOf:
     """A small task: `make_task()` segments, `make_task("classification")` classifies; keywords change settings."""
 
     def make(kind: str = "segmentation", **settings: Any) -> TaskConfig:
@@ -35,7 +32,7 @@ def make_task() -> Callable[..., TaskConfig]:
 
 
 @pytest.fixture
-def make_site(tmp_path: Path) -> Callable[..., Path]:
+def make_site(tmp_path: Path) -> SiteOf:
     """Writes a site's folder with 16 x 16 grey pictures and square masks; returns the folder.
 
     Splits are given as {"training": [patient, ...], ...}: one image per mention of a patient. Classification labels are
@@ -73,7 +70,7 @@ def make_site(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def edit() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
+def edit() -> Edit:
     """Changes a site's datalist in place."""
 
     def change(folder: Path, how: Callable[[dict[str, Any]], None]) -> None:
@@ -84,9 +81,21 @@ def edit() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
     return change
 
 
-@pytest.fixture(autouse=True)
-def forget_decoded_sites() -> None:
-    decoding._decoded_sites.clear()
+def labelled(targets: torch.Tensor) -> Split:
+    """Black images of 16 x 16 pixels with these targets, each of a patient of its own."""
+    names = tuple(str(number) for number in range(len(targets)))
+    return Split(torch.zeros(len(targets), 1, 16, 16), targets, names, names)
+
+
+def grades(*of: int) -> Split:
+    return labelled(torch.tensor(of, dtype=torch.long))
+
+
+def masks(rows: int, images: int) -> Split:
+    """Masks whose first rows are filled."""
+    targets = torch.zeros(images, 16, 16, dtype=torch.long)
+    targets[:, :rows] = 1
+    return labelled(targets)
 
 
 def numbered_split(number: int, task: TaskConfig) -> Split:

@@ -104,45 +104,68 @@ def _dicom(path: Path, kind: UID, series: str = "1.2.3") -> FileDataset:
     return file
 
 
-def _dicom_image(path: Path, kind: UID, modality: str, number: int, slices: Iterable[int]) -> FileDataset:
-    """The same with slices of 6 rows and 5 columns whose values tell column, row and slice."""
-    file = _dicom(path, kind)
-    file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2", modality, number
-    file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
+def _dicom_image(path: Path, kind: UID, modality: str, pixels: np.ndarray, series: str = "1.2.3") -> FileDataset:
+    """The same with unsigned pixels (..., rows, columns)."""
+    file, bits = _dicom(path, kind, series), 8 * pixels.dtype.itemsize
+    file.StudyInstanceUID, file.Modality, file.PatientID, file.PatientName, file.FrameOfReferenceUID = "1.2", modality, "p", "p", "1.2.4"
     file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
-    file.Rows, file.Columns, file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 6, 5, 16, 16, 15, 0
-    rows, columns = np.mgrid[:6, :5]
-    file.PixelData = np.stack([columns + 10 * rows + 100 * place for place in slices]).astype(np.uint16).tobytes()
+    file.Rows, file.Columns = pixels.shape[-2:]
+    file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = bits, bits, bits - 1, 0
+    file.PixelData = pixels.tobytes()
     return file
+
+
+def _numbered(*slices: int) -> np.ndarray:
+    """Slices of 6 rows and 5 columns whose values tell column, row and slice."""
+    rows, columns = np.mgrid[:6, :5]
+    return np.stack([columns + 10 * rows + 100 * place for place in slices]).astype(np.uint16)
+
+
+def tagged(dataset: Dataset, **tags: Any) -> Dataset:
+    for tag, value in tags.items():
+        setattr(dataset, tag, value)
+    return dataset
+
+
+def change(folder: Path, numbers: Iterable[int] = range(4), without: tuple[str, ...] = (), **tags: Any) -> Path:
+    """Some slices of a series with other tags, or without some."""
+    for number in numbers:
+        dataset = pydicom.dcmread(folder / f"{number}.dcm")
+        for tag in without:
+            del dataset[tag]
+        tagged(dataset, **tags).save_as(folder / f"{number}.dcm")
+    return folder
+
+
+def dicom_slice(path: Path, pixels: np.ndarray, number: int | None = None, series: str = "1.2.3") -> None:
+    """One CT slice, with a place in its series if it has a number; spacings differ, so that an exchange of axes shows."""
+    file = _dicom_image(path, CTImageStorage, "CT", pixels, series)
+    if number is not None:
+        file.InstanceNumber, file.PixelSpacing = number + 1, [2, 0.5]
+        file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 4 * number]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pydicom.dcmwrite(path, file)
 
 
 def dicom_series(folder: Path, slices: int = 4) -> Path:
     """Axial CT slices of 6 rows and 5 columns, 2 mm thick; pixel values tell column, row and slice."""
     folder.mkdir()
     for number in range(slices):
-        file = _dicom_image(folder / f"{number}.dcm", CTImageStorage, "CT", number + 1, [number])
-        file.PixelSpacing, file.SliceThickness = [0.5, 0.25], 2
+        file = _dicom_image(folder / f"{number}.dcm", CTImageStorage, "CT", _numbered(number))
+        file.InstanceNumber, file.PixelSpacing, file.SliceThickness = number + 1, [0.5, 0.25], 2
         file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 2 * number]
         pydicom.dcmwrite(folder / f"{number}.dcm", file)
     return folder
 
 
 def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: tuple[float, ...] = (30, 32, 34, 36)) -> Path:
-    """The volume of `dicom_series` as one Enhanced MR file (PS3.3, A.36), its frames in another order.
-
-    Args:
-        order: the slice of each frame.
-        heights: of the slices in millimetres.
-    """
+    """The volume of `dicom_series` as one Enhanced MR file (PS3.3, A.36); the slice of each frame, and the slices' heights in mm."""
 
     def group(**tags: Any) -> Sequence:
-        made = Dataset()
-        for tag, value in tags.items():
-            setattr(made, tag, value)
-        return Sequence([made])
+        return Sequence([tagged(Dataset(), **tags)])
 
-    file = _dicom_image(path, EnhancedMRImageStorage, "MR", 1, order)
-    file.NumberOfFrames = len(order)
+    file = _dicom_image(path, EnhancedMRImageStorage, "MR", _numbered(*order))
+    file.InstanceNumber, file.NumberOfFrames = 1, len(order)
     file.SharedFunctionalGroupsSequence = group(
         PixelMeasuresSequence=group(PixelSpacing=[0.5, 0.25], SliceThickness=2),
         PlaneOrientationSequence=group(ImageOrientationPatient=[1, 0, 0, 0, 1, 0]),

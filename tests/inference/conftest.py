@@ -1,5 +1,6 @@
-"""A small federation on disk, trained once per test session and method, and writers of medical image files."""
+"""A small federation on disk, trained once per test session and method."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from pydicom.dataset import FileDataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+from torch import Tensor, nn
 
 from helpers.small_tasks import small_task
 from medflare import run_local
@@ -17,7 +17,28 @@ from medflare.inference.deployed import StoredModel, load_model, plain_message, 
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig
 
+Runs = Callable[..., Path]  # type of `trained`
+Models = Callable[..., Path]  # type of `untrained`
 SIDE = 16
+
+
+class Answer(nn.Module):
+    """A network that is a function of its images."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.function(images)
+
+
+def rows_of(out: Path) -> list[dict[str, str]]:
+    """The table that `predict` writes."""
+    with (out / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_ce"})
 CLASSIFICATION = small_task("classification")
 
@@ -29,7 +50,7 @@ def unfitted() -> StoredModel:
 
 
 @pytest.fixture(scope="session")
-def routed(trained: Callable[..., Path]) -> StoredModel:
+def routed(trained: Runs) -> StoredModel:
     """IOP-FL's model of the outside site O."""
     return load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
 
@@ -71,7 +92,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def trained(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """`trained("fedsm", outside=["O"], ...)`: the folder of a finished run of one round over the sites A and B."""
     known: dict[str, Path] = {}
 
@@ -87,7 +108,7 @@ def trained(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.fixture
-def untrained(tmp_path: Path) -> Callable[..., Path]:
+def untrained(tmp_path: Path) -> Models:
     """The folder of a delivered plain model with initial weights."""
 
     def save(task: TaskConfig = SEGMENTATION) -> Path:
@@ -96,28 +117,3 @@ def untrained(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return save
-
-
-@pytest.fixture(scope="session")
-def write_dicom() -> Callable[..., None]:
-    """Writes one slice; the rows of the series run to the patient's left-front, so that an exchange of axes shows."""
-
-    def write(path: Path, pixels: np.ndarray, number: int | None = None, series: str = "1.2.3") -> None:
-        meta = FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
-        meta.MediaStorageSOPInstanceUID = generate_uid()
-        file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
-        file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
-        file.SeriesInstanceUID, file.Modality = series, "CT"
-        file.Rows, file.Columns = pixels.shape
-        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
-        bits = 8 * pixels.dtype.itemsize
-        file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = bits, bits, bits - 1, 0
-        if number is not None:
-            file.InstanceNumber, file.PixelSpacing = number + 1, [2, 0.5]
-            file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 4 * number]
-        file.PixelData = pixels.tobytes()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file.save_as(path, enforce_file_format=True)
-
-    return write

@@ -1,6 +1,5 @@
 import csv
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from inference.conftest import CLASSIFICATION, SEGMENTATION
+from inference.conftest import CLASSIFICATION, SEGMENTATION, Answer, Models, Runs, rows_of
 from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
@@ -37,7 +36,7 @@ def built(stored: StoredModel) -> Any:
 
 
 @pytest.fixture
-def super_model(trained: Callable[..., Path]) -> StoredModel:
+def super_model(trained: Runs) -> StoredModel:
     """A super model whose members all get their turn: γ between the scores that its selector gives to random images."""
     stored = load_model(trained("fedsm") / "models/deployed")
     with torch.no_grad():
@@ -47,7 +46,7 @@ def super_model(trained: Callable[..., Path]) -> StoredModel:
 
 
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
-def test_torchscript_of_super_models(combine: str | None, trained: Callable[..., Path], super_model: StoredModel, tmp_path: Path) -> None:
+def test_torchscript_of_super_models(combine: str | None, trained: Runs, super_model: StoredModel, tmp_path: Path) -> None:
     stored = super_model
     if combine:
         stored = load_model(trained("fedsm_extra", combine=combine, selector_rounds=1) / "models/deployed")
@@ -63,7 +62,7 @@ def test_torchscript_of_super_models(combine: str | None, trained: Callable[...,
 
 
 @pytest.mark.slow
-def test_onnx(super_model: StoredModel, untrained: Callable[..., Path], tmp_path: Path) -> None:
+def test_onnx(super_model: StoredModel, untrained: Models, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     for name, stored in {"super": super_model, "plain": load_model(untrained(CLASSIFICATION))}.items():
@@ -76,7 +75,7 @@ def test_onnx(super_model: StoredModel, untrained: Callable[..., Path], tmp_path
         torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]), expected, rtol=0, atol=1e-5)
 
 
-def test_a_site_adapted_model_keeps_its_statistics(trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
+def test_a_site_adapted_model_keeps_its_statistics(trained: Runs, data_root: Path, tmp_path: Path) -> None:
     plain = load_model(trained("fedavg") / "models/global")
     site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
     stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
@@ -87,19 +86,17 @@ def test_a_site_adapted_model_keeps_its_statistics(trained: Callable[..., Path],
         assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)
 
 
-class Branches(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
+def branches(images: Tensor) -> Tensor:
+    return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
 
 
-class Unrecordable(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        if torch.jit.is_tracing():
-            raise RuntimeError("not while tracing")
-        return images
+def unrecordable(images: Tensor) -> Tensor:
+    if torch.jit.is_tracing():
+        raise RuntimeError("not while tracing")
+    return images
 
 
-@pytest.mark.parametrize(("model", "named"), [(Branches(), "differs"), (Unrecordable(), "not while tracing")])
+@pytest.mark.parametrize(("model", "named"), [(Answer(branches), "differs"), (Answer(unrecordable), "not while tracing")])
 def test_a_model_that_is_recorded_wrongly_or_not_at_all_is_refused(
     model: nn.Module, named: str, unfitted: StoredModel, tmp_path: Path
 ) -> None:
@@ -114,7 +111,7 @@ def test_shapes_and_nan_count_as_infinitely_different() -> None:
     assert largest_difference(lambda x: x, lambda x: x / 0, SEGMENTATION) == float("inf")
 
 
-def test_models_that_adapt_and_unknown_formats_are_refused(trained: Callable[..., Path], routed: StoredModel, tmp_path: Path) -> None:
+def test_models_that_adapt_and_unknown_formats_are_refused(trained: Runs, routed: StoredModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="routed"):
         export(routed, "onnx", tmp_path, builder=build_deployed)
     plain = load_model(trained("fedavg") / "models/global")
@@ -165,7 +162,7 @@ def test_a_bundle_predicts_as_medflare_does(
 
 
 def test_a_bundle_of_a_classifier_writes_a_table(
-    untrained: Callable[..., Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untrained: Models, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     colour = load_task({**CLASSIFICATION.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}})
     stored = load_model(untrained(colour))
@@ -174,10 +171,9 @@ def test_a_bundle_of_a_classifier_writes_a_table(
     predict(stored, [pictures], tmp_path / "medflare")
     with (tmp_path / "monai/predictions.csv").open() as file:
         actual = {Path(name).stem: list(map(float, values)) for name, *values in csv.reader(file)}
-    with (tmp_path / "medflare/predictions.csv").open() as file:
-        for row in csv.DictReader(file):
-            expected = [float(row[f"probability_{label}"]) for label in stored.task.labels]
-            assert actual[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
+    for row in rows_of(tmp_path / "medflare"):
+        expected = [float(row[f"probability_{label}"]) for label in stored.task.labels]
+        assert actual[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +6,7 @@ import pytest
 from PIL import Image
 from pydicom.uid import SegmentationStorage
 
-from helpers.volume_sites import beside_a_series
+from helpers.volume_sites import beside_a_series, dicom_slice
 from medflare.core.errors import ConfigError
 from medflare.inference.inputs import find_inputs
 
@@ -50,10 +49,10 @@ def test_earlier_results_are_no_inputs(tmp_path: Path) -> None:
         find_inputs([tmp_path / "in"], tmp_path / "in")
 
 
-def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
+def test_a_dicom_series_is_one_volume(tmp_path: Path) -> None:
     for number in range(3):
-        write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)
-    write_dicom(tmp_path / "in/ct/SEG", GREY, 9, series="1.2.99")
+        dicom_slice(tmp_path / f"in/ct/IM{number}", GREY, number)
+    dicom_slice(tmp_path / "in/ct/SEG", GREY, 9, series="1.2.99")
     segmentation = pydicom.dcmread(tmp_path / "in/ct/SEG")
     segmentation.SOPClassUID = SegmentationStorage
     segmentation.save_as(tmp_path / "in/ct/SEG")
@@ -63,17 +62,17 @@ def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[...,
     assert inputs_by_name([tmp_path / "in/ct"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
 
 
-def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
-    write_dicom(tmp_path / "views/1.dcm", GREY)  # radiographs: one series, no position
-    write_dicom(tmp_path / "views/2.dcm", GREY)
-    write_dicom(tmp_path / "mixed/1.dcm", GREY, 0, series="1.2.3")
-    write_dicom(tmp_path / "mixed/2.dcm", GREY, 1, series="1.2.4")
-    write_dicom(tmp_path / "sizes/1.dcm", GREY, 0)
-    write_dicom(tmp_path / "sizes/2.dcm", GREY.T.copy(), 1)
-    write_dicom(tmp_path / "twice/1.dcm", GREY, 0)
-    write_dicom(tmp_path / "twice/2.dcm", GREY, 0)
-    write_dicom(tmp_path / "single/1.dcm", GREY, 0)
-    write_dicom(tmp_path / "broken/1.dcm", GREY, 0)
+def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path) -> None:
+    dicom_slice(tmp_path / "views/1.dcm", GREY)  # radiographs: one series, no position
+    dicom_slice(tmp_path / "views/2.dcm", GREY)
+    dicom_slice(tmp_path / "mixed/1.dcm", GREY, 0, series="1.2.3")
+    dicom_slice(tmp_path / "mixed/2.dcm", GREY, 1, series="1.2.4")
+    dicom_slice(tmp_path / "sizes/1.dcm", GREY, 0)
+    dicom_slice(tmp_path / "sizes/2.dcm", GREY.T.copy(), 1)
+    dicom_slice(tmp_path / "twice/1.dcm", GREY, 0)
+    dicom_slice(tmp_path / "twice/2.dcm", GREY, 0)
+    dicom_slice(tmp_path / "single/1.dcm", GREY, 0)
+    dicom_slice(tmp_path / "broken/1.dcm", GREY, 0)
     (tmp_path / "broken/2.dcm").write_bytes(b"this is not DICOM")
     expected = {"views": 2, "mixed": 2, "sizes": 2, "twice": 2, "single": 1, "broken": 2}
     assert {folder: len(inputs_by_name([tmp_path / folder], tmp_path / "out")) for folder in expected} == expected

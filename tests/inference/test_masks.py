@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from PIL import Image
 
 from helpers.small_tasks import small_task
+from helpers.volume_sites import dicom_slice
 from medflare.data.geometry import Grid
 from medflare.data.reading import label_values, read_image, read_stored
 from medflare.data.targets import encode_mask
@@ -71,7 +71,6 @@ def test_size_is_restored() -> None:
 
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "LIP", "ASR", "SPL"])
 def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
-    """A mask cut from the image as it was read has, in the written file, its ones where the stored image is bright."""
     ornt = nibabel.orientations.axcodes2ornt(tuple(codes))
     affine = np.diag([0.8, 1.5, 4, 1]) @ nibabel.orientations.inv_ornt_aff(ornt, (5, 6, 7))
     volume = np.random.default_rng(0).random((5, 6, 7)).astype(np.float32)
@@ -87,10 +86,10 @@ def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image([file], small_task()).array, read > 0.7)
 
 
-def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
+def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> None:
     volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)  # rows, columns, slices
     for number in range(3):
-        write_dicom(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
+        dicom_slice(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
     mask = np.zeros((1, 4, 6, 3), np.int64)
     mask[0, 1, 2, 2] = 1  # row 1, column 2, slice 2
     (file,) = write_masks(Input(tmp_path / "ct", "ct"), mask, TASKS[0], tmp_path / "out")
@@ -101,7 +100,6 @@ def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path, write_
 
 
 def test_masks_have_different_names(tmp_path: Path) -> None:
-    """Labels of any script, and labels whose letters are equal."""
     labels = ["肝臓", "脾臓", "left lung", "Left-lung", "heart_1"]
     task, masks = task_of("multilabel", labels), np.stack([np.full((4, 4), number) for number in range(5)])
     files = write_masks(Input(tmp_path / "b.png", "b"), masks, task, tmp_path)

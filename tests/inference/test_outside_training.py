@@ -1,6 +1,5 @@
 """`predict` names the images that lie outside what a model was trained on."""
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from PIL import Image
 
 from helpers.small_tasks import small_task
 from helpers.volume_sites import TASK, make_sites
+from inference.conftest import Models, Runs, rows_of
 from medflare.cli import main
 from medflare.core.message import Message
 from medflare.federation.local.loop import run_local
@@ -24,9 +24,8 @@ from medflare.training.site import Site
 TRAINED_ON = "trained_on"
 
 
-def rows_of(out: Path) -> dict[str, str]:
-    with (out / "predictions.csv").open() as file:
-        return {Path(row["image"]).name: row["outside_training"] for row in csv.DictReader(file)}
+def notes_of(out: Path) -> dict[str, str]:
+    return {Path(row["image"]).name: row["outside_training"] for row in rows_of(out)}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
             (images / file).symlink_to(root / "A" / file)
     command = ["predict", str(model), str(images), "--out", str(tmp_path / "within"), "--strict"]
     assert main(command) == 0
-    assert set(rows_of(tmp_path / "within").values()) == {""}
+    assert set(notes_of(tmp_path / "within").values()) == {""}
     assert "outside" not in capsys.readouterr().err
 
     changed(root / "A", images, "coarse", lambda values: values, spacing=3)
@@ -77,7 +76,7 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     changed(root / "A", images, "scaled", lambda values: values / 255)
     named = {"coarse": "spacing", "wide": "field of view", "bright": "intensities", "scaled": "intensities"}
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "all")]) == 0
-    actual = rows_of(tmp_path / "all")
+    actual = notes_of(tmp_path / "all")
     odd = {name: text for name, text in actual.items() if text}
     assert len(odd) == 4 and len(actual) == 4 + len(entries)
     assert all(named[name.partition("_")[0]] in text for name, text in odd.items())
@@ -87,12 +86,12 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     assert main([*command[:3], "--out", str(tmp_path / "strict"), "--strict"]) == 1
     printed = capsys.readouterr()
     assert all(f"{name}_" in printed.err for name in named) and "4 failed" in printed.out
-    assert len(rows_of(tmp_path / "strict")) == len(entries)
+    assert len(notes_of(tmp_path / "strict")) == len(entries)
     assert not list((tmp_path / "strict").rglob("wide*"))
 
 
 def test_pictures_of_another_size_and_in_colour_are_named(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, images = trained("fedavg") / "models/global", tmp_path / "images"
     images.mkdir()
@@ -101,13 +100,13 @@ def test_pictures_of_another_size_and_in_colour_are_named(
     Image.fromarray(np.kron(pixels, np.ones((4, 4), np.uint8))).save(images / "large.png")
     Image.fromarray(np.dstack([pixels, pixels // 3, pixels // 4])).save(images / "red.png")
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "out")]) == 0
-    actual = rows_of(tmp_path / "out")
+    actual = notes_of(tmp_path / "out")
     assert actual["own.png"] == "" and "size" in actual["large.png"] and "colour" in actual["red.png"]
     capsys.readouterr()
 
 
 def test_a_card_without_training_range_is_reported_and_refused_when_strict(
-    untrained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    untrained: Models, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]
     assert main(command) == 0

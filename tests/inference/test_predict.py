@@ -1,8 +1,7 @@
-import csv
 import json
 import shutil
 import weakref
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted, score, small_task
-from inference.conftest import CLASSIFICATION, SEGMENTATION
+from helpers.volume_sites import dicom_slice
+from inference.conftest import CLASSIFICATION, SEGMENTATION, Answer, Models, Runs, rows_of
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -34,13 +34,8 @@ from medflare.training.scoring import scoring_batch
 from medflare.training.site import Site
 
 
-def rows_of(out: Path) -> list[dict[str, str]]:
-    with (out / "predictions.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.parametrize("role", ["global", "personal", "deployed"])
-def test_a_sites_test_images_give_the_numbers_of_the_run(role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
+def test_a_sites_test_images_give_the_numbers_of_the_run(role: str, trained: Runs, data_root: Path, tmp_path: Path) -> None:
     folder = trained("fedsm", choose_by="image")  # `predict` knows no patients
     stored = load_model(folder / "sites/B" / role)
     site = open_site("B", SEGMENTATION, data_root=data_root)
@@ -53,9 +48,7 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(role: str, trained: Cal
     assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
-def test_the_same_for_classification(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_for_classification(trained: Runs, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
 
     def opener(name: str, role: str) -> Site:
@@ -88,9 +81,8 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(routed: Sto
 
 @pytest.mark.parametrize("tta", ["dsbn", "auto"])
 def test_images_for_adaptation_are_read_again_and_not_kept(
-    tta: str, routed: StoredModel, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tta: str, routed: StoredModel, trained: Runs, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No more than two batches are in memory; an unreadable image is reported once."""
     stored = routed if tta == "auto" else load_model(trained("fedavg") / "sites/A/global")
     seen: list[weakref.ref[Tensor]] = []
     most = 0
@@ -114,25 +106,14 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
 
 
 def test_slices_of_one_volume_are_of_one_patient() -> None:
-    """A super model that chooses by patient uses one network for them, as the evaluation does."""
-
-    class Always(nn.Module):
-        def __init__(self, logit: float):
-            super().__init__()
-            self.logit = logit
-
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.full_like(images, self.logit)
-
-    class Brighter(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            means = images.mean(dim=(1, 2, 3))
-            return torch.stack([means, -means], dim=1)
+    def brighter(images: Tensor) -> Tensor:
+        means = images.mean(dim=(1, 2, 3))
+        return torch.stack([means, -means], dim=1)
 
     levels = torch.tensor([5.0, -1.0, *[0.5] * 8])
     images = levels[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
-    networks: list[nn.Module] = [Always(3.0), Always(-3.0), Always(0.0)]
-    model = SuperModel(SEGMENTATION, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
+    networks: list[nn.Module] = [Answer(partial(torch.full_like, fill_value=logit)) for logit in (3.0, -3.0, 0.0)]
+    model = SuperModel(SEGMENTATION, networks, Answer(brighter), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
     expected = torch.cat([answer[0] for answer in Site("S", SEGMENTATION, SiteData(data, data, data)).predictions(model, "test")])
     acquired = acquisition_of(reading.Image(images[0].numpy()), SEGMENTATION)
@@ -143,7 +124,7 @@ def test_slices_of_one_volume_are_of_one_patient() -> None:
     assert len({one.answered for one in alone}) == 2, "pictures may be of several patients"
 
 
-def test_masks_and_table(trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
+def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None:
     stored = load_model(trained("fedsm") / "sites/A/deployed")
     summary = predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
@@ -156,7 +137,7 @@ def test_masks_and_table(trained: Callable[..., Path], data_root: Path, tmp_path
     assert {row["model"] for row in rows} == set(summary.answered)
 
 
-def test_every_format_in_its_own_geometry(tmp_path: Path, write_dicom: Callable[..., None], untrained: Callable[..., Path]) -> None:
+def test_every_format_in_its_own_geometry(tmp_path: Path, untrained: Models) -> None:
     random = np.random.default_rng(0)
     flat = random.integers(0, 255, (30, 22)).astype(np.uint8)
     volume = random.integers(0, 255, (22, 30, 5)).astype(np.uint8)
@@ -167,9 +148,9 @@ def test_every_format_in_its_own_geometry(tmp_path: Path, write_dicom: Callable[
     Image.fromarray(np.dstack([flat] * 3)).save(images / "colour.png")
     affine = np.array([[0, 0, 3, 1], [-2, 0, 0, 2], [0, 1, 0, 3], [0, 0, 0, 1]])  # slices along x
     nibabel.save(nibabel.Nifti1Image(volume, affine), images / "v.nii.gz")
-    write_dicom(images / "single", flat)
+    dicom_slice(images / "single", flat)
     for number in range(3):
-        write_dicom(images / f"ct/{number}", flat, number)
+        dicom_slice(images / f"ct/{number}", flat, number)
     summary = predict(load_model(untrained()), [images], tmp_path / "out")
     assert not summary.failed and summary.images == 7
     actual = {file.relative_to(tmp_path / "out").as_posix(): file for file in (tmp_path / "out").rglob("*_seg*")}
@@ -189,12 +170,8 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path) -> None:
     task = load_task({**SEGMENTATION.to_dict(), "slices": {"axis": axis}})
     volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
     nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "v.nii")
-    model = StoredModel(task, plain_message({}), {})
-
-    def builder(task: TaskConfig, message: Message) -> nn.Module:
-        return nn.Identity()
-
-    predict(model, [tmp_path / "v.nii"], tmp_path / "whole", builder=builder)
+    predicted_by_brightness = partial(predict, StoredModel(task, plain_message({}), {}), builder=lambda task, message: nn.Identity())
+    predicted_by_brightness([tmp_path / "v.nii"], tmp_path / "whole")
     whole = np.asarray(nibabel.load(tmp_path / "whole/v_seg.nii.gz").dataobj)
     assert whole.shape == volume.shape and 0.3 < (whole == 3).mean() < 0.7
     assert ((whole == 3) == (volume > 127)).mean() > 0.8, "resized to the network and back, slices stand where they stood"
@@ -202,12 +179,12 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path) -> None:
     for number in range(read.shape[axis]):
         picture = np.take(read, number, axis=axis)
         Image.fromarray(picture).save(tmp_path / f"{number}.png")
-        predict(model, [tmp_path / f"{number}.png"], tmp_path / "alone", builder=builder)
+        predicted_by_brightness([tmp_path / f"{number}.png"], tmp_path / "alone")
         alone = np.asarray(Image.open(tmp_path / f"alone/{number}_seg.png"))
         np.testing.assert_array_equal(alone, np.take(whole.transpose(1, 0, 2), number, axis=axis))
 
 
-def test_multilabel_and_binary_tables(data_root: Path, tmp_path: Path, untrained: Callable[..., Path]) -> None:
+def test_multilabel_and_binary_tables(data_root: Path, tmp_path: Path, untrained: Models) -> None:
     several = small_task("classification", target="multilabel", labels=["oedema", "nodule"], loss={"name": "bce"})
     one = small_task("classification", target="binary", labels=["melanoma"], loss={"name": "bce"})
     for task in (several, one):
@@ -224,21 +201,20 @@ def test_multilabel_and_binary_tables(data_root: Path, tmp_path: Path, untrained
 def test_batches_run_across_files(tmp_path: Path) -> None:
     sizes = []
 
-    class Counting(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            sizes.append(len(images))
-            return images
+    def counting(images: Tensor) -> Tensor:
+        sizes.append(len(images))
+        return images
 
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 11), np.uint8), np.eye(4)), tmp_path / "v.nii")
     Image.fromarray(np.full((4, 4), 255, np.uint8)).save(tmp_path / "p.png")
     prepared = [prepare(Input(tmp_path / name, name), SEGMENTATION) for name in ("p.png", "v.nii", "p.png")]
-    actual = list(predictions(Counting(), prepared, SEGMENTATION))
+    actual = list(predictions(Answer(counting), prepared, SEGMENTATION))
     assert sizes == [8, 5]
     assert [part.probabilities.mean().item() for part in actual] == [1, 0, 1]
 
 
 def test_a_broken_image_is_named_and_the_others_are_predicted(
-    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
+    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Models
 ) -> None:
     images = tmp_path / "images"
     images.mkdir()
@@ -261,11 +237,8 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(
 
 
 def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, unfitted: StoredModel) -> None:
-    class Broken(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images)
-
-    summary = predict(unfitted, [data_root / "A/test"], tmp_path, builder=lambda task, message: Broken())
+    broken = Answer(lambda images: torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images))
+    summary = predict(unfitted, [data_root / "A/test"], tmp_path, builder=lambda task, message: broken)
     assert 0 < summary.images < 9 and summary.images + len(summary.failed) == 9
 
 
@@ -278,36 +251,28 @@ def test_a_nan_prediction_fails(tmp_path: Path, data_root: Path, unfitted: Store
         ({"adapt": "tent"}, "BatchNorm"),
     ],
 )
-def test_a_wrong_setting_is_refused(
-    settings: dict[str, Any], named: str, tmp_path: Path, data_root: Path, untrained: Callable[..., Path]
-) -> None:
+def test_a_wrong_setting_is_refused(settings: dict[str, Any], named: str, tmp_path: Path, data_root: Path, untrained: Models) -> None:
     task = load_task({**SEGMENTATION.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
     with pytest.raises(ConfigError, match=named):
         predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / "out", **settings)
 
 
-def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(
-    untrained: Callable[..., Path], tmp_path: Path, write_dicom: Callable[..., None]
-) -> None:
+def test_a_mask_that_cannot_be_written_is_reported_and_the_others_are_written(untrained: Models, tmp_path: Path) -> None:
     """Bright is the second class, whose value does not fit a PNG."""
 
-    class TwoClasses(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            bright = (images[:, :1] > 0.5).float()
-            return torch.cat([1 - bright, bright], dim=1)
-
+    classes = Answer(lambda images: torch.cat([images[:, :1] <= 0.5, images[:, :1] > 0.5], dim=1).float())
     values = {"background": [0], "square": [70000]}
     task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": list(values), "label_values": values})
     stored = StoredModel(task, plain_message({}), {})
     for name, level in (("dark", 0), ("light", 255)):
-        write_dicom(tmp_path / f"in/{name}/one", np.full((8, 8), level, np.uint8))
-    summary = predict(stored, [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: TwoClasses())
+        dicom_slice(tmp_path / f"in/{name}/one", np.full((8, 8), level, np.uint8))
+    summary = predict(stored, [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: classes)
     assert summary.images == 1 and len(rows_of(tmp_path / "out")) == 1
     assert len(summary.failed) == 1 and "light/one" in summary.failed[0]
 
 
 def test_an_image_that_is_too_large_names_the_option_that_takes_it(
-    untrained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    untrained: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / "large.png")
     call = ["predict", str(untrained()), str(tmp_path / "large.png"), "--out", str(tmp_path / "out"), "--max-pixels"]

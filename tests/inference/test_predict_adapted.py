@@ -1,6 +1,5 @@
 """`medflare predict --adapt`: every adaptation of every delivered model, with the numbers that the methods' own have."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted
-from inference.conftest import SEGMENTATION
+from inference.conftest import SEGMENTATION, Models, Runs
 from medflare.adaptation.registry import dsbn_for, with_dsbn, with_tent
 from medflare.core.errors import ConfigError
 from medflare.inference.deployed import StoredModel, load_model
@@ -19,9 +18,7 @@ from medflare.training.opening import open_site
 
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
-def test_a_requested_adaptation_gives_the_numbers_of_the_method(
-    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path
-) -> None:
+def test_a_requested_adaptation_gives_the_numbers_of_the_method(tta: str, trained: Runs, data_root: Path, tmp_path: Path) -> None:
     stored = load_model(trained("fedavg") / "sites/A/global")
     site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
     tent = with_tent(stored.message, stored.task)
@@ -39,10 +36,7 @@ def test_a_requested_adaptation_gives_the_numbers_of_the_method(
 
 @pytest.mark.parametrize("tta", ["auto", "none", "tent", "dsbn"])
 @pytest.mark.parametrize("kind", ["plain", "tent", "dsbn"])
-def test_every_adaptation_of_every_delivered_one(
-    kind: str, tta: str, untrained: Callable[..., Path], data_root: Path, tmp_path: Path
-) -> None:
-    """The requested adaptation replaces that of the model; its base is the same network."""
+def test_every_adaptation_of_every_delivered_one(kind: str, tta: str, untrained: Models, data_root: Path, tmp_path: Path) -> None:
     plain = load_model(untrained())
     site = open_site("A", SEGMENTATION, data_root=data_root)
     messages = {

@@ -1,6 +1,3 @@
-"""Delivered models on volumes: the numbers of the evaluation, masks on the grid of the file, other formats."""
-
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -11,11 +8,11 @@ import numpy as np
 import pydicom
 import pytest
 import torch
-from torch import Tensor, nn
 
 from helpers.small_tasks import SEGMENTATION as SLICES
 from helpers.small_tasks import predicted, score
-from helpers.volume_sites import PATCHES, SHAPE, affine, cube_task, dicom_series, enhanced_series, make_sites, write
+from helpers.volume_sites import PATCHES, SHAPE, affine, change, cube_task, dicom_series, enhanced_series, make_sites, write
+from inference.conftest import Answer, rows_of
 from medflare.core import packages
 from medflare.core.errors import ConfigError
 from medflare.data.decoding import Source
@@ -69,14 +66,10 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
     assert measured.values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
 
 
-class Bright(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        return (images[:, :1] > 0.5).float()
-
-
 def bright(task: TaskConfig, images: list[Path], out: Path, seg: bool = False) -> Summary:
     """Prediction by a model whose foreground is where the first channel, scaled to 0 to 1, is bright."""
-    return predict(StoredModel(task, plain_message({}), {}), images, out, builder=lambda task, message: Bright(), seg=seg)
+    model = Answer(lambda images: (images[:, :1] > 0.5).float())
+    return predict(StoredModel(task, plain_message({}), {}), images, out, builder=lambda task, message: model, seg=seg)
 
 
 @pytest.mark.parametrize("codes", ["RAS", "LIP"])
@@ -95,8 +88,7 @@ def test_masks_lie_on_the_grid_of_the_file(codes: str, spacing: list[float] | No
         np.testing.assert_array_equal(actual, volume > 0)
     else:
         assert 2 * (actual & (volume > 0)).sum() / (actual.sum() + (volume > 0).sum()) > 0.9
-    with (tmp_path / "out/predictions.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows_of(tmp_path / "out")
     assert row["voxels_cube"] == str(actual.sum()) and float(row["ml_cube"]) == pytest.approx(actual.sum() * 6 / 1000)
 
 
@@ -182,12 +174,8 @@ def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) ->
 
 
 def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> None:
-    """Labels and patients keep their script; a structure without a code gets a private one and a colour of its own."""
     highdicom = pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
-    for file in dicom_series(tmp_path / "ct").iterdir():
-        header = pydicom.dcmread(file)
-        header.SpecificCharacterSet, header.PatientName = "ISO_IR 100", "Müller^Jörg"
-        header.save_as(file)
+    change(dicom_series(tmp_path / "ct"), SpecificCharacterSet="ISO_IR 100", PatientName="Müller^Jörg")
     category = {"value": "49755003", "scheme": "SCT", "meaning": "Morphologically Abnormal Structure"}
     codes: dict[str, Any] = {
         "liver": {"value": "10200004", "scheme": "SCT", "meaning": "Liver", "color": "#dd8265"},
@@ -217,7 +205,6 @@ def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: Path) -> None:
-    """The same as NIfTI; the segmentation object is read back as the label of its image."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     enhanced_series(tmp_path / "in/mr.dcm")
     dicom_series(tmp_path / "in/ct")
@@ -238,15 +225,11 @@ def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: 
 
 
 def test_an_image_that_can_have_no_segmentation_object_is_named(tmp_path: Path) -> None:
-    """A series without its frame of reference, as some anonymised ones are, and one slice alone; the others are written."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
     (tmp_path / "in/single").mkdir(parents=True)
     for name in ("anonymised", "ct"):
         dicom_series(tmp_path / "in" / name)
-    for file in (tmp_path / "in/anonymised").iterdir():
-        header = pydicom.dcmread(file)
-        del header.FrameOfReferenceUID
-        header.save_as(file)
+    change(tmp_path / "in/anonymised", without=("FrameOfReferenceUID",))
     shutil.copy(tmp_path / "in/ct/0.dcm", tmp_path / "in/single/one.dcm")
     task = load_task({**SLICES, "size": [8, 8]})
     summary = bright(task, [tmp_path / "in"], tmp_path / "out", seg=True)

@@ -42,6 +42,12 @@ def own_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {("conv_final.2.conv." + name[5:] if name.startswith("head.") else name[5:]): tensor for name, tensor in state.items()}
 
 
+def refused(named: str, path: Path, *file: Any, **changes: Any) -> None:
+    """Weights that the task of `task_with` cannot start from."""
+    with pytest.raises(ConfigError, match=named):
+        starting_state(task_with(path, *file, **changes), 0, path)
+
+
 def equal(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -74,8 +80,7 @@ def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
     three: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
     actual = starting_state(task_with(path, "safetensors", "body", **three), 0, path)
     assert actual is not None and len(actual["head.bias"]) == 3
-    with pytest.raises(ConfigError, match="SegResNet"):
-        starting_state(task_with(path, "safetensors", **three), 0, path)
+    refused("SegResNet", path, "safetensors", **three)
 
 
 def test_the_file_is_found_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,15 +101,11 @@ class Evil:
 
 def test_a_pickle_is_refused_by_name_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, content in (("plain.pkl", pickle.dumps(Evil())), ("torch.pth", None)):
-        path = tmp_path / name
-        if content is None:
-            torch.save({"weights": Evil()}, path)
-        else:
-            path.write_bytes(content)
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps(Evil()))
+    torch.save({"weights": Evil()}, tmp_path / "torch.pth")
+    for name in ("plain.pkl", "torch.pth"):
         for format in ("torch", "torchvision"):
-            with pytest.raises(ConfigError, match=name):
-                starting_state(task_with(path, format), 0, path)
+            refused(name, tmp_path / name, format)
     assert not (tmp_path / "ran").exists()
 
 
@@ -117,19 +118,15 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         starting_state(task, 0, good)
     bad.write_bytes(b"nothing")
     for format in ("safetensors", "medflare"):
-        with pytest.raises(ConfigError, match="bad"):
-            starting_state(task_with(bad, format), 0, bad)
+        refused("bad", bad, format)
     torch.save([1, 2], bad)
-    with pytest.raises(ConfigError, match="bad"):
-        starting_state(task_with(bad, "torch"), 0, bad)
+    refused("bad", bad, "torch")
     save_file({**own_names(other_state()), "more": torch.zeros(1)}, bad)
-    with pytest.raises(ConfigError, match="more"):
-        starting_state(task_with(bad, "safetensors"), 0, bad)
+    refused("more", bad, "safetensors")
     broken = own_names(other_state())
     broken["conv_final.2.conv.bias"][0] = torch.nan
     save_file(broken, bad)
-    with pytest.raises(ConfigError, match=r"head\.bias"):
-        starting_state(task_with(bad, "safetensors"), 0, bad)
+    refused(r"head\.bias", bad, "safetensors")
     save_model(tmp_path / "two", small_task(), Message({"model": other_state(), "b": other_state()}, {"kind": "super"}), {})
     with pytest.raises(ConfigError, match="super"):
         starting_state(task_with(tmp_path / "two" / "model.safetensors", "medflare"), 0, tmp_path / "two")
@@ -146,8 +143,7 @@ def test_layers_of_torchvision_are_matched_by_their_order(tmp_path: Path) -> Non
     actual = starting_state(task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path)
     assert actual is not None and all(torch.equal(actual[name], state[name]) for name in names if name.startswith("body."))
     torch.save(dict(reversed(theirs.items())), path)
-    with pytest.raises(ConfigError, match="resnet18"):
-        starting_state(task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path)
+    refused("resnet18", path, "torchvision", "body", RESNET, "classification", **PICTURES)
 
 
 @pytest.mark.parametrize("part", ["all", "body"])
@@ -160,12 +156,11 @@ def test_weights_of_torchvisions_efficientnet_are_refused(tmp_path: Path, networ
     path = tmp_path / "efficientnet_b0.pth"
     for names in (["features.0.0.weight", *middle, "classifier.1.weight", "classifier.1.bias"], ["_conv_stem.weight", *middle, "w", "b"]):
         torch.save(dict(zip(names, state, strict=True)), path)
-        task_now = task_with(path, "torchvision", part, network, "classification", **PICTURES)
+        file = (path, "torchvision", part, network, "classification")
         if "_conv_stem.weight" in names:
-            assert starting_state(task_now, 0, path) is not None
+            assert starting_state(task_with(*file, **PICTURES), 0, path) is not None
         else:
-            with pytest.raises(ConfigError, match="EfficientNet"):
-                starting_state(task_now, 0, path)
+            refused("EfficientNet", *file, **PICTURES)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +179,6 @@ def test_a_wrong_setting_is_named(weights: Any, named: str) -> None:
 
 
 def test_efficientnet_lite0_classifies_photographs_with_imagenet_weights() -> None:
-    """The published weights fit strictly; two photographs of scikit-learn are classified correctly."""
     pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
     from PIL import Image
     from sklearn.datasets import load_sample_images

@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 
-from helpers.picture_sites import make_site
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics import Run
 from medflare.tasks.config import load_task
-
-__all__ = ["make_site", "record", "runs"]
 
 
 @pytest.fixture

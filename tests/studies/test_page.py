@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from evaluation.pages import Page, faults
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.page import study_page
@@ -21,8 +19,7 @@ def deployed(record: RunRecord, method: str, seed: int, **dice: float) -> Run:
     return build_results(dataclasses.replace(record, method=method, seed=seed, sites=sites, up_bytes=1024, seconds={"total": 2.0}))
 
 
-@pytest.fixture
-def page(record: RunRecord) -> Page:
+def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_table_are_there(record: RunRecord) -> None:
     groups = {
         "fedavg": [deployed(record, "fedavg", 0, A=0.7, B=0.5), deployed(record, "fedavg", 1, A=0.8, B=0.4)],
         "alone <b>": [deployed(record, "single-site", 0, A=0.6, B=0.6), deployed(record, "single-site", 1, A=0.6, B=0.6)],
@@ -30,20 +27,11 @@ def page(record: RunRecord) -> Page:
     }
     html = study_page(StudyTables(groups))
     assert not faults(html) and "<b>" not in html
-    return Page(html)
-
-
-def test_rows_have_means_ranks_and_cost(page: Page) -> None:
+    page = Page(html)
     overview = {row[0]: row[1:] for row in page.tables[0]}
     assert overview["fedavg"][0] == "0.600 ± 0.000" and overview["fedavg"][1].startswith("1.5\n"), "best at A, second at B"
     assert overview["constant"][1] == "–" and overview["fedavg"][2:] == ["1.0 KiB", "2.00 s", "2"]
-
-
-def test_sites_that_lose_by_joining_are_named(page: Page) -> None:
     assert page.tables[1] == [["method", "A", "B", "loses"], ["fedavg", "+0.150", "-0.150", "B"]]
-
-
-def test_structures_and_every_table_are_there(page: Page) -> None:
     assert ["fedavg", "cup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in [row for table in page.tables for row in table]
     assert "dice, differences" in page.text
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.picture_sites import grades, masks
 from helpers.small_tasks import small_task, tiny_phantom
 from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import validate_results
@@ -32,7 +33,6 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
 
 
 def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
-    """PRR with its loss and deputy, without another site."""
     task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
     last = {"server": {"selection": "last"}}
     results = single_site(Setting(task, ("site-1", "site-2"), rounds=2), 0, hyper=last | {"site": {"cpa": "local"}}, method="prr")
@@ -44,7 +44,6 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
 
 
 def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
-    """The networks are equal, the metrics are not; an outside site has both models too."""
     task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
     results = batch_statistics(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
@@ -79,21 +78,12 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
     assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})
 
 
-def labelled(targets: torch.Tensor) -> Split:
-    names = tuple(str(number) for number in range(len(targets)))
-    return Split(torch.zeros(len(targets), 1, 16, 16), targets, names, names)
-
-
 def opened(monkeypatch: pytest.MonkeyPatch, data: dict[str, SiteData]) -> None:
     monkeypatch.setattr(references, "open_site", lambda name, task, **_: Site(name, task, data[name]))
 
 
 def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """The majority of A's images is 0, of all images 2."""
-
-    def grades(*of: int) -> Split:
-        return labelled(torch.tensor(of, dtype=torch.long))
-
     data = {
         "A": SiteData(grades(0, 0, 2), grades(2), grades(0, 0, 2, 2)),
         "B": SiteData(grades(2, 2, 2), grades(2), grades(2, 0)),
@@ -118,11 +108,6 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
     [(8, 1.0), (2, 2 * 2 / (2 + 4))],  # the test masks equal the mean training mask, or have half of its rows
 )
 def test_the_constant_mask_is_the_best_on_validation_images(monkeypatch: pytest.MonkeyPatch, rows: int, expected: float) -> None:
-    def masks(filled: int, count: int) -> Split:
-        target = torch.zeros(count, 16, 16, dtype=torch.long)
-        target[:, :filled] = 1
-        return labelled(target)
-
     training = rows if rows == 8 else 4
     opened(monkeypatch, {"A": SiteData(masks(training, 3), masks(training, 2), masks(rows, 2))})
     results = constant_answer(Setting(small_task(), ("A",), 1), 0)

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.fixture_types import SiteOf
 from helpers.small_tasks import SEGMENTATION
 from medflare.cli import main
 from medflare.core.errors import ConfigError
@@ -82,7 +82,7 @@ def beside(out: Path) -> tuple[str, list[list[str]]]:
     return text, [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
-def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: SiteOf, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ABC":
         make_site(name=name)
     run, out = ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)], tmp_path / "out"
@@ -107,7 +107,7 @@ def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path]
     assert "- batch_size of the task: 8, the suite has 4" in other
 
 
-def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path, make_site: Callable[..., Path]) -> None:
+def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path, make_site: SiteOf) -> None:
     for name in "ABC":
         make_site(name=name)
     settings = {"rounds": 1, "metric": "dice", "leave_out": ["C"], "role": "outside"}

@@ -1,5 +1,3 @@
-"""Losses and metrics of sites that annotated some structures only."""
-
 import math
 from typing import Any
 

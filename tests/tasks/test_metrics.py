@@ -173,9 +173,6 @@ def test_metrics_are_undefined_without_images_and_with_nan(make_task: TaskOf) ->
         assert set(broken.values.values()) == {None}
 
 
-# -- volumes ---------------------------------------------------------------------------------------------------------------
-
-
 def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> None:
     task = cube_task()
     truth = torch.zeros(2, 8, 8, 8, dtype=torch.long)

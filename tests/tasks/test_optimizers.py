@@ -1,5 +1,3 @@
-"""Optimizers and learning-rate schedules by name."""
-
 import pytest
 import torch
 from torch import nn

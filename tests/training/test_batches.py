@@ -1,5 +1,3 @@
-"""The order of images and their batches, sampling weights, and reading ahead."""
-
 import threading
 from dataclasses import dataclass, field
 
@@ -43,9 +41,6 @@ def test_sizes(images: int, size: int, expected: list[int]) -> None:
     assert [len(part) for part in in_random_order(images, size, 0, "A")] == expected
 
 
-# -- sampling
-
-
 def test_classes_are_drawn_equally_often() -> None:
     assert sampling_weights(small_task("classification"), LABELS) is None
     weights = sampling_weights(small_task("classification", sampling="balanced"), LABELS)
@@ -78,9 +73,6 @@ def test_an_image_of_several_labels_has_the_share_of_each() -> None:
     task = small_task("classification", target="multilabel", labels=["a", "b"], sampling="balanced")
     weights = sampling_weights(task, torch.tensor([[0.0, 0], [1, 0], [1, 1]]))
     assert weights is not None and weights.tolist() == pytest.approx([1.0, 0.5, 1.5])
-
-
-# -- reading ahead
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,3 @@
-"""How a site computes: precision, memory format, compilation, and transfer to a GPU."""
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,24 +1,10 @@
-"""The constant prediction at one site."""
-
 import pytest
-import torch
 
+from helpers.picture_sites import grades, masks
 from helpers.small_tasks import small_task
-from medflare.data.loading import SiteData, Split
+from medflare.data.loading import SiteData
 from medflare.training.constant import constant_value
 from medflare.training.site import Site
-
-
-def grades(*of: int) -> Split:
-    names = tuple(str(number) for number in range(len(of)))
-    return Split(torch.zeros(len(of), 1, 16, 16), torch.tensor(of, dtype=torch.long), names, names)
-
-
-def masks(rows: int, images: int) -> Split:
-    targets = torch.zeros(images, 16, 16, dtype=torch.long)
-    targets[:, :rows] = 1
-    names = tuple(str(number) for number in range(images))
-    return Split(torch.zeros(images, 1, 16, 16), targets, names, names)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +24,6 @@ def test_a_site_that_never_trains_takes_the_best_in_hindsight() -> None:
 
 
 def test_masks_where_they_always_are() -> None:
-    """The mean of the training masks is the truth of the test images."""
     assert constant_value(Site("A", small_task(), SiteData(masks(8, 3), masks(8, 2), masks(8, 2)))) == 1.0
 
 

@@ -1,5 +1,3 @@
-"""Local training: epochs, optimizer steps over several batches and with scaled losses, and the optimizer's memory."""
-
 import math
 from typing import Any
 
@@ -48,7 +46,6 @@ def test_the_end_of_an_epoch_is_a_step() -> None:
 
 
 def test_clipping_is_of_the_mean_gradient_of_a_step() -> None:
-    """Not the sum of its batches, nor a scaled one."""
     for changes in ({"accumulate": 2}, {"precision": "fp16"}):
         site = squares.site("A", squares.task(**{**SGD, "clip": {"norm": 1e-3}, "optimizer": {"name": "sgd", "lr": 1.0}, **changes}))
         model = site.network()
@@ -119,7 +116,6 @@ def test_methods_without_gradient_accumulation_and_fp16_refuse_them(name: str) -
 
 @pytest.mark.parametrize("name", sorted(method_names()))
 def test_every_method_trains_in_bf16(name: str) -> None:
-    """What leaves a site is finite and in no half precision."""
     method, task = get_method(name), squares.task(precision="bf16", network={**INSTANCE_UNET, "norm": "batch"})
     hyper: dict[str, Any] = {"selector_rounds": 1} if name == "fedsm_extra" else {}
     played = squares.federation(method.site_class, method.server_class, task, rounds=1, **hyper)

@@ -1,5 +1,3 @@
-"""Pictures of test images with truth and prediction, of any size, of volumes, and of patients with several."""
-
 from dataclasses import replace
 from io import BytesIO
 

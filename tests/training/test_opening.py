@@ -1,5 +1,3 @@
-"""Opening a site: local settings, data, bounds."""
-
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"epochs": 2}, {"local_epochs": 3}, "bounds.epochs"),
         ({"model_bytes": 100}, {}, "bounds.model_bytes"),
         ({"memory": 1e-6}, {"batch_size": 10**9}, "bounds.memory"),
-        ({}, {"local_epochs": 10**9}, "bounds.epochs"),
-        ({}, {"batch_size": 10**12}, "bounds.batch"),
         ({}, {"accumulate": 10**9}, "bounds.batch"),
         ({}, {"patches_per_image": 10**9, "image_mode": "patch"}, "bounds.batch"),
         ({}, {"network": {"name": "unet", "channels": [20_000, 40_000]}}, "bounds.model_bytes"),

@@ -1,5 +1,3 @@
-"""Whole images and patches: what training draws, what covers an image, and the window that slides."""
-
 import math
 from pathlib import Path
 

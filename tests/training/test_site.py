@@ -1,5 +1,3 @@
-"""A site as a method uses it: batches, networks, optimizer, loss, predictions and scores."""
-
 from typing import Any
 
 import numpy as np
@@ -33,12 +31,6 @@ def test_batches_are_a_seeded_permutation(make_task: TaskOf) -> None:
         assert batch.targets.flatten(1).sum(dim=1).tolist() == batch.index.tolist()
 
 
-def test_batches_do_not_touch_global_randomness(make_task: TaskOf) -> None:
-    before = torch.random.get_rng_state()
-    list(numbered_site(make_task(augment=[{"name": "RandFlip", "prob": 0.5}])).batches("train", 0))
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_one_image_trains_a_network_with_batch_norm(make_task: TaskOf) -> None:
     task = make_task("classification", network={"name": "vgg16_slim"}, size=[32, 32])
     one = Split(torch.rand(1, 1, 32, 32), torch.tensor([2]), ("p",), ("x.png",))
@@ -50,7 +42,8 @@ def test_one_image_trains_a_network_with_batch_norm(make_task: TaskOf) -> None:
     assert site.n == {"train": 1, "validation": 1, "test": 1}
 
 
-def test_augmentation_is_keyed(make_task: TaskOf) -> None:
+def test_augmentation_is_keyed_and_does_not_touch_global_randomness(make_task: TaskOf) -> None:
+    before = torch.random.get_rng_state()
     site = numbered_site(make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}]))
 
     def images(*keys: Any, augment: bool = True) -> torch.Tensor:
@@ -60,6 +53,7 @@ def test_augmentation_is_keyed(make_task: TaskOf) -> None:
     assert not torch.equal(images(0), images(1))
     assert images(0, augment=False).unique().numel() == 10
     assert torch.cat([batch.images for batch in site.ordered("train")]).unique().numel() == 10
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_abort_is_checked_before_every_batch(make_task: TaskOf) -> None:

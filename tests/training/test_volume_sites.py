@@ -1,24 +1,27 @@
-"""Sites of volumes from their files to splits: channels, geometry, labels, and what is wrong with them."""
-
 from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
-import pydicom
 import pytest
 import torch
 from nibabel import orientations
 
 from helpers.fixture_types import Edit, SiteOf
-from helpers.volume_sites import NAMES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
+from helpers.volume_sites import NAMES, SHAPE, TASK, affine, change, cube_task, dicom_series, make_volumes, write
 from medflare.core.errors import DataError
 from medflare.data.decoding import _decoded_sites
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.data.reading import series_grid
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.check import check_site
+
+
+def refused(named: str, folder: Path, task: TaskConfig) -> None:
+    """Data of a site that are an error of this name."""
+    with pytest.raises(DataError, match=named):
+        load_site_data("A", task, folder)
 
 
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
@@ -51,27 +54,21 @@ def test_orientation_and_spacing_of_the_task_hold_for_image_and_mask(tmp_path: P
 def test_a_missing_channel_is_an_error_or_zeros(tmp_path: Path, edit: Edit) -> None:
     folder = make_volumes(tmp_path / "A")
     edit(folder, lambda listed: listed["training"][0].update(image=["p0_pre.nii.gz", None]))
-    with pytest.raises(DataError, match="flair"):
-        load_site_data("A", cube_task(), folder)
+    refused("flair", folder, cube_task())
     zeros = load_site_data("A", cube_task(missing_channels="zeros"), folder)
     assert zeros.train.image(0)[1].unique().numel() == 1 and zeros.train.image(1)[1].unique().numel() > 1
     edit(folder, lambda listed: listed["training"][0].update(image=["gone_pre.nii.gz", "gone_flair.nii.gz"]))
-    with pytest.raises(DataError, match=r"training\[0\]"):
-        load_site_data("A", cube_task(missing_channels="zeros"), folder)
-    with pytest.raises(DataError, match="gone_pre"):
-        load_site_data("A", cube_task(), folder)
+    refused(r"training\[0\]", folder, cube_task(missing_channels="zeros"))
+    refused("gone_pre", folder, cube_task())
     edit(folder, lambda listed: listed["training"][0].update(image=["p0_pre.nii.gz"]))
-    with pytest.raises(DataError, match="pre, flair"):
-        load_site_data("A", cube_task(), folder)
+    refused("pre, flair", folder, cube_task())
 
 
 def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(tmp_path: Path, edit: Edit, make_site: SiteOf) -> None:
     folder = make_volumes(tmp_path / "B")
     write(folder / "p0_mask.nii.gz", np.zeros(SHAPE, np.uint8), affine(spacing=(2, 1, 2.5)))
-    with pytest.raises(DataError, match="p0_mask"):
-        load_site_data("B", cube_task(), folder)
-    with pytest.raises(DataError, match=r"0\.png"):
-        load_site_data("A", cube_task(channels=1), make_site())
+    refused("p0_mask", folder, cube_task())
+    refused(r"0\.png", make_site(), cube_task(channels=1))
 
 
 @pytest.mark.parametrize(
@@ -106,15 +103,12 @@ def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
     write(folder / "p0_mask.nii.gz", images["mask"], rounded)  # a shift of less than half a voxel
     load_site_data("A", task, folder)
     write(folder / "p0_mask.nii.gz", images["mask"], flipped)
-    with pytest.raises(DataError, match="p0_mask"):
-        load_site_data("A", task, folder)
+    refused("p0_mask", folder, task)
     write(folder / "p0_flair.nii.gz", images["flair"], affine(spacing=(1, 1, 1)))
-    with pytest.raises(DataError, match="p0_flair"):
-        load_site_data("A", task, folder)
+    refused("p0_flair", folder, task)
     nowhere = nibabel.Nifti1Image(images["flair"], None)  # has no affine
     nibabel.save(nowhere, folder / "p0_flair.nii.gz")
-    with pytest.raises(DataError, match="p0_flair"):
-        load_site_data("A", task, folder)
+    refused("p0_flair", folder, task)
 
 
 def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_site: SiteOf, edit: Edit) -> None:
@@ -127,25 +121,19 @@ def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_si
     edit(folder, lambda listed: listed["training"][0].update(image="series", label="mask.nii.gz"))
     assert len(load_site_data("A", task, folder).train) == 4 + 4
     for number in range(4):
-        file = pydicom.dcmread(series / f"{number}.dcm")
-        file.InstanceNumber = 4 - number
-        file.save_as(series / f"{number}.dcm")
-    with pytest.raises(DataError, match=r"mask\.nii\.gz"):
-        load_site_data("A", task, folder)
+        change(series, (number,), InstanceNumber=4 - number)
+    refused(r"mask\.nii\.gz", folder, task)
 
 
 def test_constant_volumes_are_refused(tmp_path: Path) -> None:
-    """A volume of one value in all channels cannot be used, in training as in the check."""
     folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})
     for name in NAMES:
         write(folder / f"p2_{name}.nii.gz", np.full(SHAPE, 3.5, np.float32))
-    with pytest.raises(DataError, match="p2_pre"):
-        load_site_data("A", cube_task(), folder)
+    refused("p2_pre", folder, cube_task())
     report = check_site(folder, cube_task())
     assert [problem for problem in report.sites["A"].problems if "p2_pre.nii.gz: empty" in problem] and not report.ok
     allowed = cube_task(unreadable="skip", unreadable_limit={"share": 0.1})
     assert len(load_site_data("A", allowed, folder).train) == 5
     for limit in ({"share": 0.09}, {"share": 1.0, "count": 0}):
-        with pytest.raises(DataError, match=r"unreadable_limit.*p2_pre"):
-            load_site_data("A", cube_task(unreadable="skip", unreadable_limit=limit), folder)
+        refused(r"unreadable_limit.*p2_pre", folder, cube_task(unreadable="skip", unreadable_limit=limit))
     assert "left out: " in check_site(folder, allowed).render()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.picture_sites import SiteOf, TaskOf
+from helpers.fixture_types import SiteOf, TaskOf
 from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json

@@ -27,6 +27,12 @@ def patients_by_split(items: list[Item]) -> dict[str, int]:
     return Counter(split for split, _ in {(item.split, item.patient) for item in items})
 
 
+def refused(named: str, folder: Path, **options: Any) -> None:
+    """An import that is an error of this name."""
+    with pytest.raises(DataError, match=named):
+        import_folder(folder, ImportOptions(**options))
+
+
 @pytest.mark.parametrize("text", ["70,10,20", "60,15,25", "8,1,1", "2,1,1"])
 def test_shares_of_patients_are_met(text: str) -> None:
     shares = parse_shares(text)
@@ -69,8 +75,7 @@ def test_patients_are_taken_from_file_names(tmp_path: Path) -> None:
 def test_a_patient_in_two_given_splits_is_refused(tmp_path: Path) -> None:
     classes(tmp_path / "train", patients=6)
     classes(tmp_path / "test", patients=2)
-    with pytest.raises(DataError, match="p00"):
-        import_folder(tmp_path, ImportOptions(patient=BY_NAME))
+    refused("p00", tmp_path, patient=BY_NAME)
     assert len(import_folder(tmp_path, ImportOptions(patient=BY_NAME, redraw=True)).sites[""]) == 16
 
 
@@ -89,27 +94,22 @@ def test_simulated_sites_have_their_own_patients_and_files(copy: bool, tmp_path:
         patients |= own
     assert not (home / "datalist.json").exists()
     assert json.loads((out / "site-1" / "datalist.json").read_text())["labels"] == {"0": "cat", "1": "dog"}
-    with pytest.raises(DataError, match="site-3"):  # a site of the first import would remain
-        import_folder(home, ImportOptions(sites=2, force=True, **options))
+    refused("site-3", home, sites=2, force=True, **options)  # a site of the first import would remain
 
 
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
     home = classes(tmp_path / "pets", patients=6)
     original = {path: path.read_bytes() for path in home.rglob("*.png")}
     for inside in (home, home / "sites"):
-        with pytest.raises(DataError, match="--out"):
-            import_folder(home, ImportOptions(out=inside))
-    with pytest.raises(DataError, match="--out"):
-        import_folder(home, ImportOptions(sites=2))
+        refused("--out", home, out=inside)
+    refused("--out", home, sites=2)
     other = picture(tmp_path / "out" / "cat" / "p00_0.png", 7)
     before = other.read_bytes()
-    with pytest.raises(DataError, match=r"p00_0\.png"):
-        import_folder(home, ImportOptions(out=tmp_path / "out"))
+    refused(r"p00_0\.png", home, out=tmp_path / "out")
     assert other.read_bytes() == before
     other.unlink()
     import_folder(home, ImportOptions(out=tmp_path / "out"))
-    with pytest.raises(DataError, match="--force"):
-        import_folder(home, ImportOptions(out=tmp_path / "out"))
+    refused("--force", home, out=tmp_path / "out")
     import_folder(home, ImportOptions(out=tmp_path / "out", force=True))
     assert {path: path.read_bytes() for path in home.rglob("*.png")} == original
 
@@ -134,8 +134,7 @@ def test_sites_of_a_column(tmp_path: Path) -> None:
 def test_each_folder_is_a_site(tmp_path: Path) -> None:
     for site in ("north", "south"):
         classes(tmp_path / "hospitals" / site, patients=12)
-    with pytest.raises(DataError, match="--site-folders"):
-        import_folder(tmp_path / "hospitals")
+    refused("--site-folders", tmp_path / "hospitals")
     options = ImportOptions(patient=BY_NAME, site_folders=True, out=tmp_path / "DATA")
     report = import_folder(tmp_path / "hospitals", options)
     assert list(report.sites) == ["north", "south"]

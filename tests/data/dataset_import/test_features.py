@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.picture_sites import SiteOf, TaskOf
+from helpers.fixture_types import SiteOf, TaskOf
 from medflare import run_local
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE
