@@ -176,7 +176,8 @@ def _verdict(results: Mapping[str, Any]) -> str:
     sites = {name: site for name, site in results["sites"].items() if site.get("constant") is not None}
     bounds = {name: site.get("intervals", {}).get("deployed", {}).get(metric) for name, site in sites.items()}
     better = [name for name, site in sites.items() if (bounds[name] or [0])[0] > site["constant"]]
-    worse = [name for name, site in sites.items() if (site["metrics"]["deployed"][metric] or 0) <= site["constant"]]
+    values = {name: site["metrics"]["deployed"][metric] for name, site in sites.items()}
+    worse = [name for name, value in values.items() if value is not None and value <= sites[name]["constant"]]
     rest = len(sites) - len(better) - len(worse)
     parts = [f"better at {len(better)} of {len(sites)} sites (the whole interval is above it)"]
     parts += [f"not better at {', '.join(sorted(worse))}"] if worse else []
