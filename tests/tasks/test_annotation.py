@@ -103,6 +103,12 @@ def test_a_focal_loss_of_one_sigmoid_keeps_its_weight() -> None:
     torch.testing.assert_close(Annotation(task, ["cup"]).loss()(logits, targets), expected)
 
 
+@pytest.mark.parametrize("kept", [[], [0], [1, 2]])
+def test_the_background_and_a_structure_must_remain(kept: list[int]) -> None:
+    with pytest.raises(ValueError, match=str(kept).replace("[", r"\[")):
+        marginal_logits(torch.zeros(1, 4), kept)
+
+
 @pytest.mark.parametrize("names", [[], ["background"], ["heart"], ["liver", "heart"]])
 def test_no_structure_an_unknown_name_or_a_classification_is_refused(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=names[-1] if "heart" in names else "annotated"):

@@ -29,11 +29,16 @@ def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
     Returns:
         (N, len(kept), ...); the logits themselves if all classes are kept.
 
+    Raises:
+        ValueError: `kept` does not begin with the background, or has no other class.
+
     Examples:
         >>> probabilities = torch.tensor([[0.5, 0.2, 0.3]])
         >>> marginal_logits(probabilities.log(), [0, 1]).softmax(dim=1)
         tensor([[0.8000, 0.2000]])
     """
+    if len(kept) < 2 or kept[0] != 0:
+        raise ValueError(f"the background and at least one structure must remain, got classes {list(kept)}")
     if len(kept) == logits.shape[1]:
         return logits
     merged = [channel for channel in range(logits.shape[1]) if channel not in kept[1:]]

@@ -37,7 +37,12 @@ def test_counters_and_dtypes() -> None:
     assert mean["n"].item() == 4 and mean["n"].dtype == torch.int64 and mean["w"].dtype == torch.float16
 
 
-def test_unknown_rules_and_no_models_are_refused() -> None:
+def test_unknown_rules_no_models_and_shares_beyond_half_are_refused() -> None:
+    with pytest.raises(ValueError, match="state"):
+        robust.robust_mean({}, "median")
+    for trim in (0.5, -0.5, math.nan):
+        with pytest.raises(ValueError, match="trim"):
+            robust.robust_mean(states([1.0], [2.0]), "trimmed", trim)
     with pytest.raises(ValueError, match="state"):
         robust.combined({}, {}, "median", NONE)
     with pytest.raises(ValueError, match="mode"):

@@ -58,6 +58,7 @@ def combined(
         states: site -> state, all with equal names and shapes.
         shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
         rule: "mean" or one of `RobustRule`.
+        limits: of the rules.
         origin: the model that the round began with, for "clipped"; None: the coordinate-wise median of the states.
 
     Returns:
@@ -103,8 +104,21 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest
     value that is not cut off. With an even number of sites the median is the mean of the two in the middle.
 
-    By "trimmed", floor(trim K) sites are cut off at either end, 0 <= trim < 0.5.
+    Args:
+        states: site -> state.
+        rule: "median" or "trimmed".
+        trim: fraction cut off at either end, 0 <= trim < 0.5; floor(trim K) sites.
+
+    Raises:
+        ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim outside its range.
     """
+    if not states:
+        raise ValueError("robust_mean needs at least one state")
+    if rule not in ("median", "trimmed"):
+        raise ValueError(f"rule {rule!r} is not coordinate-wise: choose median or trimmed")
+    if not 0 <= trim < 0.5:
+        raise ValueError(f"trim = {trim} is outside [0, 0.5)")
+    check_same_shapes(states)
     cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
     ordered = [states[site] for site in sorted(states)]
     return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
