@@ -42,12 +42,18 @@ def test_an_empty_list_of_entries_is_a_limit() -> None:
         ({"bounds": {"pixels": 10**9}}, "bounds.pixels"),
         ({"minimum_patients": -1}, "minimum_patients"),
         ({"batch_size": 1}, "batch_size"),
+        ({"outbound": ["model"]}, "outbound"),
+        ({"outbound": {"entry": ["model"]}}, "entry"),
         ({"outbound": {"entries": "model"}}, "outbound.entries"),
         ({"outbound": {"bytes": -1}}, "outbound.bytes"),
         ({"privacy": {"epsilon": 8}}, "privacy.delta"),
         ({"privacy": {"epsilon": 0, "delta": 1e-5}}, "privacy.epsilon"),
         ({"privacy": {"epsilon": float("nan"), "delta": 1e-5}}, "privacy.epsilon"),
         ({"privacy": {"epsilon": 8, "delta": 1}}, "privacy.delta"),
+        ({"outbound": None}, "outbound"),  # null looks like a limit and would be none
+        ({"outbound": {"entries": None}}, "outbound"),
+        ({"outbound": {"bytes": None}}, "outbound"),
+        ({"privacy": None}, "privacy"),
     ],
     ids=str,
 )

@@ -78,6 +78,7 @@ def test_a_valid_reply_has_no_problem() -> None:
     ("declared", "meta"),
     [
         (MEASURED, {"validation": "good"}),
+        (MEASURED, {"loss": "low"}),
         (MEASURED, {"validation": {"$\\frac{$": 0.5}}),
         (MEASURED, {"validation": dict.fromkeys(map(str, range(99)), 0.5)}),
         (MEASURED, {"loss": 1e300}),
@@ -95,6 +96,9 @@ def test_a_valid_reply_has_no_problem() -> None:
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 0.1}}),
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 2.0, "steps": 1}}),
         (DELIVERS, {"patients": 3}),
+        (DELIVERS, {"metrics": {"global": [1]}}),
+        (DELIVERS, {"reports": {"$\\frac{$": {}}}),
+        (DELIVERS, {"classes": {"global": {}}}),
         (DELIVERS, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),
         (DELIVERS, {"classes": {"global": {"confusion": [[[1]]] * 17, "roc": []}}}),
         (DELIVERS, {"classes": {"global": {"confusion": [], "roc": [{"auc": 2, "low": None, "high": None, "sensitivity": []}]}}}),

@@ -67,7 +67,20 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
 # -- single components ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["medflare.networks.own.trust", f"{EXECUTOR}X", f"{EXECUTOR}.execute", STREAMER, "", None, [EXECUTOR]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "medflare.networks.own.trust",
+        f"{EXECUTOR}X",
+        f"{EXECUTOR}.execute",
+        "medflare.flare.executors.SimulatorHost",
+        STREAMER,
+        "",
+        None,
+        [EXECUTOR],
+    ],
+)
 def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
     assert "refused" in _refusal(name, COMPONENTS["site"]) and str(name) in _refusal(name, COMPONENTS["site"])
 
@@ -84,9 +97,12 @@ def test_an_entry_that_is_a_prefix_allows_nothing_below_it() -> None:
 @pytest.mark.parametrize(
     "config",
     [
+        {"components": [{"id": "a", "path": "os.system"}]},
+        {"components": [{"id": "a", "class_path": "os.system"}]},
         {"components": [{"id": "a", "name": "os.system"}]},
         {"workflows": [{"id": "a", "path": "os.system"}]},
         {"executors": [{"tasks": ["*"], "executor": {"path": "os.system"}}]},
+        {"task_data_filters": [{"tasks": ["*"], "filters": [{"path": "os.system"}]}]},
         {"task_result_filters": [{"tasks": ["*"], "filters": [{"name": "os.system"}]}]},
         {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": {"path": "os.system"}}}}]},
         {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": [{"a": {"class_path": "os.system"}}]}}}]},

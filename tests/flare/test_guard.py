@@ -165,9 +165,11 @@ UNDECLARED: dict[str, tuple[Callable[[Message], object], str]] = {
     "a tensor as metadata": (lambda m: m.meta.update(pixels=torch.ones(3)), "meta"),
     "a metadata item": (lambda m: m.meta.update(patients=SECRET), "patients"),
     "a metadata item of another phase": (lambda m: m.meta.update(metrics={SECRET: {}}), "metrics"),
+    "text for a number": (lambda m: m.meta.update(loss=SECRET), "loss"),
     "text for a metric": (lambda m: m.meta.update(validation={"global": SECRET}), "validation"),
     "nested in a metric": (lambda m: m.meta.update(validation={"global": {"patients": [SECRET]}}), "validation"),
     "in place of a count": (lambda m: m.meta.update(n_samples=[SECRET]), "n_samples"),
+    "an event of no kind": (lambda m: m.meta.update(events=[{"kind": SECRET, "message": "x"}]), "events"),
     "more in an event": (lambda m: m.meta.update(events=[{"kind": "warning", "message": "x", "patient": SECRET}]), "events"),
     "in another's name": (lambda m: m.meta.update(events=[{"kind": "warning", "message": SECRET, "site": "B"}]), "events"),
 }

@@ -12,6 +12,7 @@ SEGMENTERS = [
     ({"name": "unet", "channels": [8, 16, 32]}, 8),
     ({"name": "unet", "channels": [8, 16], "norm": "batch"}, 8),
     ({"name": "unet", "channels": [8, 16], "num_res_units": 2}, 8),
+    ({"name": "deeplab"}, 64),
     ({"name": "deeplab", "width": 16, "rates": [1, 2]}, 16),
 ]
 CLASSIFIERS = [
@@ -19,7 +20,9 @@ CLASSIFIERS = [
     ({"name": "ridge_selector"}, 151),
     ({"name": "small_cnn"}, 64),
     ({"name": "small_cnn", "batch_norm": True}, 64),
+    ({"name": "mlp"}, 64),
     ({"name": "mlp", "hidden": [16, 8], "batch_norm": True}, 8),
+    ({"name": "vgg16_slim"}, 64),
     ({"name": "vgg16_slim", "dimension": 16}, 16),
     ({"name": "resnet18"}, 512),
     ({"name": "resnet18", "small_images": True}, 512),
