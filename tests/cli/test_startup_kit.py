@@ -115,6 +115,8 @@ def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
         ("site", KitSettings(batch_size=1), "batch_size"),
         ("site", KitSettings(minimum_patients=-1), "minimum_patients"),
         ("site", KitSettings(packages=["os"]), "packages"),
+        ("site", KitSettings(packages=["medflare"]), "packages"),
+        ("site", KitSettings(packages=["lab nets"]), "packages"),
         ("server", KitSettings(minimum_patients=3), "--minimum-patients"),
         ("server", KitSettings(stream_logs=True), "--stream-logs"),
     ],
