@@ -40,6 +40,7 @@ test-fast: lint
 
 lint: $(VENV)/.installed-dev
 	ruff check .
+	ruff format --check .
 	lint-imports
 	mypy
 

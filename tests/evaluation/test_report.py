@@ -14,14 +14,7 @@ from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
 from medflare.evaluation import figures
 from medflare.evaluation.figures import roc_curves, training_curves
-from medflare.evaluation.report import (
-    SiteReport,
-    class_tables,
-    mean_interval,
-    patient_values,
-    render_report,
-    render_site_report,
-)
+from medflare.evaluation.report import SiteReport, class_tables, mean_interval, patient_values, render_report, render_site_report
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig

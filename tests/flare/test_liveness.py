@@ -50,8 +50,7 @@ def context(engine: Engine, aborted: bool = False) -> FLContext:
 
 
 @pytest.mark.parametrize(
-    ("codes", "asked"),
-    [([ReturnCode.TOPIC_UNKNOWN], 1), ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4)],
+    ("codes", "asked"), [([ReturnCode.TOPIC_UNKNOWN], 1), ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4)]
 )
 def test_a_site_polls_as_soon_as_the_server_answers(codes: list[str | None], asked: int) -> None:
     engine = Engine(*codes)

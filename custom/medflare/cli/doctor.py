@@ -10,16 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from medflare.cli.startup_kit import (
-    MALFORMED,
-    VALIDATOR,
-    Kit,
-    certificate_end,
-    check_root,
-    read_object,
-    server_problem,
-    template,
-)
+from medflare.cli.startup_kit import MALFORMED, VALIDATOR, Kit, certificate_end, check_root, read_object, server_problem, template
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.loading import site_folder
 from medflare.data.local import CACHE, LOCAL_FILE, PLACE, LocalSettings, cache_with_folder, local_settings, read_local

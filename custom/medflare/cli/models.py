@@ -23,11 +23,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare predict MODEL scans/*.nii.gz --adapt none --device cuda --out masks",
     )
     add_command(
-        app,
-        "export",
-        export,
-        "medflare export MODEL --format onnx --out exported",
-        "medflare export MODEL --format monai --out bundle",
+        app, "export", export, "medflare export MODEL --format onnx --out exported", "medflare export MODEL --format monai --out bundle"
     )
 
 

@@ -85,8 +85,7 @@ class Federation:
     """The method with its algorithms and hyper-parameters, and the task."""
 
     method: Annotated[
-        str,
-        typer.Argument(help="fedavg, fedsm, ... (see `medflare methods`), or without training: evaluate (with --model), fingerprint"),
+        str, typer.Argument(help="fedavg, fedsm, ... (see `medflare methods`), or without training: evaluate (with --model), fingerprint")
     ]
     site_algorithm: Annotated[str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")] = None
     server_algorithm: Annotated[str | None, typer.Option(help="Use the server algorithm of another method", metavar="METHOD")] = None
@@ -96,8 +95,7 @@ class Federation:
     set: Annotated[
         list[str],
         typer.Option(
-            help=f"A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms have it) or {SET_HELP}",
-            metavar="NAME=VALUE",
+            help=f"A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms have it) or {SET_HELP}", metavar="NAME=VALUE"
         ),
     ] = ()  # type: ignore[assignment]
     lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None

@@ -10,16 +10,7 @@ from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
-from medflare.studies.references import (
-    BATCH_STATISTICS,
-    CONSTANT,
-    REFERENCES,
-    SINGLE_SITE,
-    TRAINED_AS,
-    Setting,
-    recorded_run,
-    single_site,
-)
+from medflare.studies.references import BATCH_STATISTICS, CONSTANT, REFERENCES, SINGLE_SITE, TRAINED_AS, Setting, recorded_run, single_site
 from medflare.tasks.config import TaskConfig
 
 UNIFORM: Final = "uniform"  # name of the reference `UNIFORM_ROW`: FedAvg with every site counted once

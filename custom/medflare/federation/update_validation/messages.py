@@ -15,20 +15,7 @@ from typing_extensions import Required, TypedDict
 
 from medflare.core.errors import MessageError
 from medflare.core.events import OF_SITES
-from medflare.core.manifest import (
-    MetaSpec,
-    Phase,
-    TensorSpec,
-    count,
-    listing,
-    models,
-    negative,
-    non_finite,
-    number,
-    table,
-    text,
-    violation,
-)
+from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, models, negative, non_finite, number, table, text, violation
 from medflare.core.message import Message
 from medflare.core.text import printable
 from medflare.data.acquisition import TRAINED_ON, check_range

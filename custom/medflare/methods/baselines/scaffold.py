@@ -121,9 +121,7 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
         validation = self.validation(model)
         correction = Correction(model, control, shared)
         loss = self.optimized(
-            model,
-            "model",
-            lambda optimizer: train_epochs(model, optimizer, self.site, round, "model", gradient_hook=correction),
+            model, "model", lambda optimizer: train_epochs(model, optimizer, self.site, round, "model", gradient_hook=correction)
         )
         self.control, self.update = control, moved(correction.mean(), control, -1.0)
         self.memory.meta["updated"] = round

@@ -73,10 +73,7 @@ class ScoredSite(SiteAlgorithm[Any]):
     """What SHA adds to any site algorithm whose `train` replies with a model: the perturbed model, and the scores of others."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", reply=(PERTURBED,)),
-        Phase("score", request=(CANDIDATE,), reply_meta=(SCORES,)),
-    )
+    phases: ClassVar[tuple[Phase, ...]] = (Phase("train", reply=(PERTURBED,)), Phase("score", request=(CANDIDATE,), reply_meta=(SCORES,)))
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:

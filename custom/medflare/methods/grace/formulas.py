@@ -31,13 +31,7 @@ _EQUAL = 1e-6  # consistencies that differ by less are equal
 
 
 def consistency_weights(
-    deltas: Tensor,
-    p: Tensor,
-    *,
-    include_self: bool = True,
-    negative: str = "shift",
-    granularity: str = "total",
-    sizes: Sequence[int] = (),
+    deltas: Tensor, p: Tensor, *, include_self: bool = True, negative: str = "shift", granularity: str = "total", sizes: Sequence[int] = ()
 ) -> Tensor:
     """p' = Norm[(Sigma 1) o p] (Eq. 3): aggregation weights by how well the sites' updates agree.
 
@@ -270,10 +264,7 @@ def gradients_of(
 
 
 def meta_trained(
-    parameters: Mapping[str, Tensor],
-    task_loss: Callable[[Mapping[str, Tensor]], Tensor],
-    rate: float,
-    second_order: bool = False,
+    parameters: Mapping[str, Tensor], task_loss: Callable[[Mapping[str, Tensor]], Tensor], rate: float, second_order: bool = False
 ) -> dict[str, Tensor]:
     """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), by name, as a function of theta.
 

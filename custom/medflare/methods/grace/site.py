@@ -67,10 +67,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
 
     Hyper: ClassVar[type] = GraceSiteHyper
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, A_DISTANCE)),
-        VALIDATE,
-    )
+    phases: ClassVar[tuple[Phase, ...]] = (Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, A_DISTANCE)), VALIDATE)
     dp_unsupported_reason = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
 
     discriminator = PersistentState("discriminator")
