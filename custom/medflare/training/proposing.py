@@ -36,29 +36,17 @@ _PRETRAINED: Final = "efficientnet_lite0"
 
 @dataclass(frozen=True)
 class TaskHints:
-    """What the user knows about the task; empty values are proposed.
-
-    Attributes:
-        name: of the task.
-        labels: names of classes or structures, without the background.
-        channels: of an image.
-        dims: 2 or 3.
-        size: of the network's input; images are resized to it.
-        network: name of the network.
-        modality: see `planning.plan`.
-        memory: GiB of the smallest training device.
-        pretrained: whether pretrained weights are required; otherwise they are proposed if a package with them is installed.
-    """
+    """What the user knows about the task; empty values are proposed."""
 
     name: str = ""
-    labels: tuple[str, ...] = ()
-    channels: int | None = None
-    dims: int | None = None
-    size: tuple[int, ...] = ()
-    network: str = ""
-    modality: Modality | None = None
-    memory: float = 8.0
-    pretrained: bool = False
+    labels: tuple[str, ...] = ()  # names of classes or structures, without the background
+    channels: int | None = None  # of an image
+    dims: int | None = None  # 2 or 3
+    size: tuple[int, ...] = ()  # of the network's input; images are resized to it
+    network: str = ""  # its name
+    modality: Modality | None = None  # see `planning.plan`
+    memory: float = 8.0  # GiB of the smallest training device
+    pretrained: bool = False  # whether pretrained weights are required; otherwise they are proposed if a package with them is installed
 
 
 class DatasetSummary(NamedTuple):
