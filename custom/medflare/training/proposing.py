@@ -257,10 +257,9 @@ def _modality(sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hint
 
 def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] = ()) -> Plan:
     """The plan with some settings changed and others left out."""
-    removed = {change.setting for change in changes} | set(without)
-    settings = {name: value for name, value in proposed.settings.items() if name not in without}
-    settings |= {change.setting: change.value for change in changes}
-    kept = (choice for choice in proposed.choices if choice.setting not in removed)
+    changed = {change.setting: change.value for change in changes}
+    settings = {name: value for name, value in (proposed.settings | changed).items() if name not in without}
+    kept = (choice for choice in proposed.choices if choice.setting not in {*changed, *without})
     return dataclasses.replace(proposed, settings=settings, choices=(*kept, *changes))
 
 
@@ -332,8 +331,7 @@ def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
 
 def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     if modality != "ct":
-        reason = "the same for all images" if modality == "photo" else "every image to mean 0, deviation 1"
-        return Choice("intensity", intensity(sites, modality).value, reason)
+        return intensity(sites, modality)
     spreads = [channel.overall for site in sites for channel in site.channels]  # without masks there is no foreground
     low, high = min(spread.p0_5 for spread in spreads), max(spread.p99_5 for spread in spreads)
     scale = {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}
