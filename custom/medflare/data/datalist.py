@@ -73,11 +73,7 @@ class DatalistItem:
 
 
 def site_folders(root: Path) -> list[Path]:
-    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted; DataError if there is none."""
     folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give a site's folder or the folder of several sites")
@@ -96,11 +92,7 @@ def site_name(folder: Path) -> str:
 
 
 def read_content(folder: Path) -> Mapping[str, Any]:
-    """The JSON object of a site's datalist.json; its entries are not checked.
-
-    Raises:
-        DataError: the file is missing, not JSON in UTF-8, or has none of the three lists.
-    """
+    """A site's datalist.json, entries unchecked; DataError if it is missing, not JSON in UTF-8, or has none of the three lists."""
     path = folder / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -218,11 +210,7 @@ def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
-    """ "annotated" of a datalist: the structures that the site annotated, by the task's names; None where it is left out.
-
-    Raises:
-        DataError: it is no list of names.
-    """
+    """The structures that a datalist calls "annotated", by the task's names; None without it, DataError if it is no list of names."""
     if "annotated" not in content:
         return None
     names = content["annotated"]

@@ -214,11 +214,7 @@ def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) ->
 def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]) -> Iterator[DecodedRow]:
     """The rows of `decode` one by one; no more than one file is in memory.
 
-    Args:
-        failed: receives the index of every item that cannot be used, and why.
-
-    Raises:
-        DataError: an item cannot be used, and the task's `unreadable` is "error".
+    Items that cannot be used come into `failed` (index -> why); DataError for the first if the task's `unreadable` is "error".
     """
     preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries):
@@ -246,11 +242,7 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
 
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
-    """The item's target at its stored size, int64: masks (M, ...); or a label (), multilabel (C,).
-
-    Raises:
-        DataError: a label or mask that does not fit the task or the image.
-    """
+    """The item's target at its stored size, int64: masks (M, ...), or a label () or (C,); DataError if it does not fit task or image."""
     if task.kind == "classification":
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # items without a target were left out before

@@ -67,12 +67,9 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
 
 
 def frames_of(dataset: Any) -> list[Any]:
-    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1.
+    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1; ValueError if it lacks some.
 
     Empty for other objects, and for frames of one position, as in time: they are no volume.
-
-    Raises:
-        ValueError: a frame without functional groups.
     """
     from pydicom import Dataset
 

@@ -108,11 +108,7 @@ class SiteData:
 
 
 def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: Path | str | None = None) -> Path | None:
-    """The folder that holds a site's datalist.json, see `site_folder`; None where the task has embedded data and no root is set.
-
-    Raises:
-        DataError: a root without data of the site, or no root for a task without embedded data.
-    """
+    """`site_folder`, or None where the task has embedded data and no root is set; DataError if it has none, or a root without the site."""
     folder = site_folder(site, local, data_root)
     if folder is not None or task.embedded:
         return folder
@@ -239,11 +235,7 @@ def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequenc
 
 
 def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
-    """The items that the task can use, each with its split; and notes on renamed classes and left out images.
-
-    Raises:
-        DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task does not list.
-    """
+    """The items that the task can use, with their splits, and notes on other items and names; DataError as of `assign_splits`, too."""
     entries, notes = renumbered_entries(site, task, source)
     used = [entry for entry in entries if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
     if dropped := len(entries) - len(used):
@@ -252,11 +244,7 @@ def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "
 
 
 def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:
-    """All items with the task's class numbers, and a note where the site's names or numbers differ, see `targets.renumbering`.
-
-    Raises:
-        DataError: see `datalist.read_datalist` and `targets.renumbering`.
-    """
+    """All items with the task's class numbers, and a note where the site's differ; DataError as of `read_datalist` and `renumbering`."""
     entries = source.entries()
     used = {entry.label for entry in entries if type(entry.label) is int}
     numbers, note = renumbering(source.names() if entries else {}, used, task, f"site {site}")
@@ -266,11 +254,7 @@ def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[lis
 
 
 def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
-    """Compare the number of unusable images (`failed`: index -> why) with the task's `unreadable_limit`.
-
-    Raises:
-        DataError: there are more, with the first reason.
-    """
+    """Raise DataError, with the first reason, if more images are unusable (`failed`: index -> why) than the task's `unreadable_limit`."""
     share, count = task.unreadable_limit.share, task.unreadable_limit.count
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))

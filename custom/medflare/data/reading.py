@@ -271,11 +271,7 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """The files of an image's channels, None for a channel of zeros: one that is missing, where `listed` has None or no file exists.
-
-    Raises:
-        DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
-    """
+    """A file for each channel, None for zeros: where `listed` has None or a file is missing. DataError if it may not, or for doubles."""
     names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(names):
         raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")

@@ -141,11 +141,7 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
 
 
 def check_task(task: TaskConfig) -> None:
-    """One training step on noise, so that a task that does not work fails before a federation starts.
-
-    Raises:
-        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
-    """
+    """One training step on noise; ConfigError for a network, loss or transform that is unknown, misconfigured or does not fit the size."""
     check_network(task)
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
@@ -164,11 +160,7 @@ def check_task(task: TaskConfig) -> None:
 
 
 def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport) -> SiteData | None:
-    """The data of a site, or None if images cannot be used; fills `report`.
-
-    Raises:
-        DataError: the datalist or the data as a whole cannot be used.
-    """
+    """The data of a site, or None if images cannot be used; fills `report`; DataError if the datalist or the whole cannot be used."""
     source = Source(folder, task, allowed_folders(local.data_folders), local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)

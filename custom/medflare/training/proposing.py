@@ -58,12 +58,7 @@ class DatasetSummary(NamedTuple):
 
 
 def propose(root: Path, hints: TaskHints) -> Plan:
-    """A task for the images of a data root, which passes `check_task`.
-
-    Raises:
-        ConfigError: a hint does not fit, or images for which there is no network.
-        DataError: no datalist, or files that cannot be read.
-    """
+    """A task that passes `check_task`; ConfigError if a hint does not fit, or no network does, DataError as of `summarise`."""
     summary = summarise(root, hints)
     dims, is_segmentation = summary.settings["spatial_dims"], summary.settings["kind"] == "segmentation"
     if hints.size and len(hints.size) != dims:
@@ -86,12 +81,7 @@ def propose(root: Path, hints: TaskHints) -> Plan:
 
 
 def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
-    """What datalists and files say about a task: kind, labels, channels and dimensions.
-
-    Raises:
-        ConfigError: labels that do not fit, or sites with different labels.
-        DataError: no datalist, an empty one, or files that cannot be read.
-    """
+    """What datalists and files say about a task; ConfigError for labels that do not fit or differ by site, DataError for no images."""
     if len(set(hints.labels)) < len(hints.labels):
         raise ConfigError(f"--labels {','.join(hints.labels)}: a name is there twice")
     folders = site_folders(root)
@@ -339,11 +329,7 @@ def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choic
 
 
 def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints) -> Plan:
-    """The plan with a pretrained network for grey and colour pictures; a warning if the package with the weights is missing.
-
-    Raises:
-        ConfigError: pretrained weights are required, and there are none for these images.
-    """
+    """The plan with a pretrained network for pictures; a warning without its package, ConfigError if it is required and there is none."""
     settings, name = proposed.settings, hints.network or _PRETRAINED
     if hints.pretrained:
         packaged_weights(name)  # raises where there are none

@@ -282,11 +282,7 @@ def from_json(value: Any) -> DatasetFingerprint:
 
 
 def read_fingerprints(paths: Iterable[Path]) -> list[DatasetFingerprint]:
-    """All sites of several files.
-
-    Raises:
-        DataError: a file that is not of fingerprints, or a site that is in two files.
-    """
+    """All sites of several files; DataError for a file that is not of fingerprints, and a site that is in two files."""
     sites: dict[str, DatasetFingerprint] = {}
     for path in paths:
         try:

@@ -82,11 +82,7 @@ def _counts(sites: Mapping[str, Sequence[Item]], classes: Sequence[str]) -> pd.D
 
 
 def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = None, columns: Columns = GUESSED) -> Dataset:
-    """The images of a folder with labels or masks: of a table that names them, otherwise masks by name, otherwise a folder per class.
-
-    Raises:
-        DataError: the layout is unknown or ambiguous.
-    """
+    """A folder's images with labels: of a table that names them, else masks by name, else a folder per class; DataError if unclear."""
     candidates = [table] if table else list(folder.tables)
     splits: dict[Path, str] = {}
     unused: dict[Path, str] = {}

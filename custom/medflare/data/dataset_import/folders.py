@@ -105,11 +105,7 @@ class ImageFolder:
 
 
 def scan_folder(root: Path) -> ImageFolder:
-    """All images and tables below a folder, without hidden files and without folders that have a datalist.json.
-
-    Raises:
-        DataError: not a folder, no images, or a damaged DICOM file.
-    """
+    """All images and tables below a folder, but hidden ones and those of sites; DataError if there is no image, or a damaged DICOM file."""
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
     images: list[Path] = []

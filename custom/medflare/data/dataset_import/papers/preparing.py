@@ -197,11 +197,7 @@ def _with_splits(preparation: Preparation, site: str, items: Sequence[Item], see
 
 
 def compare_counts(preparation: Preparation, counts: Mapping[str, Mapping[str, int]], sites: Sites) -> tuple[str, list[str]]:
-    """Numbers of images beside the published ones.
-
-    Returns:
-        A table with "number" or "number (published)" in a cell if they differ, and a line for every difference.
-    """
+    """A table of numbers of images, with "number (published)" in a cell if they differ, and a line for every difference."""
     rows, differences = [], []
     published = {name for numbers in counts.values() for name in numbers}
     for site in sorted({*sites, *counts}):
