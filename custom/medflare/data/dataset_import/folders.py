@@ -36,7 +36,7 @@ _SPLITS: Final = {
 }
 _IGNORED_WORDS: Final = frozenset(("set", "data", "folder", "split", "ground", *_IMAGE, *_MASK))
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
+_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")  # ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`)
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,7 @@ class _Header(NamedTuple):
 
 
 def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
-    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files.
-
-    The folder itself is the image if its files, without segmentations, are the slices of one series.
-    """
+    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files."""
     require("pydicom", f"{folder}: a DICOM image", DataError)
     import pydicom
 
@@ -162,16 +159,19 @@ def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[d
         segments = str(referenced[0].get("SeriesInstanceUID", "")) if header.get("SOPClassUID") == SEGMENTATION else ""
         patient = patient_id(str(header.get("PatientID", "") or ""))
         headers[file] = _Header(str(header.get("SeriesInstanceUID", file)), patient, segments)
-    masks = {file: header for file, header in headers.items() if header.segments}
+    images = {file: header for file, header in headers.items() if header.segments}
     series: defaultdict[str, list[Path]] = defaultdict(list)
     for file, header in headers.items():
-        if file not in masks:
+        if file not in images:
             series[header.series].append(file)
-    if len(series) == 1 and only_slices and len(files) - len(masks) > 1:
-        return {folder: headers[next(iter(series.values()))[0]], **masks}, {}
-    several = {folder / _folder_name(uid): tuple(slices) for uid, slices in series.items() if len(slices) > 1}
-    single = {slices[0]: headers[slices[0]] for slices in series.values() if len(slices) == 1}
-    return {**single, **{place: headers[slices[0]] for place, slices in several.items()}, **masks}, several
+    apart: dict[Path, tuple[Path, ...]] = {}
+    for uid, slices in series.items():
+        whole = len(series) == 1 and only_slices  # the folder itself is the image
+        place = slices[0] if len(slices) == 1 else folder if whole else folder / _folder_name(uid)
+        images[place] = headers[slices[0]]
+        if place not in (folder, slices[0]):
+            apart[place] = tuple(slices)
+    return images, apart
 
 
 def _folder_name(uid: str) -> str:
@@ -308,10 +308,13 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
     in_folder = Counter(image.parent for image in images)
 
     def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
-        candidates = _names_and_channels(image, names[image].name)
+        name = names[image].name
+        candidates = [(name, "")]
+        if (channel := _CHANNEL.match(name)) and (channel[2].isdecimal() or suffix(image) in NIFTI):
+            candidates.append((channel[1], channel[2]))
         if same_folders and names[image].folders:
-            candidates.append(("", "" if in_folder[image.parent] == 1 else names[image].name))
-        for name, channel in candidates:
+            candidates.append(("", "" if in_folder[image.parent] == 1 else name))
+        for name, part in candidates:
             fitting = [mask for mask in by_name[name] if mask in free and len({names[image].split, names[mask].split} - {""}) < 2]
             if same_folders:
                 fitting = [mask for mask in fitting if names[mask].folders == names[image].folders]
@@ -320,7 +323,7 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
                 both = " and ".join(map(folder.relative, fitting[:2]))
                 raise DataError(f"{both}: two masks of one image; list them in a table, with --mask-column and a column for each")
             if len(fitting) == 1:
-                if (other := files_of[fitting[0]].setdefault(channel, image)) is not image:
+                if (other := files_of[fitting[0]].setdefault(part, image)) is not image:
                     both = f"{folder.relative(other)} and {folder.relative(image)} would both have the mask {folder.relative(fitting[0])}"
                     raise DataError(f"{both}; use the same folder names for images and masks, or list them in a table")
                 return True
@@ -330,17 +333,6 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
         free = {mask for mask, files in files_of.items() if same_folders or not files}
         images = [image for image in images if not assign(image, free, same_folders)]
     return files_of, images
-
-
-def _names_and_channels(image: Path, name: str) -> list[tuple[str, str]]:
-    """The names that the mask of an image can have, with the channel that the file then is.
-
-    The suffix of a channel is a number of four digits (nnU-Net), or a word (`_flair`) in NIfTI files.
-    """
-    match = _CHANNEL.match(name)
-    if match is None or not (match[2].isdecimal() or suffix(image) in NIFTI):
-        return [(name, "")]
-    return [(name, ""), (match[1], match[2])]
 
 
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
