@@ -19,7 +19,7 @@ from medflare.core.settings import unknown
 from medflare.data.dataset_import.folders import Item, pair_masks, scan_folder
 from medflare.data.dataset_import.papers.preparing import Download, Preparation, expected, files_in, items_of
 from medflare.data.dataset_import.tables import read_frame
-from medflare.data.reading import NIFTI, PICTURES, explained
+from medflare.data.reading import PICTURES, explained, stem
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM -----------------------------------------------------------
 
@@ -33,33 +33,25 @@ _FOLDERS: Final = {
     "HK": ("HK",),
 }
 _FEDSM: Final = ("I2CVB", "MSD", "NCI_ISBI_3T", "NCI_ISBI_Dx", "Promise12", "PROSTATEx")  # clients 1 ... 6
-_MARK: Final = "_segmentation"
 
 
 def find_saml(root: Path, download: Download, sites: Iterable[str] = _FOLDERS) -> list[Item]:
-    """CaseNN.nii.gz with CaseNN_segmentation.nii.gz beside it, a folder for each site; case numbers are of one site only."""
-    items = []
-    for site in sites:
-        volumes = files_in(expected(root, *_FOLDERS[site], download=download), NIFTI)
-        masks = {path.name.lower().replace(_MARK, ""): path for path in volumes if _MARK in path.name.lower()}
-        for volume in volumes:
-            if _MARK not in volume.name.lower():
-                if volume.name.lower() not in masks:
-                    raise DataError(f"{volume}: no file {volume.name.replace('.nii', f'{_MARK}.nii')}; unpack the download again")
-                items.append(Item((volume,), masks[volume.name.lower()], f"{site} {volume.name.partition('.')[0]}", "", site))
-    return items
+    """CaseNN.nii.gz with CaseNN_segmentation.nii.gz beside it, a folder for each site."""
+    return [item for site in sites for item in _volumes(expected(root, *_FOLDERS[site], download=download), site)]
 
 
 def find_fedsm(root: Path, download: Download) -> list[Item]:
     """The volumes of FedSM's six sources, with masks by name."""
     dataset = expected(root, "dataset", download=download)
-    items = []
-    for site in _FEDSM:
-        pairs = pair_masks(scan_folder(expected(dataset, site, site.upper(), download=download)))
-        if pairs.missing:
-            raise DataError(f"{dataset / site}: {len(pairs.missing)} incomplete, the first: {pairs.missing[0]}; convert the source again")
-        items += [replace(item, patient=f"{site} {item.first.name}", split="", site=site) for item in pairs.items]
-    return items
+    return [item for site in _FEDSM for item in _volumes(expected(dataset, site, site.upper(), download=download), site)]
+
+
+def _volumes(folder: Path, site: str) -> list[Item]:
+    """The volumes of a site with their masks by name; case numbers are of one site only."""
+    pairs = pair_masks(scan_folder(folder))
+    if pairs.missing:
+        raise DataError(f"{folder / pairs.missing[0]}, the first of {len(pairs.missing)}; unpack the download again, or convert it again")
+    return [replace(item, patient=f"{site} {stem(item.first)}", split="", site=site) for item in pairs.items]
 
 
 # -- retina: DoFE (Wang et al., TMI 2020), RIGA+, and GDRBench (Che et al., MICCAI 2023) --------------------------------
