@@ -39,8 +39,9 @@ class Preparation:
     papers: str  # the tables that use the data
     licence: str  # of the data, as their owners state it
     downloads: tuple[Download, ...]  # what to get
-    # (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them
+    # (folder of the downloads, sites, *downloads) -> images with their sites, and with split and patient if the download names them
     find: Callable[..., list[Item]]
+    sites: Any  # names of the sites, with what `find` has to know of each
     kind: str  # "segmentation" or "classification"
     shares: Mapping[str, float]  # split -> share of the patients, for splits that the download does not name
     classes: tuple[str, ...] = ()  # of a classification, in the order of their numbers
@@ -138,7 +139,7 @@ def prepare(
     """
     if not source.is_dir():
         raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.path for download in preparation.downloads)}")
-    items = preparation.find(source, *preparation.downloads)
+    items = preparation.find(source, preparation.sites, *preparation.downloads)
     check_files(items, source)
     counts = preparation.counts
     if redraw:
