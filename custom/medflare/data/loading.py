@@ -188,25 +188,15 @@ def load_site_data(
     train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
     if annotation is not None and annotation.missing:
         notes.append(f"not annotated, so left out of losses and metrics: {', '.join(annotation.missing)}")
-    absent: list[str] = []
-    if role == "inside":
-        missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if count == 0]
-        if annotation is None and task.kind == "segmentation":
-            absent = _absent_structures(missing, task)
-        else:
-            missing = [name for name in missing if annotation is None or name not in annotation.missing]
-            notes += [f"class {name} is absent from the training images" for name in missing]
+    missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if role == "inside" and not count]
+    absent = _absent_structures(missing, task) if annotation is None and task.kind == "segmentation" else []
+    if annotation is not None or task.kind == "classification":
+        missing = [name for name in missing if annotation is None or name not in annotation.missing]
+        notes += [f"class {name} is absent from the training images" for name in missing]
     acquired = {row.entry: row.acquired for row in decoded.rows if entries[row.entry].split == "training"}
-    return SiteData(
-        train,
-        validation,
-        test,
-        notes=(*notes, *absent),
-        left_out=tuple(decoded.failed.values()),
-        annotated=None if annotation is None else annotation.names,
-        absent=tuple(absent),
-        acquired=torch.tensor(list(acquired.values()), dtype=torch.float64),
-    )
+    numbers = torch.tensor(list(acquired.values()), dtype=torch.float64)
+    left_out, annotated = tuple(decoded.failed.values()), None if annotation is None else annotation.names
+    return SiteData(train, validation, test, (*notes, *absent), left_out, annotated, tuple(absent), numbers)
 
 
 def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:
@@ -220,13 +210,9 @@ def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
     """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated"."""
     structures = structures_of(task)
     present = [name for name in structures if name not in missing]
-    remedy = f"write to {FILE} {_annotated(structures)} if it does not occur here, "
-    remedy += f"{_annotated(present)} if it was not annotated" if present else "take the site out if it was not annotated"
+    all_of_them, some = (json.dumps({"annotated": names}, ensure_ascii=False)[1:-1] for names in (structures, present))
+    remedy = f"write to {FILE} {all_of_them} if it does not occur here, {some if present else 'take the site out'} if it was not annotated"
     return [f"{name} is in no training mask and is trained as background; {remedy}" for name in structures if name in missing]
-
-
-def _annotated(names: Sequence[str]) -> str:
-    return f'"annotated": {json.dumps(list(names), ensure_ascii=False)}'
 
 
 def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
