@@ -260,7 +260,7 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
         return None, "it takes two sites"
     pictures, sites, patients = [], [], []
     for name, site in data.items():
-        images = ConcatDataset([site.train, site.validation, site.test])
+        images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset([site.train, site.validation, site.test])
         owners = np.array([f"{name}/{patient}" for split in (site.train, site.validation, site.test) for patient in split.patients])
         if len(set(owners)) < 3:
             return None, f"site {name} has fewer than three patients"
