@@ -91,8 +91,7 @@ class ImageFolder:
     tables: tuple[Path, ...]  # CSV and TSV files, sorted
     patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
     segmented: Mapping[Path, Path] = field(default_factory=dict)  # DICOM segmentation -> the series of the folder that it refers to
-    # folder that is to be made for a DICOM series -> its files, which lie beside others
-    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
+    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)  # folder to make for a DICOM series -> files beside others
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder."""
