@@ -26,6 +26,13 @@ _RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left
 _OFFSET: Final = 0.1  # voxels between a frame of a segmentation and the grid
 
 
+def tags_of(path: Path, *tags: str) -> Any:
+    """Some tags of a file, without its pixels."""
+    from pydicom import dcmread
+
+    return dcmread(path, stop_before_pixels=True, specific_tags=list(tags))
+
+
 def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
     """The pixel values of a file: (i, j), i along the columns, or (i, j, frames), then colours if any; and whether there are colours.
 

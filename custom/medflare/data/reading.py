@@ -141,10 +141,8 @@ def dicom_files(path: Path) -> list[Path]:
 
 
 def _is_image(path: Path, segmentations: bool) -> bool:
-    from pydicom import dcmread
-
     try:
-        header = dcmread(path, stop_before_pixels=True, specific_tags=["Rows", "SOPClassUID"])
+        header = dicom.tags_of(path, "Rows", "SOPClassUID")
         return "Rows" in header and (segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION)
     except Exception:  # `read_stored` will raise the error
         return True
@@ -260,11 +258,8 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 def series_grid(path: Path) -> Grid:
     """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone; DataError as of `dicom.in_order`."""
-    from pydicom import dcmread
-
     with explained(path):
-        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(dicom.HEADER)) for file in dicom_files(path)]
-        return dicom.grid_of(dicom.in_order(slices, path))
+        return dicom.grid_of(dicom.in_order([dicom.tags_of(file, *dicom.HEADER) for file in dicom_files(path)], path))
 
 
 # -- images ----------------------------------------------------------------------------------------------------------------
@@ -394,7 +389,7 @@ def read_mask(
         if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
             raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
         with explained(path):
-            series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
+            series = dicom.tags_of(dicom_files(image_path)[0], "SeriesInstanceUID")
             array, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
         stored = Stored(array, image.stored_grid)
     else:
@@ -422,8 +417,4 @@ def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.
 def is_segmentation(path: Path) -> bool:
     """Whether a file is a DICOM segmentation object."""
     with explained(path):
-        if not path.is_file() or not is_dicom(path):
-            return False
-        from pydicom import dcmread
-
-        return str(dcmread(path, stop_before_pixels=True, specific_tags=["SOPClassUID"]).get("SOPClassUID", "")) == dicom.SEGMENTATION
+        return path.is_file() and is_dicom(path) and bool(dicom.tags_of(path, "SOPClassUID").get("SOPClassUID") == dicom.SEGMENTATION)

@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.data.datalist import FILE, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
-from medflare.data.dicom import segment_codes
+from medflare.data.dicom import segment_codes, tags_of
 from medflare.data.reading import NIFTI, PICTURES, explained, is_segmentation, label_values, read_stored, suffix
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
@@ -169,9 +169,7 @@ def _codes(entries: Sequence[DatalistItem], labels: Sequence[str]) -> dict[str, 
     codes: dict[str, Any] = {}
     for path in (mask for entry in entries for mask in entry.masks if is_segmentation(mask)):
         with explained(path):
-            from pydicom import dcmread
-
-            codes |= segment_codes(dcmread(path, stop_before_pixels=True, specific_tags=["SegmentSequence"]))
+            codes |= segment_codes(tags_of(path, "SegmentSequence"))
     return {label: codes[label] for label in labels if label in codes}
 
 

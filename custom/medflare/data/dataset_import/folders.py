@@ -12,9 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from medflare.core.errors import DataError
-from medflare.core.packages import require
 from medflare.data.datalist import FILE, patient_id
-from medflare.data.dicom import SEGMENTATION
+from medflare.data.dicom import SEGMENTATION, tags_of
 from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, stem, suffix
 
 LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
@@ -22,7 +21,7 @@ MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
 _IGNORED: Final = ("__MACOSX", "Thumbs.db")
-_TAGS: Final = ["SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence"]
+_TAGS: Final = ("SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 _MASK: Final = frozenset(
@@ -147,22 +146,18 @@ class _Header(NamedTuple):
 
 def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
     """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files."""
-    require("pydicom", f"{folder}: a DICOM image", DataError)
-    import pydicom
-
     headers: dict[Path, _Header] = {}
     for file in files:
         with explained(file):
-            header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
-        referenced = header.get("ReferencedSeriesSequence") or [{}]
-        segments = str(referenced[0].get("SeriesInstanceUID", "")) if header.get("SOPClassUID") == SEGMENTATION else ""
-        patient = patient_id(str(header.get("PatientID", "") or ""))
-        headers[file] = _Header(str(header.get("SeriesInstanceUID", file)), patient, segments)
-    images = {file: header for file, header in headers.items() if header.segments}
+            tags = tags_of(file, *_TAGS)
+        referenced = tags.get("ReferencedSeriesSequence") or [{}]
+        segments = str(referenced[0].get("SeriesInstanceUID", "")) if tags.get("SOPClassUID") == SEGMENTATION else ""
+        headers[file] = _Header(str(tags.get("SeriesInstanceUID", file)), patient_id(str(tags.get("PatientID", "") or "")), segments)
+    images = {file: found for file, found in headers.items() if found.segments}
     series: defaultdict[str, list[Path]] = defaultdict(list)
-    for file, header in headers.items():
-        if file not in images:
-            series[header.series].append(file)
+    for file, found in headers.items():
+        if not found.segments:
+            series[found.series].append(file)
     apart: dict[Path, tuple[Path, ...]] = {}
     for uid, slices in series.items():
         whole = len(series) == 1 and only_slices  # the folder itself is the image
@@ -336,12 +331,10 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
 
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
     """Number -> label of the segments of DICOM segmentations, numbered as they are met."""
-    import pydicom
-
     names: dict[str, None] = {}
     for mask in sorted(masks):
         with explained(mask):
-            segments = pydicom.dcmread(mask, stop_before_pixels=True, specific_tags=["SegmentSequence"]).SegmentSequence
+            segments = tags_of(mask, "SegmentSequence").SegmentSequence
         names |= dict.fromkeys(str(segment.SegmentLabel) for segment in segments)
     return {str(number): name for number, name in enumerate(names, 1)}
 
