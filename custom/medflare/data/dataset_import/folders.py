@@ -116,11 +116,10 @@ def scan_folder(root: Path) -> ImageFolder:
         files = [folder / name for name in sorted(names) if not _is_ignored(name)]
         own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
         own_tables = [file for file in files if suffix(file) in _TABLES]
-        slices = list(dicom_images(files))
-        if slices:
-            found, apart = _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
-            headers |= found
-            loose |= apart
+        only_slices = not own_images and not own_tables and folder != root
+        found, apart = _dicom_series(folder, list(dicom_images(files)), only_slices)
+        headers |= found
+        loose |= apart
         images += own_images
         tables += own_tables
     images += headers
