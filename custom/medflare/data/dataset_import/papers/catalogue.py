@@ -17,7 +17,7 @@ from PIL import Image
 from medflare.core.errors import DataError
 from medflare.core.settings import unknown
 from medflare.data.dataset_import.folders import Item, pair_masks, scan_folder
-from medflare.data.dataset_import.papers.preparing import Download, Preparation, expected, files_in, items_of
+from medflare.data.dataset_import.papers.preparing import Download, Preparation, expected, items_of
 from medflare.data.dataset_import.tables import read_frame
 from medflare.data.reading import PICTURES, explained, stem
 
@@ -55,7 +55,7 @@ def _find_dofe(root: Path, site: str, domain: str, download: Download) -> list[I
     items = []
     for inner in (f"{domain}/{split}/ROIs" for split in ("train", "test")):
         folder = expected(root, f"Fundus/{inner}", inner, download=download)
-        for image in files_in(expected(folder, "image", download=download), PICTURES):
+        for image in scan_folder(expected(folder, "image", download=download)).images:
             mask = expected(folder, f"mask/{image.name}", download=download)
             items.append(_item(image, mask, site, cup_is_darkest=True))
     return items

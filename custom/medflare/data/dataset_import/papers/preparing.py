@@ -74,14 +74,6 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
     raise DataError(f"{root / choices[0]}: not there; get {download.path} from {download.page} and unpack it into {root}")
 
 
-def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files with these endings in lower case, sorted, without hidden files; DataError if there is none."""
-    files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and not path.name.startswith("."))
-    if not files:
-        raise DataError(f"{folder}: no file that ends in {' or '.join(endings)}; unpack the download completely")
-    return files
-
-
 def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
     """The images of a table's rows; `item` returns None for a row to leave out. DataError names a row that the release does not have."""
     items = []
