@@ -6,6 +6,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,14 +107,10 @@ def read_content(folder: Path) -> Mapping[str, Any]:
 
 
 def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
-    """All items, in the order of the file.
+    """All items, in the order of the file; `kind` is "segmentation" or "classification".
 
-    Args:
-        kind: of the task, "segmentation" or "classification".
-        folders: further folders in which files may be. Links are resolved first.
-
-    Raises:
-        DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or names a file in another folder.
+    DataError as of `read_content`, or for an entry that lacks its image or label, is listed twice, or names a file that is, with its links
+    resolved, neither in `folder` nor in `folders`.
     """
     content, allowed = read_content(folder), [path.resolve() for path in (folder, *folders)]
     entries: dict[Path, DatalistItem] = {}
@@ -276,10 +273,7 @@ def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, se
         raise DataError(f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; {remedy}")
     total = sum(SHARES[split] for split in drawn)
     order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
-    splits = dict.fromkeys(order, "training")
-    start = 0
+    splits, rest = dict.fromkeys(order, "training"), iter(order)
     for split in missing:
-        count = max(1, round(len(patients) * SHARES[split] / total))
-        splits.update(dict.fromkeys(order[start : start + count], split))
-        start += count
+        splits |= dict.fromkeys(islice(rest, max(1, round(len(patients) * SHARES[split] / total))), split)
     return [replace(entry, split=splits[entry.patient]) if entry.split == "training" else entry for entry in entries]

@@ -102,12 +102,9 @@ def _group(dataset: Any, groups: Any, name: str) -> Any:
 
 
 def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
-    """The slices (pydicom datasets) of a series in their order: by number if the positions agree, else by position.
+    """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the positions agree, else by position.
 
-    Of a series in one file: the headers of its frames, see `frames_of`.
-
-    Raises:
-        DataError: several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
+    DataError for several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
     """
     if len(slices) == 1:
         slices = frames_of(slices[0]) or slices
@@ -196,10 +193,8 @@ def _code(sequence: Any) -> dict[str, str] | None:
 def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndarray, list[tuple[str, int]]]:
     """The masks of a segmentation object (PS3.3, A.51) on the grid of its `series` (a UID): int64 (M, i, j, k); label and number of each.
 
-    An object has frames for slices with foreground alone, in any order, each with its position.
-
-    Raises:
-        DataError: it refers to another series, or a frame lies elsewhere.
+    An object has frames for slices with foreground alone, in any order, each with its position. DataError if it refers to another series,
+    or a frame lies elsewhere.
     """
     referenced = {str(item.SeriesInstanceUID) for item in dataset.get("ReferencedSeriesSequence", ())}
     if referenced and series not in referenced:

@@ -119,10 +119,7 @@ def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: P
 def site_folder(site: str, local: str = "", data_root: Path | str | None = None) -> Path | None:
     """The folder that holds a site's datalist.json: the data root, or its subfolder named like the site; None without a data root.
 
-    The root is `data_root`, else `local` ("data_root" of the site's local/medflare.json), else MEDFLARE_DATA_ROOT.
-
-    Raises:
-        DataError: a root without data of the site.
+    The root is `data_root`, else `local` ("data_root" of local/medflare.json), else MEDFLARE_DATA_ROOT; DataError if it has no such site.
     """
     roots = [
         (data_root, "data_root"),

@@ -169,10 +169,8 @@ def explained(path: Path) -> Iterator[None]:
 def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool = False) -> Stored:
     """The content of a file, or of a folder with one DICOM series. Its size is checked before its pixels are read.
 
-    A `mask`'s numbers are labels, to which no palette and no inversion applies.
-
-    Raises:
-        DataError: it is missing, unreadable, too large, of an unknown format or no image.
+    A `mask`'s numbers are labels, to which no palette and no inversion applies. DataError for a file that is missing, unreadable, too
+    large, of an unknown format or no image.
     """
     with explained(path):
         if path.is_dir() or is_dicom(path):
@@ -266,7 +264,7 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """A file for each channel, None for zeros: where `listed` has None or a file is missing. DataError if it may not, or for doubles."""
+    """A file for each channel, None for zeros: where `listed` has None or a file is missing. DataError if that is refused, or for doubles."""
     names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(names):
         raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")

@@ -247,10 +247,7 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
     """How far sites' images differ: balanced accuracy of telling the site from a 12 x 12 thumbnail.
 
     Linear discriminant analysis with shrinkage on the network's input (of a volume its middle slice), three-fold cross-validation by
-    patient. 1 / sites is chance.
-
-    Returns:
-        The accuracy and "", or None and the reason.
+    patient; 1 / sites is chance. Returns the accuracy and "", or None and the reason.
     """
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.metrics import balanced_accuracy_score

@@ -89,14 +89,9 @@ class DatasetFingerprint:
 
 
 def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:
-    """The fingerprint of every site below a data root.
+    """The fingerprints of a site's folder, or of the sites below it; of the task count labels, channels and axes.
 
-    Args:
-        root: one site's folder, or a folder with one folder per site.
-        task: its labels, channels and axes count; its size, spacing, intensity transform and network do not.
-
-    Raises:
-        DataError: no site, no training image, or one that cannot be used (unless the task skips those).
+    DataError if there is no site, no training image, or one that cannot be used (unless the task skips those).
     """
     folders = site_folders(Path(root))
     all_sites = [fingerprint_of(site_name(folder), task, partial(open_source, site_name(folder), root=folder)) for folder in folders]

@@ -187,17 +187,10 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
 
 
 def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "") -> tuple[list[Item], str]:
-    """The images with their patients: by the pattern, otherwise by the table, otherwise by DICOM's PatientID.
+    """The images with their patients, by the pattern, else the table, else DICOM's PatientID; and a warning if none is known, else "".
 
-    Args:
-        pattern: regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
-
-    Returns:
-        The images, and a warning if no patient is known, otherwise "".
-
-    Raises:
-        ConfigError: not a regular expression.
-        DataError: it does not match a name, or some images have no patient.
+    The pattern is a regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
+    ConfigError if it is none; DataError if it does not match a name, or if some images have no patient.
     """
     if pattern:
         try:
@@ -377,11 +370,7 @@ def write_datalist(
 def place_files(
     folder: Path, items: Sequence[Item], root: Path, *, copy: bool, slices: Mapping[Path, Sequence[Path]] = MappingProxyType({})
 ) -> None:
-    """Put the files of a site into its folder: hard links or copies, `Item.rendered` as PNG, `ImageFolder.slices` in folders.
-
-    Raises:
-        DataError: another file is there, links are not possible, or a file cannot be rendered.
-    """
+    """Link or copy a site's files into its folder, `Item.rendered` as PNG, `slices` in folders; DataError if another file is there."""
     for item in counted(items, len(items), f"{folder}, images imported"):
         for file in (*filter(None, item.files), *item.masks):
             target = folder / file.relative_to(root)

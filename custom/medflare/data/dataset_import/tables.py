@@ -61,14 +61,9 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *, kind: str = "") -> Dataset:
-    """The images of a table, or of a table for each split.
+    """The images of a table, or of one for each split; without a `kind` the columns decide whether they are of masks or classes.
 
-    Args:
-        columns: as far as they were given.
-        kind: "segmentation", "classification", or "" to choose by the columns.
-
-    Raises:
-        DataError: a column is missing, a cell names several files, or values that are no labels.
+    DataError for a missing column, a cell that names several files, and values that are no labels.
     """
     items: list[Item] = []
     missing: list[str] = []
