@@ -280,13 +280,9 @@ _decoded_sites: OrderedDict[tuple[str, CacheSettings | None], Decoded] = Ordered
 
 
 def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem], cache: CacheSettings | None) -> Decoded:
-    """The decoded images of `entries`: from this process, else from the cache folder, else from the source.
+    """The decoded images of `entries`: from this process, else from the cache folder (None: no cache), else from the source.
 
-    Args:
-        cache: the folder, and how much of it comes into memory; None decodes into memory.
-
-    Raises:
-        DataError: an image cannot be used, or the images fit neither into memory nor into the cache.
+    DataError for an image that cannot be used, and for images that fit neither into memory nor into the cache.
     """
     keys = _keys(task, source, entries)
     key = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16).hexdigest(), cache

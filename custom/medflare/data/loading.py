@@ -161,7 +161,7 @@ def load_site_data(
     folders: Sequence[str] = (),
     bounds: ImageBounds = ImageBounds(),
 ) -> SiteData:
-    """A site's data, ready for the network.
+    """A site's data, ready for the network; DataError, with file or value and remedy, if they cannot be used.
 
     Images are decoded once per process, and with `cache` once per site: later processes read the decoded tensors from its folder unless a
     file, the datalist or the task's data settings changed. Images beyond `cache.memory_gb` stay on disk.
@@ -171,9 +171,6 @@ def load_site_data(
         role: "inside" needs images in every split, "outside" in the test split alone.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
         folders: see `allowed_folders`.
-
-    Raises:
-        DataError: the data cannot be used; the message names the file or value and the remedy.
     """
     source = open_source(site, task, root, folders, bounds)
     entries, notes = usable_entries(site, task, source, role=role)

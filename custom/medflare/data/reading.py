@@ -264,7 +264,7 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """A file for each channel, None for zeros: where `listed` has None or a file is missing. DataError if that is refused, or for doubles."""
+    """A file for each channel, None for zeros where `listed` has None or a file is missing; DataError if it must not, or for doubles."""
     names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(names):
         raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")
@@ -285,11 +285,8 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
 
     In 2-D tasks colours become luminance for one channel, and grey is repeated for three. The volumes of a 4-D file are channels.
 
-    Args:
-        files: None stands for zeros. The other channels are turned to the orientation of the first one.
-
-    Raises:
-        DataError: a file cannot be read, is too large, contains NaN, or has other channels than the task; channels on different grids.
+    Of `files`, None stands for zeros; channels are turned to the orientation of the first. DataError for a file that cannot be read, is too
+    large, contains NaN, or has other channels than the task, and for channels on different grids.
     """
     arrays: list[np.ndarray | None] = []
     path, first, coloured = Path(), Stored(np.zeros(0)), False

@@ -105,17 +105,10 @@ class CheckReport:
 
 
 def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, local: LocalSettings = LocalSettings()) -> CheckReport:
-    """Read everything below a data root: one site's folder, or a folder with one folder per site.
+    """Read everything below a data root: a folder with datalist.json, or with folders that have one.
 
-    Args:
-        root: has a datalist.json, or folders that do.
-        out: folder for the contact sheet `thumbnails.png`, or None.
-        local: the site's local settings: its bounds, and the folders that a datalist may name files in.
-
-    Raises:
-        ConfigError: the task exceeds the site's bounds, or does not work, see `check_task`.
-        DataError: `root` has no site. Problems of a site's data are listed in the report instead.
-        OSError: `out` cannot be made.
+    `out` is a folder for the contact sheet `thumbnails.png`; of `local`, bounds and the folders that a datalist may name count. ConfigError
+    if the task exceeds the bounds, or does not work, see `check_task`; DataError if `root` has no site. Problems of data are in the report.
     """
     root = Path(root)
     check_task_bounds(task, local.bounds, "this site")

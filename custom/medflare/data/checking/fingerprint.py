@@ -105,20 +105,13 @@ def fingerprint_of(
     minimum: int = 0,
     aborted: Callable[[], bool] = lambda: False,
 ) -> DatasetFingerprint | None:
-    """The fingerprint of one site; training images are read one at a time.
+    """The fingerprint of one site, read one image at a time; None for fewer than `minimum` patients, DataError as of `fingerprints`.
 
     Args:
         source_of_task: task -> the site's images as that task reads them.
         minimum: small-cell suppression: number of patients below which a number is left out. A class or a foreground that fewer patients
             show is left out (of exclusive classes then all), and minimum and maximum of a `Spread` become the 10th and 90th percentile.
-        aborted: called before every image.
-
-    Returns:
-        The fingerprint; None if there are fewer than `minimum` training patients.
-
-    Raises:
-        DataError: see `fingerprints`.
-        Aborted: `aborted` returned True.
+        aborted: called before every image; where it returns True, Aborted is raised.
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)

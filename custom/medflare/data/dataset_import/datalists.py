@@ -119,9 +119,7 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
 def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> ImportReport:
     """Write the datalists of a folder of images; nothing of a site is written before all its checks pass.
 
-    Raises:
-        ConfigError: an option is wrong.
-        DataError: an unknown layout, incomplete images, a patient in two splits, or datalists that exist.
+    DataError for an unknown layout, incomplete images, a patient in two splits, or datalists that exist; ConfigError for a wrong option.
     """
     if options.site_folders:
         return _import_site_folders(root, options)
@@ -255,15 +253,9 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
 
 
 def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], seed: int) -> list[Item]:
-    """The images with their splits; a split that no image has is drawn from the training patients, stratified by class.
+    """A site's images with their splits; a split of `shares` that no image has is drawn from the training patients, stratified by class.
 
-    Args:
-        items: of one site, with their patients.
-        site: its name, a key of the random draw.
-        shares: split -> its share of the patients; a split that is not in it is not drawn.
-
-    Raises:
-        DataError: a patient in two splits, or too few patients.
+    `shares`: split -> its share of the patients. DataError for a patient in two splits, and for too few patients.
     """
     drawn = [replace(item, split=item.split or "training") for item in items]
     first_of: dict[str, Item] = {}

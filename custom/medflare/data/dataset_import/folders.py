@@ -261,10 +261,8 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
     """Every mask with its image; the channels of an image may be in separate files.
 
     An image has the mask of the same folders, name and split; otherwise the mask without a name of its folder (`segmentation.nii.gz`),
-    otherwise the only unused mask of its name and split. A DICOM series has the segmentation that refers to it.
-
-    Raises:
-        DataError: no pairs, two masks of one image, or two images of one mask.
+    otherwise the only unused mask of its name and split. A DICOM series has the segmentation that refers to it. DataError without pairs,
+    for two masks of one image, and for two images of one mask.
     """
     names = names or folder.names()
     files_of, without = _assign_masks(folder, names)
@@ -357,8 +355,7 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
 def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share; folders of splits do not count.
 
-    Raises:
-        DataError: fewer than two classes; or, unless there may be `any_number`, more than `MAX_CLASSES` or nearly as many as images.
+    DataError for fewer than two classes; unless there may be `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
     """
     images = list(images)
     common = Path(os.path.commonpath([image.parent for image in images]))
