@@ -22,6 +22,7 @@ from medflare.data.dataset_import.tables import read_frame
 from medflare.data.reading import PICTURES, explained, stem
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM -----------------------------------------------------------
+# SAML's release was renamed once; ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
 
 
 def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Download) -> list[Item]:
@@ -40,6 +41,7 @@ def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Downl
 
 _READER: Final = 1  # of RIGA's six, whose outlines are taken
 _DARK, _BRIGHT = 51, 201  # between the three grey values of a mask, which shrinking has blurred
+# IOP-FL keeps REFUGE's training and validation images apart, FedSM has them as one client.
 
 
 def find_fundus(root: Path, sites: Mapping[str, Sequence[str]], dofe: Download, riga: Download | None = None) -> list[Item]:
