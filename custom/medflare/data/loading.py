@@ -121,12 +121,9 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
 
     The root is `data_root`, else `local` ("data_root" of local/medflare.json), else MEDFLARE_DATA_ROOT; DataError if it has no such site.
     """
-    roots = [
-        (data_root, "data_root"),
-        (local, '"data_root" of local/medflare.json'),
-        (os.environ.get(ENVIRONMENT), f"--data-root or {ENVIRONMENT}"),
-    ]
-    root, origin = next(((Path(value).expanduser(), origin) for value, origin in roots if value), (None, ""))
+    variable, setting = f"--data-root or {ENVIRONMENT}", '"data_root" of local/medflare.json'
+    roots = {"data_root": data_root, setting: local, variable: os.environ.get(ENVIRONMENT)}
+    root, origin = next(((Path(value).expanduser(), origin) for origin, value in roots.items() if value), (None, ""))
     if root is None:
         return None
     if not root.is_dir():
