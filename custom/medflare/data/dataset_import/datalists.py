@@ -140,10 +140,7 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
         items = [replace(item, split="") for item in items]
-    sites = {
-        site: draw_splits(site_items, site, options.shares or SHARES, options.seed)
-        for site, site_items in _items_by_site(items, options).items()
-    }
+    sites = {site: draw_splits(own, site, options.shares or SHARES, options.seed) for site, own in _items_by_site(items, options).items()}
     home = options.out or root
     check_target(home, sites, force=options.force)
     header = {"labels": dataset.labels, "channel_names": dataset.channels}
@@ -168,11 +165,8 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")) if root.is_dir() else []
     if not folders:
         raise DataError(f"{root}: no folder of a site in it; correct the path, or leave out --site-folders")
-    plain = replace(options, site_folders=False)
-    reports = {
-        folder.name: import_folder(folder, replace(plain, out=None if options.out is None else options.out / folder.name))
-        for folder in folders
-    }
+    outs = {folder: options.out and options.out / folder.name for folder in folders}
+    reports = {folder.name: import_folder(folder, replace(options, site_folders=False, out=out)) for folder, out in outs.items()}
     warnings = tuple(f"{site}: {warning}" for site, report in reports.items() for warning in report.warnings)
     first = next(iter(reports.values())).dataset
     notes = tuple(f"{site}: {note}" for site, report in reports.items() for note in report.dataset.notes)
@@ -236,10 +230,8 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
         if options.sites < 1:
             raise ConfigError(f"--sites {options.sites}: give 1 or more")
         numbers = _folds(items, options.sites, [f"{item.split} {item.stratum}" for item in items], options.seed, "sites")
-        return {
-            f"site-{site + 1}": [item for item, number in zip(items, numbers, strict=True) if number == site]
-            for site in range(options.sites)
-        }
+        placed = list(zip(items, numbers, strict=True))
+        return {f"site-{site + 1}": [item for item, number in placed if number == site] for site in range(options.sites)}
     if not options.columns.site:
         return {"": list(items)}
     names: dict[str, str] = {}  # folder -> name in the table
