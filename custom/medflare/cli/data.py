@@ -24,6 +24,8 @@ Copy = Annotated[bool, typer.Option("--copy", help="Copy the files instead of li
 Force = Annotated[bool, typer.Option("--force", help="Replace files that exist")]
 Memory = Annotated[float, typer.Option(metavar="GIB", help="Of the smallest training device")]
 Modality = Literal["mr", "ct", "photo"]
+Kind = Literal["segmentation", "classification"]
+Layout = Literal["png", "csv", "dicom"]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -33,14 +35,12 @@ def add_commands(app: typer.Typer) -> None:
         epilog="example: medflare data check DATA --task task.json --out check",
         **AUTO_HELP,
     )
-    add_command(
-        data,
-        "init",
-        init,
+    imports = (
         "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
         "medflare data init hospitals --site-folders --out DATA        # hospitals/north, hospitals/south, ...",
         "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx --patient-column lesion_id",
     )
+    add_command(data, "init", init, *imports)
     phantoms = "medflare data phantom photographs", "medflare data phantom grades --kind classification --format csv"
     add_command(data, "phantom", phantom, *phantoms)
     add_command(data, "check", check, "medflare data check DATA --task brain_lgg --out check")
@@ -60,10 +60,8 @@ def add_commands(app: typer.Typer) -> None:
 
 def init(
     root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images, unpacked")],
-    kind: Annotated[Literal["segmentation", "classification"] | None, typer.Option(help="(default: by the folder)")] = None,
-    table: Annotated[
-        Path | None, typer.Option(metavar="CSV", help="CSV or TSV with a row per image (default: the one in the folder)")
-    ] = None,
+    kind: Annotated[Kind | None, typer.Option(help="(default: by the folder)")] = None,
+    table: Annotated[Path | None, typer.Option(metavar="CSV", help="With a row per image, CSV or TSV (default: the folder's)")] = None,
     image_column: Annotated[str, typer.Option(metavar="NAME", help="File of the image: path, name, or name without suffix")] = "",
     label_column: Annotated[str, typer.Option(metavar="NAMES", help="Class; or several columns of 0 and 1, separated by commas")] = "",
     mask_column: Annotated[str, typer.Option(metavar="NAMES", help="Mask file; or several columns, one per structure")] = "",
@@ -104,13 +102,8 @@ def init(
 
 def phantom(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist")],
-    kind: Annotated[
-        Literal["segmentation", "classification"], typer.Option(help="segmentation: images/ and masks/; classification: a folder per grade")
-    ] = "segmentation",
-    layout: Annotated[
-        Literal["png", "csv", "dicom"],
-        typer.Option("--format", help="PNG files; PNG files of three hospitals in a table; DICOM files (masks stay PNG)"),
-    ] = "png",
+    kind: Annotated[Kind, typer.Option(help="segmentation: images/ and masks/; classification: a folder per grade")] = "segmentation",
+    layout: Annotated[Layout, typer.Option("--format", help="PNG; PNG of three hospitals in a table; DICOM (masks stay PNG)")] = "png",
 ) -> int:
     """Write synthetic photographs of the optic disc, to try the other commands without images of your own."""
     from medflare.core.store import make_folder
@@ -202,9 +195,7 @@ def features(
     root: Root,
     task: Annotated[str, typer.Option(help="Classification, with network.weights: preset name or a JSON file")],
     out: Annotated[Path, typer.Option(metavar="FEATURES", help="Folder for the sites and their task.json")],
-    weights: Annotated[
-        Path | None, typer.Option(help="The file, or its folder (default: MEDFLARE_WEIGHTS, or an installed package)")
-    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="File or its folder (default: MEDFLARE_WEIGHTS, or an installed package)")] = None,
     force: Force = False,
 ) -> int:
     """Compute features of every image with a pretrained network, so that heads train in seconds.

@@ -4,9 +4,8 @@ image is outside of it."""
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
-from functools import reduce
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -146,19 +145,17 @@ def check_range(value: object) -> object:
 
 def joined_range(ranges: Iterable[TrainedOn]) -> TrainedOn | None:
     """The range over several sites of one task; None without any."""
-
-    def widest(first: Any, second: Any) -> Any:
-        if first is None or second is None:
-            return first or second
-        return tuple(map(min, first[0], second[0])), tuple(map(max, first[1], second[1]))
-
-    def joined(first: TrainedOn, second: TrainedOn) -> TrainedOn:
-        pairs = ("sides", "spacing", "extent", "medians", "contrasts")
-        ends = {name: widest(getattr(first, name), getattr(second, name)) for name in pairs}
-        return replace(first, images=first.images + second.images, coloured=tuple(sorted({*first.coloured, *second.coloured})), **ends)
-
     sites = list(ranges)
-    return reduce(joined, sites) if sites else None
+    if not sites:
+        return None
+
+    def widest(name: str) -> Any:
+        pairs = np.array([pair for site in sites if (pair := getattr(site, name)) is not None])
+        return (tuple(pairs[:, 0].min(axis=0).tolist()), tuple(pairs[:, 1].max(axis=0).tolist())) if len(pairs) else None
+
+    coloured = tuple(sorted({value for site in sites for value in site.coloured}))
+    ends = {name: widest(name) for name in ("sides", "spacing", "extent", "medians", "contrasts")}
+    return TrainedOn(images=sum(site.images for site in sites), coloured=coloured, **ends)
 
 
 # -- a new image -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,11 +74,7 @@ class DatalistItem:
 
 
 def site_folders(root: Path) -> list[Path]:
-    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted; DataError if there is none."""
     folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give a site's folder or the folder of several sites")
@@ -96,11 +93,7 @@ def site_name(folder: Path) -> str:
 
 
 def read_content(folder: Path) -> Mapping[str, Any]:
-    """The JSON object of a site's datalist.json; its entries are not checked.
-
-    Raises:
-        DataError: the file is missing, not JSON in UTF-8, or has none of the three lists.
-    """
+    """A site's datalist.json, entries unchecked; DataError if it is missing, not JSON in UTF-8, or has none of the three lists."""
     path = folder / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -114,14 +107,10 @@ def read_content(folder: Path) -> Mapping[str, Any]:
 
 
 def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
-    """All items, in the order of the file.
+    """All items, in the order of the file; `kind` is "segmentation" or "classification".
 
-    Args:
-        kind: of the task, "segmentation" or "classification".
-        folders: further folders in which files may be. Links are resolved first.
-
-    Raises:
-        DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or names a file in another folder.
+    DataError as of `read_content`, or for an entry that lacks its image or label, is listed twice, or names a file that is, with its links
+    resolved, neither in `folder` nor in `folders`.
     """
     content, allowed = read_content(folder), [path.resolve() for path in (folder, *folders)]
     entries: dict[Path, DatalistItem] = {}
@@ -218,11 +207,7 @@ def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
-    """ "annotated" of a datalist: the structures that the site annotated, by the task's names; None where it is left out.
-
-    Raises:
-        DataError: it is no list of names.
-    """
+    """The structures that a datalist calls "annotated", by the task's names; None without it, DataError if it is no list of names."""
     if "annotated" not in content:
         return None
     names = content["annotated"]
@@ -288,10 +273,7 @@ def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, se
         raise DataError(f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; {remedy}")
     total = sum(SHARES[split] for split in drawn)
     order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
-    splits = dict.fromkeys(order, "training")
-    start = 0
+    splits, rest = dict.fromkeys(order, "training"), iter(order)
     for split in missing:
-        count = max(1, round(len(patients) * SHARES[split] / total))
-        splits.update(dict.fromkeys(order[start : start + count], split))
-        start += count
+        splits |= dict.fromkeys(islice(rest, max(1, round(len(patients) * SHARES[split] / total))), split)
     return [replace(entry, split=splits[entry.patient]) if entry.split == "training" else entry for entry in entries]

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
-from stat import S_ISDIR
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -44,7 +42,6 @@ _FORMAT: Final = 10  # increase when the meaning of cached tensors or the checks
 _KEPT_SITES: Final = 16  # sites whose decoded images one process keeps
 _GB: Final = 10**9
 _ENDING: Final = ".safetensors"
-_DTYPES: Final = {"F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}  # names in the safetensors format
 _ROWS: Final = "rows"  # metadata of a cache file: name, spacing, acquisition, class counts and bytes of each row
 _DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")  # another release may read a file differently
 _SETTINGS: Final = (
@@ -164,11 +161,10 @@ def _photographs(site: str) -> dict[str, phantom.Photograph]:
 def _file_state(file: Path) -> list[Any]:
     """Name, size and modification time of a file; of a folder those of its slices too, which change without the folder."""
     try:
-        status = file.stat()
-        inner = [(slice_file, slice_file.stat()) for slice_file in sorted(file.iterdir())] if S_ISDIR(status.st_mode) else []
-        return [str(file), status.st_size, status.st_mtime_ns, *([path.name, stat.st_size, stat.st_mtime_ns] for path, stat in inner)]
+        files = [(path, path.stat()) for path in (file, *(sorted(file.iterdir()) if file.is_dir() else ()))]
     except OSError:
         return [str(file), None, None]
+    return [[str(path), status.st_size, status.st_mtime_ns] for path, status in files]
 
 
 # -- from images to tensors ------------------------------------------------------------------------------------------------
@@ -218,11 +214,7 @@ def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) ->
 def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]) -> Iterator[DecodedRow]:
     """The rows of `decode` one by one; no more than one file is in memory.
 
-    Args:
-        failed: receives the index of every item that cannot be used, and why.
-
-    Raises:
-        DataError: an item cannot be used, and the task's `unreadable` is "error".
+    Items that cannot be used come into `failed` (index -> why); DataError for the first if the task's `unreadable` is "error".
     """
     preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries):
@@ -237,7 +229,11 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
         acquired = acquisition_of(image, task).row()
         for place, (name, picture, label) in enumerate(pictures_of(task, entry, image.array, target)):
             resized = preprocessing.image(picture)
-            encoded = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
+            encoded = preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label)
+            if task.target == "multilabel":  # a float channel for each label, as losses take them
+                encoded = encoded.to(torch.float32)
+            elif task.kind == "segmentation":
+                encoded = encoded[0]
             spacing = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
             if spacing is not None:
                 spacing = tuple(side * old / new for side, old, new in zip(spacing, picture.shape[1:], resized.shape[1:], strict=True))
@@ -245,19 +241,8 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
             yield DecodedRow(resized, encoded, number, place, name, spacing, acquired, counts, resized.nbytes + encoded.nbytes)
 
 
-def _for_loss(target: Tensor, task: TaskConfig) -> Tensor:
-    """Target of one image as losses take it: a float channel for each label (multilabel), or class numbers."""
-    if task.target == "multilabel":
-        return target.to(torch.float32)
-    return target[0] if task.kind == "segmentation" else target
-
-
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
-    """The item's target at its stored size, int64: masks (M, ...); or a label (), multilabel (C,).
-
-    Raises:
-        DataError: a label or mask that does not fit the task or the image.
-    """
+    """The item's target at its stored size, int64: masks (M, ...), or a label () or (C,); DataError if it does not fit task or image."""
     if task.kind == "classification":
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # items without a target were left out before
@@ -295,13 +280,9 @@ _decoded_sites: OrderedDict[tuple[str, CacheSettings | None], Decoded] = Ordered
 
 
 def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem], cache: CacheSettings | None) -> Decoded:
-    """The decoded images of `entries`: from this process, else from the cache folder, else from the source.
+    """The decoded images of `entries`: from this process, else from the cache folder (None: no cache), else from the source.
 
-    Args:
-        cache: the folder, and how much of it comes into memory; None decodes into memory.
-
-    Raises:
-        DataError: an image cannot be used, or the images fit neither into memory nor into the cache.
+    DataError for an image that cannot be used, and for images that fit neither into memory nor into the cache.
     """
     keys = _keys(task, source, entries)
     key = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16).hexdigest(), cache
@@ -387,8 +368,9 @@ class _CachedImages:
 
     def _read(self, row: DecodedRow, name: str) -> Tensor:
         try:
-            tensor = _read_tensor(self._paths[row.entry], row.place, name)
-        except (OSError, ValueError, KeyError):
+            with safe_open(self._paths[row.entry], "pt") as file:
+                tensor = file.get_slice(name)[row.place].clone()
+        except (OSError, SafetensorError):
             tensor = getattr(self._decode(row.entry)[row.place], name)
         return tensor if name == "image" else self._unpacked(tensor)
 
@@ -433,14 +415,3 @@ class _CachedImages:
 
     def _unpacked(self, target: Tensor | None) -> Any:
         return None if target is None else target.to(torch.float32 if self._task.target == "multilabel" else torch.int64)
-
-
-def _read_tensor(path: Path, place: int, name: str) -> Tensor:
-    """One row of a tensor of a safetensors file: three times as fast as `safe_open` for images of some kilobytes."""
-    with path.open("rb", buffering=0) as file:
-        start = 8 + int.from_bytes(file.read(8), "little")  # length of the header, header, tensors
-        described = json.loads(file.read(start - 8))[name]
-        dtype, shape = _DTYPES[described["dtype"]], described["shape"][1:]
-        count = dtype.itemsize * math.prod(shape)
-        file.seek(start + described["data_offsets"][0] + place * count)
-        return torch.from_numpy(np.fromfile(file, np.uint8, count)).view(dtype).reshape(shape)

@@ -26,6 +26,13 @@ _RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left
 _OFFSET: Final = 0.1  # voxels between a frame of a segmentation and the grid
 
 
+def tags_of(path: Path, *tags: str) -> Any:
+    """Some tags of a file, without its pixels."""
+    from pydicom import dcmread
+
+    return dcmread(path, stop_before_pixels=True, specific_tags=list(tags))
+
+
 def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
     """The pixel values of a file: (i, j), i along the columns, or (i, j, frames), then colours if any; and whether there are colours.
 
@@ -67,12 +74,9 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
 
 
 def frames_of(dataset: Any) -> list[Any]:
-    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1.
+    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1; ValueError if it lacks some.
 
     Empty for other objects, and for frames of one position, as in time: they are no volume.
-
-    Raises:
-        ValueError: a frame without functional groups.
     """
     from pydicom import Dataset
 
@@ -98,12 +102,9 @@ def _group(dataset: Any, groups: Any, name: str) -> Any:
 
 
 def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
-    """The slices (pydicom datasets) of a series in their order: by number if the positions agree, else by position.
+    """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the positions agree, else by position.
 
-    Of a series in one file: the headers of its frames, see `frames_of`.
-
-    Raises:
-        DataError: several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
+    DataError for several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
     """
     if len(slices) == 1:
         slices = frames_of(slices[0]) or slices
@@ -192,10 +193,8 @@ def _code(sequence: Any) -> dict[str, str] | None:
 def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndarray, list[tuple[str, int]]]:
     """The masks of a segmentation object (PS3.3, A.51) on the grid of its `series` (a UID): int64 (M, i, j, k); label and number of each.
 
-    An object has frames for slices with foreground alone, in any order, each with its position.
-
-    Raises:
-        DataError: it refers to another series, or a frame lies elsewhere.
+    An object has frames for slices with foreground alone, in any order, each with its position. DataError if it refers to another series,
+    or a frame lies elsewhere.
     """
     referenced = {str(item.SeriesInstanceUID) for item in dataset.get("ReferencedSeriesSequence", ())}
     if referenced and series not in referenced:

@@ -108,11 +108,7 @@ class SiteData:
 
 
 def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: Path | str | None = None) -> Path | None:
-    """The folder that holds a site's datalist.json, see `site_folder`; None where the task has embedded data and no root is set.
-
-    Raises:
-        DataError: a root without data of the site, or no root for a task without embedded data.
-    """
+    """`site_folder`, or None where the task has embedded data and no root is set; DataError if it has none, or a root without the site."""
     folder = site_folder(site, local, data_root)
     if folder is not None or task.embedded:
         return folder
@@ -123,17 +119,11 @@ def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: P
 def site_folder(site: str, local: str = "", data_root: Path | str | None = None) -> Path | None:
     """The folder that holds a site's datalist.json: the data root, or its subfolder named like the site; None without a data root.
 
-    The root is `data_root`, else `local` ("data_root" of the site's local/medflare.json), else MEDFLARE_DATA_ROOT.
-
-    Raises:
-        DataError: a root without data of the site.
+    The root is `data_root`, else `local` ("data_root" of local/medflare.json), else MEDFLARE_DATA_ROOT; DataError if it has no such site.
     """
-    roots = [
-        (data_root, "data_root"),
-        (local, '"data_root" of local/medflare.json'),
-        (os.environ.get(ENVIRONMENT), f"--data-root or {ENVIRONMENT}"),
-    ]
-    root, origin = next(((Path(value).expanduser(), origin) for value, origin in roots if value), (None, ""))
+    variable, setting = f"--data-root or {ENVIRONMENT}", '"data_root" of local/medflare.json'
+    roots = {"data_root": data_root, setting: local, variable: os.environ.get(ENVIRONMENT)}
+    root, origin = next(((Path(value).expanduser(), origin) for origin, value in roots.items() if value), (None, ""))
     if root is None:
         return None
     if not root.is_dir():
@@ -168,7 +158,7 @@ def load_site_data(
     folders: Sequence[str] = (),
     bounds: ImageBounds = ImageBounds(),
 ) -> SiteData:
-    """A site's data, ready for the network.
+    """A site's data, ready for the network; DataError, with file or value and remedy, if they cannot be used.
 
     Images are decoded once per process, and with `cache` once per site: later processes read the decoded tensors from its folder unless a
     file, the datalist or the task's data settings changed. Images beyond `cache.memory_gb` stay on disk.
@@ -178,9 +168,6 @@ def load_site_data(
         role: "inside" needs images in every split, "outside" in the test split alone.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
         folders: see `allowed_folders`.
-
-    Raises:
-        DataError: the data cannot be used; the message names the file or value and the remedy.
     """
     source = open_source(site, task, root, folders, bounds)
     entries, notes = usable_entries(site, task, source, role=role)
@@ -192,25 +179,15 @@ def load_site_data(
     train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
     if annotation is not None and annotation.missing:
         notes.append(f"not annotated, so left out of losses and metrics: {', '.join(annotation.missing)}")
-    absent: list[str] = []
-    if role == "inside":
-        missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if count == 0]
-        if annotation is None and task.kind == "segmentation":
-            absent = _absent_structures(missing, task)
-        else:
-            missing = [name for name in missing if annotation is None or name not in annotation.missing]
-            notes += [f"class {name} is absent from the training images" for name in missing]
+    missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if role == "inside" and not count]
+    absent = _absent_structures(missing, task) if annotation is None and task.kind == "segmentation" else []
+    if annotation is not None or task.kind == "classification":
+        missing = [name for name in missing if annotation is None or name not in annotation.missing]
+        notes += [f"class {name} is absent from the training images" for name in missing]
     acquired = {row.entry: row.acquired for row in decoded.rows if entries[row.entry].split == "training"}
-    return SiteData(
-        train,
-        validation,
-        test,
-        notes=(*notes, *absent),
-        left_out=tuple(decoded.failed.values()),
-        annotated=None if annotation is None else annotation.names,
-        absent=tuple(absent),
-        acquired=torch.tensor(list(acquired.values()), dtype=torch.float64),
-    )
+    numbers = torch.tensor(list(acquired.values()), dtype=torch.float64)
+    left_out, annotated = tuple(decoded.failed.values()), None if annotation is None else annotation.names
+    return SiteData(train, validation, test, (*notes, *absent), left_out, annotated, tuple(absent), numbers)
 
 
 def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:
@@ -224,13 +201,9 @@ def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
     """One line with the remedy for each `missing` structure, which no training mask shows, at a site without "annotated"."""
     structures = structures_of(task)
     present = [name for name in structures if name not in missing]
-    remedy = f"write to {FILE} {_annotated(structures)} if it does not occur here, "
-    remedy += f"{_annotated(present)} if it was not annotated" if present else "take the site out if it was not annotated"
+    all_of_them, some = (json.dumps({"annotated": names}, ensure_ascii=False)[1:-1] for names in (structures, present))
+    remedy = f"write to {FILE} {all_of_them} if it does not occur here, {some if present else 'take the site out'} if it was not annotated"
     return [f"{name} is in no training mask and is trained as background; {remedy}" for name in structures if name in missing]
-
-
-def _annotated(names: Sequence[str]) -> str:
-    return f'"annotated": {json.dumps(list(names), ensure_ascii=False)}'
 
 
 def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
@@ -239,11 +212,7 @@ def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequenc
 
 
 def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
-    """The items that the task can use, each with its split; and notes on renamed classes and left out images.
-
-    Raises:
-        DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task does not list.
-    """
+    """The items that the task can use, with their splits, and notes on other items and names; DataError as of `assign_splits`, too."""
     entries, notes = renumbered_entries(site, task, source)
     used = [entry for entry in entries if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
     if dropped := len(entries) - len(used):
@@ -252,11 +221,7 @@ def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "
 
 
 def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:
-    """All items with the task's class numbers, and a note where the site's names or numbers differ, see `targets.renumbering`.
-
-    Raises:
-        DataError: see `datalist.read_datalist` and `targets.renumbering`.
-    """
+    """All items with the task's class numbers, and a note where the site's differ; DataError as of `read_datalist` and `renumbering`."""
     entries = source.entries()
     used = {entry.label for entry in entries if type(entry.label) is int}
     numbers, note = renumbering(source.names() if entries else {}, used, task, f"site {site}")
@@ -266,11 +231,7 @@ def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[lis
 
 
 def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
-    """Compare the number of unusable images (`failed`: index -> why) with the task's `unreadable_limit`.
-
-    Raises:
-        DataError: there are more, with the first reason.
-    """
+    """Raise DataError, with the first reason, if more images are unusable (`failed`: index -> why) than the task's `unreadable_limit`."""
     share, count = task.unreadable_limit.share, task.unreadable_limit.count
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))

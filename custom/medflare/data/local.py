@@ -52,8 +52,7 @@ class CacheSettings:
 
     folder: str = ""  # of the cache; "" for MEDFLARE_CACHE, else the engine's folder
     limit_gb: Annotated[float, Field(gt=0)] = 100.0  # most that all files take on disk, in gigabytes; the least recently used are deleted
-    # images of a site that take more memory, in gigabytes, stay on disk and are read batch by batch
-    memory_gb: Annotated[float, Field(ge=0)] = 4.0
+    memory_gb: Annotated[float, Field(ge=0)] = 4.0  # gigabytes; images of a site that take more stay on disk and are read batch by batch
 
 
 def cache_with_folder(cache: CacheSettings | None, default: Path | None = None) -> CacheSettings | None:
@@ -72,7 +71,7 @@ def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _spelt_out(cache: Any) -> Any:
-    """Shorthands: true for the defaults, a text for the folder, false for no cache."""
+    """Shorthands: true for the engine's folder, a text for another folder, false for no cache."""
     if isinstance(cache, bool):
         return CacheSettings() if cache else None
     return CacheSettings(folder=cache) if isinstance(cache, str) else cache
@@ -100,8 +99,7 @@ class Bounds(ImageBounds):
     """Limits of what a job may demand of the site, and of the size of images."""
 
     epochs: Annotated[int, Field(ge=1)] = 1000  # passes over the training images in a round
-    # of the site's work on one job, without waiting times; after them it only receives the final models
-    hours: Annotated[float, Field(gt=0)] = 720.0  # thirty days
+    hours: Annotated[float, Field(gt=0)] = 720.0  # of work on one job, without waits; then the site only receives the final models
     memory: Annotated[float, Field(gt=0)] = 64.0  # GiB that a training step needs at least; a transform of one image may take a quarter
     minutes: Annotated[float, Field(gt=0)] = 1440.0  # of one step of the federation; a day
     model_bytes: Annotated[int, Field(ge=1)] = 2**33  # of the task's network
@@ -112,25 +110,20 @@ class Bounds(ImageBounds):
 class LocalSettings:
     """The content of local/medflare.json; every setting may be left out."""
 
-    # most images that go through a network at once (batch normalization cannot train on one); None as the task says
-    batch_size: Annotated[int, Field(ge=2)] | None = None
+    batch_size: Annotated[int, Field(ge=2)] | None = None  # most images in a network at once (2 for batch normalization); None: the task's
     bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
-    # of decoded images; true for the engine's folder, a text for another folder, false for none
-    cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()
+    cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()  # of decoded images
     channels_last: bool = False  # whether networks use torch's channels-last memory format, faster on most GPUs
     compile: bool = False  # whether torch compiles networks at their first use; needs a C++ compiler
     data_folders: tuple[str, ...] = ()  # further folders in which a datalist may name files
     data_root: str = ""  # folder of the data, see `data.loading.site_folder`
     device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu
-    # the model that is deployed here in the end, "global" or "personal"; None: the method's choice
-    keep: Literal["global", "personal"] | None = None
+    keep: Literal["global", "personal"] | None = None  # the model that is deployed here in the end; None: the method's choice
     minimum_patients: Annotated[int, Field(ge=0)] = 0  # metrics of fewer patients do not leave the site
-    # at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files beside the
-    # checkpoints
+    # at the server: gigabytes of all sites' models that are kept in memory; larger tensors are memory-mapped files beside the checkpoints
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
-    # installed packages whose networks ("package.module:name") and methods a job may name
-    packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
+    packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()  # installed, whose networks and methods a job may name
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
     share_model: bool = False  # whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run)
     weights: str = ""  # at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS
@@ -152,11 +145,7 @@ def read_local(path: Path) -> dict[str, Any]:
 
 
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:
-    """The validated settings of the JSON object in local/medflare.json.
-
-    Raises:
-        ConfigError: a setting that is unknown, missing, of another type or outside its range.
-    """
+    """The settings of local/medflare.json; ConfigError for one that is unknown, missing, of another type or outside its range."""
     for name in ("outbound", "privacy"):  # null looks like a limit and would be none
         limits = content.get(name, {})
         if limits is None or (isinstance(limits, Mapping) and None in limits.values()):

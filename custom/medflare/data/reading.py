@@ -141,10 +141,8 @@ def dicom_files(path: Path) -> list[Path]:
 
 
 def _is_image(path: Path, segmentations: bool) -> bool:
-    from pydicom import dcmread
-
     try:
-        header = dcmread(path, stop_before_pixels=True, specific_tags=["Rows", "SOPClassUID"])
+        header = dicom.tags_of(path, "Rows", "SOPClassUID")
         return "Rows" in header and (segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION)
     except Exception:  # `read_stored` will raise the error
         return True
@@ -171,10 +169,8 @@ def explained(path: Path) -> Iterator[None]:
 def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool = False) -> Stored:
     """The content of a file, or of a folder with one DICOM series. Its size is checked before its pixels are read.
 
-    A `mask`'s numbers are labels, to which no palette and no inversion applies.
-
-    Raises:
-        DataError: it is missing, unreadable, too large, of an unknown format or no image.
+    A `mask`'s numbers are labels, to which no palette and no inversion applies. DataError for a file that is missing, unreadable, too
+    large, of an unknown format or no image.
     """
     with explained(path):
         if path.is_dir() or is_dicom(path):
@@ -260,22 +256,15 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 def series_grid(path: Path) -> Grid:
     """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone; DataError as of `dicom.in_order`."""
-    from pydicom import dcmread
-
     with explained(path):
-        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(dicom.HEADER)) for file in dicom_files(path)]
-        return dicom.grid_of(dicom.in_order(slices, path))
+        return dicom.grid_of(dicom.in_order([dicom.tags_of(file, *dicom.HEADER) for file in dicom_files(path)], path))
 
 
 # -- images ----------------------------------------------------------------------------------------------------------------
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """The files of an image's channels, None for a channel of zeros: one that is missing, where `listed` has None or no file exists.
-
-    Raises:
-        DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
-    """
+    """A file for each channel, None for zeros where `listed` has None or a file is missing; DataError if it must not, or for doubles."""
     names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(names):
         raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")
@@ -296,11 +285,8 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
 
     In 2-D tasks colours become luminance for one channel, and grey is repeated for three. The volumes of a 4-D file are channels.
 
-    Args:
-        files: None stands for zeros. The other channels are turned to the orientation of the first one.
-
-    Raises:
-        DataError: a file cannot be read, is too large, contains NaN, or has other channels than the task; channels on different grids.
+    Of `files`, None stands for zeros; channels are turned to the orientation of the first. DataError for a file that cannot be read, is too
+    large, contains NaN, or has other channels than the task, and for channels on different grids.
     """
     arrays: list[np.ndarray | None] = []
     path, first, coloured = Path(), Stored(np.zeros(0)), False
@@ -398,7 +384,7 @@ def read_mask(
         if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
             raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
         with explained(path):
-            series = dcmread(dicom_files(image_path)[0], stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
+            series = dicom.tags_of(dicom_files(image_path)[0], "SeriesInstanceUID")
             array, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
         stored = Stored(array, image.stored_grid)
     else:
@@ -426,8 +412,4 @@ def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.
 def is_segmentation(path: Path) -> bool:
     """Whether a file is a DICOM segmentation object."""
     with explained(path):
-        if not path.is_file() or not is_dicom(path):
-            return False
-        from pydicom import dcmread
-
-        return str(dcmread(path, stop_before_pixels=True, specific_tags=["SOPClassUID"]).get("SOPClassUID", "")) == dicom.SEGMENTATION
+        return path.is_file() and is_dicom(path) and bool(dicom.tags_of(path, "SOPClassUID").get("SOPClassUID") == dicom.SEGMENTATION)

@@ -18,16 +18,10 @@ _SCARCE: Final = 3  # training images; a class with fewer is hardly learnt
 
 
 def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
-    """Target of one picture or volume.
+    """Target of one picture or volume: int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
 
-    Args:
-        masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label (multilabel).
-
-    Returns:
-        int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
-
-    Raises:
-        DataError: a value that no label lists (see `TaskConfig.unlisted_labels`), or a wrong number of masks.
+    `masks` are stored values, int64 (M, ...), M = 1 for one mask file, or one per label (multilabel). DataError for a value that no label
+    lists (see `TaskConfig.unlisted_labels`), and for a wrong number of masks.
     """
     if task.target == "multilabel" and not task.label_values:
         if len(masks) != len(task.labels):
@@ -50,11 +44,7 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
 
 
 def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
-    """Target of one image of a classification task: int64 () or, for multilabel, (C,) of 0/1; None for a value that the task drops.
-
-    Raises:
-        DataError: not a whole number (multilabel: a list of 0/1), or a value that no label lists.
-    """
+    """A label as int64 (), or (C,) of 0/1 (multilabel); None for a value that the task drops, DataError for another that is not listed."""
     if task.target == "multilabel":
         if not isinstance(label, list) or len(label) != len(task.labels) or any(item not in (0, 1) for item in label):
             names = ", ".join(task.labels)
@@ -144,11 +134,7 @@ def _renamed(classes: Iterable[tuple[int, str, int, str]]) -> str:
 
 
 def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> Annotation | None:
-    """The structures of "annotated" in a site's datalist, compared by `plain_name`; None without "annotated".
-
-    Raises:
-        DataError: the task has no such structure, or classifies.
-    """
+    """The structures of "annotated", by `plain_name`; None without it, DataError for one that the task lacks, or if it classifies."""
     if names is None:
         return None
     labels = {plain_name(label): label for label in task.labels}
@@ -184,10 +170,7 @@ class LazyTensors(Sequence[Tensor]):
 
 
 def class_counts(targets: Images, task: TaskConfig) -> Tensor:
-    """Images (classification) or pixels (segmentation) of every class in targets of `loading.Split`, int64 (len(task.classes),).
-
-    Multilabel: positives.
-    """
+    """Images (classification) or pixels (segmentation; multilabel: positives) of every class in a `loading.Split`, int64 (classes,)."""
     if not isinstance(targets, Tensor):
         return counts_by_image(targets, task).sum(dim=0)
     if task.target == "multilabel":
@@ -204,10 +187,7 @@ def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
 
 
 def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] | None = None) -> dict[str, int]:
-    """Classes (segmentation: structures) in fewer than three training images: name -> images; empty without training images.
-
-    Only `annotated` structures count; None: all.
-    """
+    """Classes (of structures those `annotated`; None: all) in fewer than three training images -> images; empty without training images."""
     if not len(targets):
         return {}
     images = (counts_by_image(targets, task) > 0).sum(dim=0).tolist()

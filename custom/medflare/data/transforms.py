@@ -32,8 +32,7 @@ class Preprocessing:
 
         With `image_mode` "patch" the size is kept.
         """
-        with plain_tensors():
-            return self._resize(self.intensities(array), mask=False)
+        return self._resize(self.intensities(array), mask=False)
 
     def intensities(self, array: np.ndarray) -> Tensor:
         """The intensity transform alone, float32 (C, h, w)."""
@@ -42,10 +41,7 @@ class Preprocessing:
 
     def mask(self, array: np.ndarray) -> Tensor:
         """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch" unchanged."""
-        if not self._resizes or array.shape[1:] == self._size:
-            return torch.as_tensor(array)
-        with plain_tensors():
-            return self._resize(torch.as_tensor(array, dtype=torch.float32), mask=True).to(torch.int64)
+        return self._resize(torch.as_tensor(array), mask=True)
 
     def _resize(self, image: Tensor, mask: bool) -> Tensor:
         from monai.transforms.spatial.array import Resize
@@ -55,15 +51,12 @@ class Preprocessing:
         shrinks = all(side >= new for side, new in zip(image.shape[1:], self._size, strict=True))
         linear = "bilinear" if len(self._size) == 2 else "trilinear"
         mode = "nearest-exact" if mask else "area" if shrinks else linear
-        return Resize(self._size, mode=mode)(image)
+        with plain_tensors():
+            return Resize(self._size, mode=mode)(image.to(torch.float32)).to(torch.int64 if mask else torch.float32)
 
 
 class Augmentation:
-    """The random transforms, MONAI's dictionary forms: spatial ones move image and mask alike.
-
-    Raises:
-        ConfigError: an argument that MONAI refuses, or an augmentation that changes the size of images.
-    """
+    """The random transforms; spatial ones move image and mask alike. ConfigError for what MONAI refuses, and for another size of images."""
 
     def __init__(self, task: TaskConfig):
         self._masks, self._size = task.kind == "segmentation", task.size

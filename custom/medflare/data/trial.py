@@ -28,14 +28,11 @@ _DRAWS: Final = 3
 
 
 def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "") -> None:
-    """Try the task's transforms, unless none of their arguments can make much work.
+    """Try the task's transforms, unless no argument can make much work; ConfigError for one that fails, or takes more time or memory.
 
     Args:
         memory: GiB that they may take.
         setting: the setting that allows more memory; "" for none.
-
-    Raises:
-        ConfigError: a transform fails, or takes more time or memory.
     """
     if all(map(is_usual, (task.intensity, *task.augment))):
         return
@@ -48,7 +45,7 @@ def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "
 def _problem(task: str, memory: float, seconds: int) -> str:
     """The transform that failed, and why; "" if none did."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "medflare.data.trial", str(memory), str(seconds)]
+    command = [sys.executable, "-u", "-m", "medflare.data.trial", str(memory), str(seconds)]
     try:
         ended = subprocess.run(command, input=task, capture_output=True, text=True, env=environment, timeout=_START + seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -56,7 +53,7 @@ def _problem(task: str, memory: float, seconds: int) -> str:
     if ended.returncode == 0:
         return ""
     error = f"exit status {ended.returncode}, {ended.stderr.strip().rpartition(chr(10))[2]:.200}"
-    name = (ended.stdout.split("\n")[:-1] or ["transforms"])[-1]
+    name = (ended.stdout.splitlines() or ["transforms"])[-1]
     return f"{name}: {f'more than {seconds} s of computing' if ended.returncode == -signal.SIGPROF else error}"
 
 
@@ -69,10 +66,10 @@ def main(memory: float, seconds: int) -> None:
     _limit(memory)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     image = np.random.RandomState(0).random_sample((task.image_channels, *task.size)).astype(np.float32)
-    _announce(f"intensity {task.intensity['name']}")
+    sys.stdout.write(f"intensity {task.intensity['name']}\n")
     Preprocessing(task).intensities(image)
     for settings in task.augment:
-        _announce(f"augment {settings['name']}")
+        sys.stdout.write(f"augment {settings['name']}\n")
         try:
             augmentation = Augmentation(replace(task, augment=({**settings, "prob": 1.0},)))
         except ConfigError:  # some have no such argument
@@ -82,22 +79,15 @@ def main(memory: float, seconds: int) -> None:
             augmentation(torch.from_numpy(image)[None], target, random)
 
 
-def _announce(name: str) -> None:
-    sys.stdout.write(f"{name}\n")
-    sys.stdout.flush()
-
-
 def _limit(memory: float) -> None:
     """Limit the address space, where /proc gives its present size (not on macOS and Windows)."""
     usage = Path("/proc/self/statm")
-    if not usage.exists():
-        return
-    import resource
+    if usage.exists():
+        import resource
 
-    present = int(usage.read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = present + int(memory * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        limit = int(usage.read_text().split()[0]) * resource.getpagesize() + int(memory * 2**30)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.utils.data import ConcatDataset
 
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
@@ -41,25 +42,15 @@ _SHIFT_IMAGES: Final = 300  # per site; enough for two digits
 
 @dataclass
 class SiteReport:
-    """What one site's folder has.
+    """What one site's folder has."""
 
-    Attributes:
-        splits: split -> (images, patients); a volume counts by its slices.
-        sizes: stored size as text -> number of files.
-        classes: class -> its training images, or pixels (segmentation).
-        intensity: minimum, mean, deviation and maximum of the stored intensities.
-        notes: unusual but allowed.
-        left_out: images that cannot be used and that the task skips, one line each.
-        problems: why the site cannot join, and structures that no training mask shows, one line each.
-    """
-
-    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
-    sizes: Counter[str] = field(default_factory=Counter)
-    classes: dict[str, int] = field(default_factory=dict)
-    intensity: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)  # split -> (images, patients); a volume counts by its slices
+    sizes: Counter[str] = field(default_factory=Counter)  # stored size as text -> number of files
+    classes: dict[str, int] = field(default_factory=dict)  # class -> its training images, or pixels (segmentation)
+    intensity: dict[str, float] = field(default_factory=dict)  # minimum, mean, deviation and maximum of the stored intensities
+    notes: list[str] = field(default_factory=list)  # unusual but allowed
+    left_out: list[str] = field(default_factory=list)  # images that cannot be used and that the task skips, one line each
+    problems: list[str] = field(default_factory=list)  # why it cannot join, and structures that no training mask shows, one line each
 
     def lines(self, task: TaskConfig) -> list[str]:
         """The report as text; what could not be read is left out."""
@@ -85,19 +76,14 @@ def _first_lines(lines: list[str]) -> list[str]:
 
 @dataclass
 class CheckReport:
-    """What a data root has for a task.
-
-    Attributes:
-        shift: see `site_shift`; None if it cannot be measured, for `shift_reason`.
-        thumbnails: the contact sheet, if requested.
-    """
+    """What a data root has for a task."""
 
     task: TaskConfig
     root: Path
     sites: dict[str, SiteReport]
-    shift: float | None = None
+    shift: float | None = None  # see `site_shift`; None if it cannot be measured, for `shift_reason`
     shift_reason: str = ""
-    thumbnails: Path | None = None
+    thumbnails: Path | None = None  # the contact sheet, if requested
 
     @property
     def ok(self) -> bool:
@@ -119,17 +105,10 @@ class CheckReport:
 
 
 def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, local: LocalSettings = LocalSettings()) -> CheckReport:
-    """Read everything below a data root: one site's folder, or a folder with one folder per site.
+    """Read everything below a data root: a folder with datalist.json, or with folders that have one.
 
-    Args:
-        root: has a datalist.json, or folders that do.
-        out: folder for the contact sheet `thumbnails.png`, or None.
-        local: the site's local settings: its bounds, and the folders that a datalist may name files in.
-
-    Raises:
-        ConfigError: the task exceeds the site's bounds, or does not work, see `check_task`.
-        DataError: `root` has no site. Problems of a site's data are listed in the report instead.
-        OSError: `out` cannot be made.
+    `out` is a folder for the contact sheet `thumbnails.png`; of `local`, bounds and the folders that a datalist may name count. ConfigError
+    if the task exceeds the bounds, or does not work, see `check_task`; DataError if `root` has no site. Problems of data are in the report.
     """
     root = Path(root)
     check_task_bounds(task, local.bounds, "this site")
@@ -155,11 +134,7 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
 
 
 def check_task(task: TaskConfig) -> None:
-    """One training step on noise, so that a task that does not work fails before a federation starts.
-
-    Raises:
-        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
-    """
+    """One training step on noise; ConfigError for a network, loss or transform that is unknown, misconfigured or does not fit the size."""
     check_network(task)
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
@@ -178,11 +153,7 @@ def check_task(task: TaskConfig) -> None:
 
 
 def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport) -> SiteData | None:
-    """The data of a site, or None if images cannot be used; fills `report`.
-
-    Raises:
-        DataError: the datalist or the data as a whole cannot be used.
-    """
+    """The data of a site, or None if images cannot be used; fills `report`; DataError if the datalist or the whole cannot be used."""
     source = Source(folder, task, allowed_folders(local.data_folders), local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
@@ -269,10 +240,7 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
     """How far sites' images differ: balanced accuracy of telling the site from a 12 x 12 thumbnail.
 
     Linear discriminant analysis with shrinkage on the network's input (of a volume its middle slice), three-fold cross-validation by
-    patient. 1 / sites is chance.
-
-    Returns:
-        The accuracy and "", or None and the reason.
+    patient; 1 / sites is chance. Returns the accuracy and "", or None and the reason.
     """
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.metrics import balanced_accuracy_score
@@ -282,13 +250,12 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
         return None, "it takes two sites"
     pictures, sites, patients = [], [], []
     for name, site in data.items():
-        images = [(split, row) for split in (site.train, site.validation, site.test) for row in range(len(split))]
+        images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset([site.train, site.validation, site.test])
         owners = np.array([f"{name}/{patient}" for split in (site.train, site.validation, site.test) for patient in split.patients])
         if len(set(owners)) < 3:
             return None, f"site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
-        chosen = (images[row][0].image(images[row][1]) for row in rows)
-        small = [functional.interpolate(middle_slice(image)[None], (_THUMBNAIL, _THUMBNAIL), mode="area") for image in chosen]
+        small = [functional.interpolate(middle_slice(images[row][0])[None], (_THUMBNAIL, _THUMBNAIL), mode="area") for row in rows]
         pictures.append(torch.cat(small).flatten(1).numpy())
         sites += [name] * len(rows)
         patients += owners[rows].tolist()

@@ -117,12 +117,7 @@ def _picture(
 
 
 def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: float) -> np.ndarray:
-    """A slice with its plane, the patient's directions at its edges, and a bar of at most a third of its width.
-
-    Args:
-        right, up: directions in which columns and rows run, of "RLAPSI".
-        millimetres: size of a pixel; 0: unknown.
-    """
+    """A slice with its plane, directions ("RLAPSI") of columns and rows at its edges, and a bar; millimetres of a pixel, 0 if unknown."""
     from PIL import Image, ImageDraw
 
     picture = Image.fromarray(tile)

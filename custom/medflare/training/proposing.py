@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.data.datalist import FILE, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
-from medflare.data.dicom import segment_codes
+from medflare.data.dicom import segment_codes, tags_of
 from medflare.data.reading import NIFTI, PICTURES, explained, is_segmentation, label_values, read_stored, suffix
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
@@ -36,29 +36,17 @@ _PRETRAINED: Final = "efficientnet_lite0"
 
 @dataclass(frozen=True)
 class TaskHints:
-    """What the user knows about the task; empty values are proposed.
-
-    Attributes:
-        name: of the task.
-        labels: names of classes or structures, without the background.
-        channels: of an image.
-        dims: 2 or 3.
-        size: of the network's input; images are resized to it.
-        network: name of the network.
-        modality: see `planning.plan`.
-        memory: GiB of the smallest training device.
-        pretrained: whether pretrained weights are required; otherwise they are proposed if a package with them is installed.
-    """
+    """What the user knows about the task; empty values are proposed."""
 
     name: str = ""
-    labels: tuple[str, ...] = ()
-    channels: int | None = None
-    dims: int | None = None
-    size: tuple[int, ...] = ()
-    network: str = ""
-    modality: Modality | None = None
-    memory: float = 8.0
-    pretrained: bool = False
+    labels: tuple[str, ...] = ()  # names of classes or structures, without the background
+    channels: int | None = None  # of an image
+    dims: int | None = None  # 2 or 3
+    size: tuple[int, ...] = ()  # of the network's input; images are resized to it
+    network: str = ""  # its name
+    modality: Modality | None = None  # see `planning.plan`
+    memory: float = 8.0  # GiB of the smallest training device
+    pretrained: bool = False  # whether pretrained weights are required; otherwise they are proposed if a package with them is installed
 
 
 class DatasetSummary(NamedTuple):
@@ -70,12 +58,7 @@ class DatasetSummary(NamedTuple):
 
 
 def propose(root: Path, hints: TaskHints) -> Plan:
-    """A task for the images of a data root, which passes `check_task`.
-
-    Raises:
-        ConfigError: a hint does not fit, or images for which there is no network.
-        DataError: no datalist, or files that cannot be read.
-    """
+    """A task that passes `check_task`; ConfigError if a hint does not fit, or no network does, DataError as of `summarise`."""
     summary = summarise(root, hints)
     dims, is_segmentation = summary.settings["spatial_dims"], summary.settings["kind"] == "segmentation"
     if hints.size and len(hints.size) != dims:
@@ -98,12 +81,7 @@ def propose(root: Path, hints: TaskHints) -> Plan:
 
 
 def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
-    """What datalists and files say about a task: kind, labels, channels and dimensions.
-
-    Raises:
-        ConfigError: labels that do not fit, or sites with different labels.
-        DataError: no datalist, an empty one, or files that cannot be read.
-    """
+    """What datalists and files say about a task; ConfigError for labels that do not fit or differ by site, DataError for no images."""
     if len(set(hints.labels)) < len(hints.labels):
         raise ConfigError(f"--labels {','.join(hints.labels)}: a name is there twice")
     folders = site_folders(root)
@@ -191,9 +169,7 @@ def _codes(entries: Sequence[DatalistItem], labels: Sequence[str]) -> dict[str, 
     codes: dict[str, Any] = {}
     for path in (mask for entry in entries for mask in entry.masks if is_segmentation(mask)):
         with explained(path):
-            from pydicom import dcmread
-
-            codes |= segment_codes(dcmread(path, stop_before_pixels=True, specific_tags=["SegmentSequence"]))
+            codes |= segment_codes(tags_of(path, "SegmentSequence"))
     return {label: codes[label] for label in labels if label in codes}
 
 
@@ -269,10 +245,9 @@ def _modality(sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hint
 
 def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] = ()) -> Plan:
     """The plan with some settings changed and others left out."""
-    removed = {change.setting for change in changes} | set(without)
-    settings = {name: value for name, value in proposed.settings.items() if name not in without}
-    settings |= {change.setting: change.value for change in changes}
-    kept = (choice for choice in proposed.choices if choice.setting not in removed)
+    changed = {change.setting: change.value for change in changes}
+    settings = {name: value for name, value in (proposed.settings | changed).items() if name not in without}
+    kept = (choice for choice in proposed.choices if choice.setting not in {*changed, *without})
     return dataclasses.replace(proposed, settings=settings, choices=(*kept, *changes))
 
 
@@ -344,8 +319,7 @@ def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
 
 def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     if modality != "ct":
-        reason = "the same for all images" if modality == "photo" else "every image to mean 0, deviation 1"
-        return Choice("intensity", intensity(sites, modality).value, reason)
+        return intensity(sites, modality)
     spreads = [channel.overall for site in sites for channel in site.channels]  # without masks there is no foreground
     low, high = min(spread.p0_5 for spread in spreads), max(spread.p99_5 for spread in spreads)
     scale = {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}
@@ -353,11 +327,7 @@ def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choic
 
 
 def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints) -> Plan:
-    """The plan with a pretrained network for grey and colour pictures; a warning if the package with the weights is missing.
-
-    Raises:
-        ConfigError: pretrained weights are required, and there are none for these images.
-    """
+    """The plan with a pretrained network for pictures; a warning without its package, ConfigError if it is required and there is none."""
     settings, name = proposed.settings, hints.network or _PRETRAINED
     if hints.pretrained:
         packaged_weights(name)  # raises where there are none

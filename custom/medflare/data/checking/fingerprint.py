@@ -89,14 +89,9 @@ class DatasetFingerprint:
 
 
 def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:
-    """The fingerprint of every site below a data root.
+    """The fingerprints of a site's folder, or of the sites below it; of the task count labels, channels and axes.
 
-    Args:
-        root: one site's folder, or a folder with one folder per site.
-        task: its labels, channels and axes count; its size, spacing, intensity transform and network do not.
-
-    Raises:
-        DataError: no site, no training image, or one that cannot be used (unless the task skips those).
+    DataError if there is no site, no training image, or one that cannot be used (unless the task skips those).
     """
     folders = site_folders(Path(root))
     all_sites = [fingerprint_of(site_name(folder), task, partial(open_source, site_name(folder), root=folder)) for folder in folders]
@@ -110,33 +105,26 @@ def fingerprint_of(
     minimum: int = 0,
     aborted: Callable[[], bool] = lambda: False,
 ) -> DatasetFingerprint | None:
-    """The fingerprint of one site; training images are read one at a time.
+    """The fingerprint of one site, read one image at a time; None for fewer than `minimum` patients, DataError as of `fingerprints`.
 
     Args:
         source_of_task: task -> the site's images as that task reads them.
         minimum: small-cell suppression: number of patients below which a number is left out. A class or a foreground that fewer patients
             show is left out (of exclusive classes then all), and minimum and maximum of a `Spread` become the 10th and 90th percentile.
-        aborted: called before every image.
-
-    Returns:
-        The fingerprint; None if there are fewer than `minimum` training patients.
-
-    Raises:
-        DataError: see `fingerprints`.
-        Aborted: `aborted` returned True.
+        aborted: called before every image; where it returns True, Aborted is raised.
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
     entries = [entry for entry in usable_entries(site, task, source)[0] if entry.split == "training"]
     drawn = min(_DRAWN, _MAX_DRAWN // max(1, len(entries)))
-    overall, foreground = ([_Values(drawn) for _ in range(task.image_channels)] for _ in range(2))
+    values = [(_Values(drawn), _Values(drawn)) for _ in range(task.image_channels)]  # of a channel overall, and in the foreground
     rows: list[_Row] = []
     failed: dict[int, str] = {}
     for number, entry in enumerate(counted(entries, len(entries), f"site {site}, training images read")):
         if aborted():
             raise Aborted(f"site {site}: stopped on request")
         try:
-            rows += _read_rows(task, source, entry, numpy_generator(0, site, number, "fingerprint"), overall, foreground)
+            rows += _read_rows(task, source, entry, numpy_generator(0, site, number, "fingerprint"), values)
         except DataError as error:
             if task.unreadable == "error":
                 raise
@@ -163,8 +151,7 @@ def fingerprint_of(
         share = sum(row.areas[name] for row in rows) / voxels if task.kind == "segmentation" else None
         classes[name] = Presence(None, None) if name in suppressed else Presence(sum(row.areas[name] > 0 for row in rows), share)
     sizes, spacings = [row.sides for row in rows], [row.spacing for row in rows if row.spacing is not None]
-    all_known = len(spacings) == len(rows)
-    no_foreground = is_small("")
+    all_known, few = len(spacings) == len(rows), is_small("")
     return DatasetFingerprint(
         site=site,
         images=len(rows),
@@ -174,11 +161,7 @@ def fingerprint_of(
         spacings=_spread(spacings, minimum) if all_known else None,
         extents=_spread(np.multiply(sizes, spacings), minimum) if all_known else None,
         zeros=sum(row.zeros for row in rows) / voxels,
-        channels=tuple(
-            Channel(values, None if no_foreground else inside.summary())
-            for everywhere, inside in zip(overall, foreground, strict=True)
-            if (values := everywhere.summary()) is not None
-        ),
+        channels=tuple(Channel(overall.summary(), None if few or not inside.count else inside.summary()) for overall, inside in values),
         classes=classes,
     )
 
@@ -206,34 +189,26 @@ class _Values:
     def __init__(self, drawn: int):
         self._limit = drawn
         self._drawn: list[np.ndarray] = []
-        self._count, self._sum, self._squares = 0, 0.0, 0.0
+        self.count, self._sum, self._squares = 0, 0.0, 0.0
 
     def add(self, values: np.ndarray, random: np.random.Generator, parts: int) -> None:
         """Add values (n,) of one of the `parts` pictures of an image."""
-        self._count += values.size
+        self.count += values.size
         self._sum += float(values.sum(dtype=np.float64))
         self._squares += float(np.square(values, dtype=np.float64).sum())
         limit = max(1, self._limit // parts)
         self._drawn.append(values.copy() if values.size <= limit else values[random.integers(values.size, size=limit)])
 
-    def summary(self) -> Intensities | None:
-        """None without values."""
-        if not self._count:
-            return None
-        mean = self._sum / self._count
+    def summary(self) -> Intensities:
+        mean = self._sum / self.count
         low, middle, high = np.percentile(np.concatenate(self._drawn).astype(np.float64), (0.5, 50, 99.5)).tolist()
-        return Intensities(low, middle, high, mean, max(self._squares / self._count - mean**2, 0.0) ** 0.5)
+        return Intensities(low, middle, high, mean, max(self._squares / self.count - mean**2, 0.0) ** 0.5)
 
 
 def _read_rows(
-    task: TaskConfig,
-    source: Source,
-    entry: DatalistItem,
-    random: np.random.Generator,
-    overall: Sequence[_Values],
-    foreground: Sequence[_Values],
+    task: TaskConfig, source: Source, entry: DatalistItem, random: np.random.Generator, values: Sequence[tuple[_Values, _Values]]
 ) -> list[_Row]:
-    """The rows of an entry (several if a volume is cut into slices); adds its intensities by channel."""
+    """The rows of an entry (several if a volume is cut into slices); adds its intensities to `values` by channel."""
     image = source.image(entry)
     target = target_of(task, source, entry, image)
     spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
@@ -244,10 +219,10 @@ def _read_rows(
         areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
         zeros = int((picture == 0).all(axis=0).sum())
         rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
-        for channel, values in enumerate(picture):
-            overall[channel].add(values.reshape(-1), random, len(pictures))
+        for (overall, foreground), channel in zip(values, picture, strict=True):
+            overall.add(channel.reshape(-1), random, len(pictures))
             if inside is not None:
-                foreground[channel].add(values[inside], random, len(pictures))
+                foreground.add(channel[inside], random, len(pictures))
     return rows
 
 
@@ -282,11 +257,7 @@ def from_json(value: Any) -> DatasetFingerprint:
 
 
 def read_fingerprints(paths: Iterable[Path]) -> list[DatasetFingerprint]:
-    """All sites of several files.
-
-    Raises:
-        DataError: a file that is not of fingerprints, or a site that is in two files.
-    """
+    """All sites of several files; DataError for a file that is not of fingerprints, and a site that is in two files."""
     sites: dict[str, DatasetFingerprint] = {}
     for path in paths:
         try:

@@ -82,11 +82,7 @@ def _counts(sites: Mapping[str, Sequence[Item]], classes: Sequence[str]) -> pd.D
 
 
 def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = None, columns: Columns = GUESSED) -> Dataset:
-    """The images of a folder with labels or masks: of a table that names them, otherwise masks by name, otherwise a folder per class.
-
-    Raises:
-        DataError: the layout is unknown or ambiguous.
-    """
+    """A folder's images with labels: of a table that names them, else masks by name, else a folder per class; DataError if unclear."""
     candidates = [table] if table else list(folder.tables)
     splits: dict[Path, str] = {}
     unused: dict[Path, str] = {}
@@ -123,9 +119,7 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
 def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> ImportReport:
     """Write the datalists of a folder of images; nothing of a site is written before all its checks pass.
 
-    Raises:
-        ConfigError: an option is wrong.
-        DataError: an unknown layout, incomplete images, a patient in two splits, or datalists that exist.
+    DataError for an unknown layout, incomplete images, a patient in two splits, or datalists that exist; ConfigError for a wrong option.
     """
     if options.site_folders:
         return _import_site_folders(root, options)
@@ -146,10 +140,7 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
         items = [replace(item, split="") for item in items]
-    sites = {
-        site: draw_splits(site_items, site, options.shares or SHARES, options.seed)
-        for site, site_items in _items_by_site(items, options).items()
-    }
+    sites = {site: draw_splits(own, site, options.shares or SHARES, options.seed) for site, own in _items_by_site(items, options).items()}
     home = options.out or root
     check_target(home, sites, force=options.force)
     header = {"labels": dataset.labels, "channel_names": dataset.channels}
@@ -174,11 +165,8 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")) if root.is_dir() else []
     if not folders:
         raise DataError(f"{root}: no folder of a site in it; correct the path, or leave out --site-folders")
-    plain = replace(options, site_folders=False)
-    reports = {
-        folder.name: import_folder(folder, replace(plain, out=None if options.out is None else options.out / folder.name))
-        for folder in folders
-    }
+    outs = {folder: options.out and options.out / folder.name for folder in folders}
+    reports = {folder.name: import_folder(folder, replace(options, site_folders=False, out=out)) for folder, out in outs.items()}
     warnings = tuple(f"{site}: {warning}" for site, report in reports.items() for warning in report.warnings)
     first = next(iter(reports.values())).dataset
     notes = tuple(f"{site}: {note}" for site, report in reports.items() for note in report.dataset.notes)
@@ -191,17 +179,10 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
 
 
 def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "") -> tuple[list[Item], str]:
-    """The images with their patients: by the pattern, otherwise by the table, otherwise by DICOM's PatientID.
+    """The images with their patients, by the pattern, else the table, else DICOM's PatientID; and a warning if none is known, else "".
 
-    Args:
-        pattern: regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
-
-    Returns:
-        The images, and a warning if no patient is known, otherwise "".
-
-    Raises:
-        ConfigError: not a regular expression.
-        DataError: it does not match a name, or some images have no patient.
+    The pattern is a regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
+    ConfigError if it is none; DataError if it does not match a name, or if some images have no patient.
     """
     if pattern:
         try:
@@ -249,10 +230,8 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
         if options.sites < 1:
             raise ConfigError(f"--sites {options.sites}: give 1 or more")
         numbers = _folds(items, options.sites, [f"{item.split} {item.stratum}" for item in items], options.seed, "sites")
-        return {
-            f"site-{site + 1}": [item for item, number in zip(items, numbers, strict=True) if number == site]
-            for site in range(options.sites)
-        }
+        placed = list(zip(items, numbers, strict=True))
+        return {f"site-{site + 1}": [item for item, number in placed if number == site] for site in range(options.sites)}
     if not options.columns.site:
         return {"": list(items)}
     names: dict[str, str] = {}  # folder -> name in the table
@@ -266,15 +245,9 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
 
 
 def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], seed: int) -> list[Item]:
-    """The images with their splits; a split that no image has is drawn from the training patients, stratified by class.
+    """A site's images with their splits; a split of `shares` that no image has is drawn from the training patients, stratified by class.
 
-    Args:
-        items: of one site, with their patients.
-        site: its name, a key of the random draw.
-        shares: split -> its share of the patients; a split that is not in it is not drawn.
-
-    Raises:
-        DataError: a patient in two splits, or too few patients.
+    `shares`: split -> its share of the patients. DataError for a patient in two splits, and for too few patients.
     """
     drawn = [replace(item, split=item.split or "training") for item in items]
     first_of: dict[str, Item] = {}
@@ -381,11 +354,7 @@ def write_datalist(
 def place_files(
     folder: Path, items: Sequence[Item], root: Path, *, copy: bool, slices: Mapping[Path, Sequence[Path]] = MappingProxyType({})
 ) -> None:
-    """Put the files of a site into its folder: hard links or copies, `Item.rendered` as PNG, `ImageFolder.slices` in folders.
-
-    Raises:
-        DataError: another file is there, links are not possible, or a file cannot be rendered.
-    """
+    """Link or copy a site's files into its folder, `Item.rendered` as PNG, `slices` in folders; DataError if another file is there."""
     for item in counted(items, len(items), f"{folder}, images imported"):
         for file in (*filter(None, item.files), *item.masks):
             target = folder / file.relative_to(root)

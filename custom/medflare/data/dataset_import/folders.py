@@ -12,9 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from medflare.core.errors import DataError
-from medflare.core.packages import require
 from medflare.data.datalist import FILE, patient_id
-from medflare.data.dicom import SEGMENTATION
+from medflare.data.dicom import SEGMENTATION, tags_of
 from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, stem, suffix
 
 LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
@@ -22,7 +21,7 @@ MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
 _IGNORED: Final = ("__MACOSX", "Thumbs.db")
-_TAGS: Final = ["SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence"]
+_TAGS: Final = ("SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 _MASK: Final = frozenset(
@@ -36,7 +35,7 @@ _SPLITS: Final = {
 }
 _IGNORED_WORDS: Final = frozenset(("set", "data", "folder", "split", "ground", *_IMAGE, *_MASK))
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
+_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")  # ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`)
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class ImageFolder:
     tables: tuple[Path, ...]  # CSV and TSV files, sorted
     patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
     segmented: Mapping[Path, Path] = field(default_factory=dict)  # DICOM segmentation -> the series of the folder that it refers to
-    # folder that is to be made for a DICOM series -> its files, which lie beside others
-    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
+    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)  # folder to make for a DICOM series -> files beside others
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder."""
@@ -105,11 +103,7 @@ class ImageFolder:
 
 
 def scan_folder(root: Path) -> ImageFolder:
-    """All images and tables below a folder, without hidden files and without folders that have a datalist.json.
-
-    Raises:
-        DataError: not a folder, no images, or a damaged DICOM file.
-    """
+    """All images and tables below a folder, but hidden ones and those of sites; DataError if there is no image, or a damaged DICOM file."""
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
     images: list[Path] = []
@@ -122,11 +116,10 @@ def scan_folder(root: Path) -> ImageFolder:
         files = [folder / name for name in sorted(names) if not _is_ignored(name)]
         own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
         own_tables = [file for file in files if suffix(file) in _TABLES]
-        slices = list(dicom_images(files))
-        if slices:
-            found, apart = _dicom_series(folder, slices, only_slices=not own_images and not own_tables and folder != root)
-            headers |= found
-            loose |= apart
+        only_slices = not own_images and not own_tables and folder != root
+        found, apart = _dicom_series(folder, list(dicom_images(files)), only_slices)
+        headers |= found
+        loose |= apart
         images += own_images
         tables += own_tables
     images += headers
@@ -151,31 +144,27 @@ class _Header(NamedTuple):
 
 
 def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
-    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files.
-
-    The folder itself is the image if its files, without segmentations, are the slices of one series.
-    """
-    require("pydicom", f"{folder}: a DICOM image", DataError)
-    import pydicom
-
+    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files."""
     headers: dict[Path, _Header] = {}
     for file in files:
         with explained(file):
-            header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
-        referenced = header.get("ReferencedSeriesSequence") or [{}]
-        segments = str(referenced[0].get("SeriesInstanceUID", "")) if header.get("SOPClassUID") == SEGMENTATION else ""
-        patient = patient_id(str(header.get("PatientID", "") or ""))
-        headers[file] = _Header(str(header.get("SeriesInstanceUID", file)), patient, segments)
-    masks = {file: header for file, header in headers.items() if header.segments}
+            tags = tags_of(file, *_TAGS)
+        referenced = tags.get("ReferencedSeriesSequence") or [{}]
+        segments = str(referenced[0].get("SeriesInstanceUID", "")) if tags.get("SOPClassUID") == SEGMENTATION else ""
+        headers[file] = _Header(str(tags.get("SeriesInstanceUID", file)), patient_id(str(tags.get("PatientID", "") or "")), segments)
+    images = {file: found for file, found in headers.items() if found.segments}
     series: defaultdict[str, list[Path]] = defaultdict(list)
-    for file, header in headers.items():
-        if file not in masks:
-            series[header.series].append(file)
-    if len(series) == 1 and only_slices and len(files) - len(masks) > 1:
-        return {folder: headers[next(iter(series.values()))[0]], **masks}, {}
-    several = {folder / _folder_name(uid): tuple(slices) for uid, slices in series.items() if len(slices) > 1}
-    single = {slices[0]: headers[slices[0]] for slices in series.values() if len(slices) == 1}
-    return {**single, **{place: headers[slices[0]] for place, slices in several.items()}, **masks}, several
+    for file, found in headers.items():
+        if not found.segments:
+            series[found.series].append(file)
+    apart: dict[Path, tuple[Path, ...]] = {}
+    for uid, slices in series.items():
+        whole = len(series) == 1 and only_slices  # the folder itself is the image
+        place = slices[0] if len(slices) == 1 else folder if whole else folder / _folder_name(uid)
+        images[place] = headers[slices[0]]
+        if place not in (folder, slices[0]):
+            apart[place] = tuple(slices)
+    return images, apart
 
 
 def _folder_name(uid: str) -> str:
@@ -272,10 +261,8 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
     """Every mask with its image; the channels of an image may be in separate files.
 
     An image has the mask of the same folders, name and split; otherwise the mask without a name of its folder (`segmentation.nii.gz`),
-    otherwise the only unused mask of its name and split. A DICOM series has the segmentation that refers to it.
-
-    Raises:
-        DataError: no pairs, two masks of one image, or two images of one mask.
+    otherwise the only unused mask of its name and split. A DICOM series has the segmentation that refers to it. DataError without pairs,
+    for two masks of one image, and for two images of one mask.
     """
     names = names or folder.names()
     files_of, without = _assign_masks(folder, names)
@@ -312,10 +299,13 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
     in_folder = Counter(image.parent for image in images)
 
     def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
-        candidates = _names_and_channels(image, names[image].name)
+        name = names[image].name
+        candidates = [(name, "")]
+        if (channel := _CHANNEL.match(name)) and (channel[2].isdecimal() or suffix(image) in NIFTI):
+            candidates.append((channel[1], channel[2]))
         if same_folders and names[image].folders:
-            candidates.append(("", "" if in_folder[image.parent] == 1 else names[image].name))
-        for name, channel in candidates:
+            candidates.append(("", "" if in_folder[image.parent] == 1 else name))
+        for name, part in candidates:
             fitting = [mask for mask in by_name[name] if mask in free and len({names[image].split, names[mask].split} - {""}) < 2]
             if same_folders:
                 fitting = [mask for mask in fitting if names[mask].folders == names[image].folders]
@@ -324,7 +314,7 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
                 both = " and ".join(map(folder.relative, fitting[:2]))
                 raise DataError(f"{both}: two masks of one image; list them in a table, with --mask-column and a column for each")
             if len(fitting) == 1:
-                if (other := files_of[fitting[0]].setdefault(channel, image)) is not image:
+                if (other := files_of[fitting[0]].setdefault(part, image)) is not image:
                     both = f"{folder.relative(other)} and {folder.relative(image)} would both have the mask {folder.relative(fitting[0])}"
                     raise DataError(f"{both}; use the same folder names for images and masks, or list them in a table")
                 return True
@@ -336,25 +326,12 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
     return files_of, images
 
 
-def _names_and_channels(image: Path, name: str) -> list[tuple[str, str]]:
-    """The names that the mask of an image can have, with the channel that the file then is.
-
-    The suffix of a channel is a number of four digits (nnU-Net), or a word (`_flair`) in NIfTI files.
-    """
-    match = _CHANNEL.match(name)
-    if match is None or not (match[2].isdecimal() or suffix(image) in NIFTI):
-        return [(name, "")]
-    return [(name, ""), (match[1], match[2])]
-
-
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
     """Number -> label of the segments of DICOM segmentations, numbered as they are met."""
-    import pydicom
-
     names: dict[str, None] = {}
     for mask in sorted(masks):
         with explained(mask):
-            segments = pydicom.dcmread(mask, stop_before_pixels=True, specific_tags=["SegmentSequence"]).SegmentSequence
+            segments = tags_of(mask, "SegmentSequence").SegmentSequence
         names |= dict.fromkeys(str(segment.SegmentLabel) for segment in segments)
     return {str(number): name for number, name in enumerate(names, 1)}
 
@@ -378,8 +355,7 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
 def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share; folders of splits do not count.
 
-    Raises:
-        DataError: fewer than two classes; or, unless there may be `any_number`, more than `MAX_CLASSES` or nearly as many as images.
+    DataError for fewer than two classes; unless there may be `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
     """
     images = list(images)
     common = Path(os.path.commonpath([image.parent for image in images]))

@@ -44,11 +44,7 @@ GUESSED: Final = Columns()
 
 
 def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
-    """A table with text in every cell, "" for missing values, without spaces around cells and names.
-
-    Raises:
-        DataError: not readable, no rows, or one of `columns` is missing.
-    """
+    """A table of text without spaces at the ends, "" for missing cells; DataError if it is unreadable, empty, or lacks one of `columns`."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             head = file.readline()
@@ -65,14 +61,9 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *, kind: str = "") -> Dataset:
-    """The images of a table, or of a table for each split.
+    """The images of a table, or of one for each split; without a `kind` the columns decide whether they are of masks or classes.
 
-    Args:
-        columns: as far as they were given.
-        kind: "segmentation", "classification", or "" to choose by the columns.
-
-    Raises:
-        DataError: a column is missing, a cell names several files, or values that are no labels.
+    DataError for a missing column, a cell that names several files, and values that are no labels.
     """
     items: list[Item] = []
     missing: list[str] = []
@@ -111,11 +102,7 @@ def read_tables(paths: Sequence[Path], folder: ImageFolder, columns: Columns, *,
 
 
 def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
-    """The split that the name of a table has, or ""; arguments as of `read_tables`.
-
-    Raises:
-        DataError: it names no image of the folder in its first rows, or has no labels of them.
-    """
+    """The split that the name of a table has, or ""; DataError if it names no image of the folder in its first rows, or has no labels."""
     frame, find = read_frame(path), _FileFinder(folder, path)
     if not any(find.count(frame[name]) for name in frame):
         raise DataError(f"{folder.relative(path)} names no image of the folder")

@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import resources
@@ -17,48 +17,23 @@ from PIL import Image
 from medflare.core.errors import DataError
 from medflare.core.settings import unknown
 from medflare.data.dataset_import.folders import Item, pair_masks, scan_folder
-from medflare.data.dataset_import.papers.preparing import Download, Preparation, expected, files_in, items_of
+from medflare.data.dataset_import.papers.preparing import Download, Preparation, expected, items_of
 from medflare.data.dataset_import.tables import read_frame
-from medflare.data.reading import NIFTI, PICTURES, explained
+from medflare.data.reading import PICTURES, explained, stem
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM -----------------------------------------------------------
-
-# Site -> the names of its folder; the release was renamed once, ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
-_FOLDERS: Final = {
-    "RUNMC": ("RUNMC", "ISBI"),
-    "BMC": ("BMC", "ISBI_1.5"),
-    "I2CVB": ("I2CVB",),
-    "UCL": ("UCL",),
-    "BIDMC": ("BIDMC",),
-    "HK": ("HK",),
-}
-_FEDSM: Final = ("I2CVB", "MSD", "NCI_ISBI_3T", "NCI_ISBI_Dx", "Promise12", "PROSTATEx")  # clients 1 ... 6
-_MARK: Final = "_segmentation"
+# SAML's release was renamed once; ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
 
 
-def find_saml(root: Path, download: Download, sites: Iterable[str] = _FOLDERS) -> list[Item]:
-    """CaseNN.nii.gz with CaseNN_segmentation.nii.gz beside it, a folder for each site; case numbers are of one site only."""
+def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Download) -> list[Item]:
+    """Volumes with their masks by name, below the first of a site's folders that exists; case numbers are of one site only."""
     items = []
-    for site in sites:
-        volumes = files_in(expected(root, *_FOLDERS[site], download=download), NIFTI)
-        masks = {path.name.lower().replace(_MARK, ""): path for path in volumes if _MARK in path.name.lower()}
-        for volume in volumes:
-            if _MARK not in volume.name.lower():
-                if volume.name.lower() not in masks:
-                    raise DataError(f"{volume}: no file {volume.name.replace('.nii', f'{_MARK}.nii')}; unpack the download again")
-                items.append(Item((volume,), masks[volume.name.lower()], f"{site} {volume.name.partition('.')[0]}", "", site))
-    return items
-
-
-def find_fedsm(root: Path, download: Download) -> list[Item]:
-    """The volumes of FedSM's six sources, with masks by name."""
-    dataset = expected(root, "dataset", download=download)
-    items = []
-    for site in _FEDSM:
-        pairs = pair_masks(scan_folder(expected(dataset, site, site.upper(), download=download)))
+    for site, folders in sites.items():
+        folder = expected(root, *folders, download=download)
+        pairs = pair_masks(scan_folder(folder))
         if pairs.missing:
-            raise DataError(f"{dataset / site}: {len(pairs.missing)} incomplete, the first: {pairs.missing[0]}; convert the source again")
-        items += [replace(item, patient=f"{site} {item.first.name}", split="", site=site) for item in pairs.items]
+            raise DataError(f"{folder / pairs.missing[0]}, the first of {len(pairs.missing)}; unpack or convert the download again")
+        items += [replace(item, patient=f"{site} {stem(item.first)}", split="", site=site) for item in pairs.items]
     return items
 
 
@@ -66,43 +41,39 @@ def find_fedsm(root: Path, download: Download) -> list[Item]:
 
 _READER: Final = 1  # of RIGA's six, whose outlines are taken
 _DARK, _BRIGHT = 51, 201  # between the three grey values of a mask, which shrinking has blurred
-
-# Site -> DoFE's domains. IOP-FL keeps REFUGE's training and validation images apart, FedSM has them as one client.
-_FOUR: Final = {"Drishti-GS": (1,), "RIM-ONE": (2,), "REFUGE-train": (3,), "REFUGE-val": (4,)}
-_DOFE_OF_SIX: Final = {"Drishti-GS": (1,), "RIM-ONE": (2,), "REFUGE": (3, 4)}
-_RIGA_OF_SIX: Final = {
-    "RIGA-BinRushed": ("BinRushed",),
-    "RIGA-Magrabia": ("Magrabia",),
-    "RIGA-MESSIDOR": ("MESSIDOR_Base1", "MESSIDOR_Base2", "MESSIDOR_Base3"),
-}
+# IOP-FL keeps REFUGE's training and validation images apart, FedSM has them as one client.
 
 
-def find_dofe(root: Path, download: Download, sites: Mapping[str, tuple[int, ...]] = _FOUR) -> list[Item]:
-    """The images of DoFE's domains, by site."""
+def find_fundus(root: Path, sites: Mapping[str, Sequence[str]], dofe: Download, riga: Download | None = None) -> list[Item]:
+    """The images of DoFE's domains and RIGA+'s folders, by site."""
     items = []
-    for site, domains in sites.items():
-        for inner in (f"Domain{domain}/{split}/ROIs" for domain in domains for split in ("train", "test")):
-            folder = expected(root, f"Fundus/{inner}", inner, download=download)
-            for image in files_in(expected(folder, "image", download=download), PICTURES):
-                mask = expected(folder, f"mask/{image.name}", download=download)
-                items.append(_item(image, mask, site, cup_is_darkest=True))
+    for site, folders in sites.items():
+        for folder in folders:
+            items += _find_riga(root, site, folder, riga) if riga and "Domain" not in folder else _find_dofe(root, site, folder, dofe)
     return items
 
 
-def find_six(root: Path, dofe: Download, riga: Download) -> list[Item]:
-    """The images of FedSM's six clients, of DoFE's dataset and RIGA+; RIGA+ has photographs without masks, which are left out."""
-    items = find_dofe(root, dofe, _DOFE_OF_SIX)
-    photographs = expected(root, "RIGAPlus/RIGA", "RIGA", download=riga)
-    masks = expected(root, "RIGAPlus/RIGA-mask", "RIGA-mask", download=riga)
-    for site, folders in _RIGA_OF_SIX.items():
-        outlined = []
-        for image in sorted(path for folder in folders for path in expected(photographs, folder, download=riga).glob("*/*")):
-            mask = masks / image.relative_to(photographs).parent / f"{image.stem}-{_READER}{image.suffix}"
-            if image.name.lower().endswith(PICTURES) and mask.exists():
-                outlined.append(_item(image, mask, site, cup_is_darkest=False))
-        if not outlined:
-            raise DataError(f"{masks / folders[0]}: no mask of reader {_READER}; get {riga.path} from {riga.page}")
-        items += outlined
+def _find_dofe(root: Path, site: str, domain: str, download: Download) -> list[Item]:
+    items = []
+    for inner in (f"{domain}/{split}/ROIs" for split in ("train", "test")):
+        folder = expected(root, f"Fundus/{inner}", inner, download=download)
+        for image in scan_folder(expected(folder, "image", download=download)).images:
+            mask = expected(folder, f"mask/{image.name}", download=download)
+            items.append(_item(image, mask, site, cup_is_darkest=True))
+    return items
+
+
+def _find_riga(root: Path, site: str, folder: str, download: Download) -> list[Item]:
+    """The photographs that have masks; the others are left out."""
+    photographs = expected(root, f"RIGAPlus/RIGA/{folder}", f"RIGA/{folder}", download=download)
+    masks = expected(root, f"RIGAPlus/RIGA-mask/{folder}", f"RIGA-mask/{folder}", download=download)
+    items = []
+    for image in sorted(photographs.glob("*/*")):
+        mask = masks / image.parent.name / f"{image.stem}-{_READER}{image.suffix}"
+        if image.name.lower().endswith(PICTURES) and mask.exists():
+            items.append(_item(image, mask, site, cup_is_darkest=False))
+    if not items:
+        raise DataError(f"{masks}: no mask of reader {_READER}; get {download.path} from {download.page}")
     return items
 
 
@@ -124,11 +95,10 @@ def _disc_and_cup(mask: Path, cup_is_darkest: bool) -> np.ndarray:
     return np.where(rest, 0, np.where(cup, 2, 1)).astype(np.uint8)
 
 
-_SOURCES: Final = ("APTOS", "DEEPDR", "FGADR", "IDRID", "MESSIDOR", "RLDR")
 _LISTS: Final = {"train": "training", "crossval": "validation"}
 
 
-def find_grades(root: Path, download: Download) -> list[Item]:
+def find_grades(root: Path, sites: Sequence[str], download: Download) -> list[Item]:
     """The images of the split files, a site for each source."""
     images = expected(root, "images", download=download)
 
@@ -139,7 +109,7 @@ def find_grades(root: Path, download: Download) -> list[Item]:
         return Item((images / path,), int(grade), "", split, source)
 
     items = []
-    for source, (name, split) in product(_SOURCES, _LISTS.items()):
+    for source, (name, split) in product(sites, _LISTS.items()):
         file = expected(root, f"splits/{source}_{name}.txt", download=download)
         lines = [text for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]
         items += items_of(file, lines, partial(item, source=source, split=split))
@@ -148,12 +118,10 @@ def find_grades(root: Path, download: Download) -> list[Item]:
 
 # -- dermoscopy: Fed-ISIC2019 as FLamby divides it, and PRR -------------------------------------------------------------
 
-_CENTRES: Final = ("BCN", "HAM_vidir_molemax", "HAM_vidir_modern", "HAM_rosendahl", "MSK", "HAM_vienna_dias")  # by their numbers 0 ... 5
 _PRR_CLASSES: Final = ("nv", "bkl", "mel")
-_COHORTS: Final = ("vidir_modern", "vidir_molemax", "rosendahl", "vienna_dias")  # clients A, B, C and the out-of-distribution cohort
 
 
-def find_fed_isic(root: Path, image_folder: Download, metadata: Download, split: Download) -> list[Item]:
+def find_fed_isic(root: Path, sites: Sequence[str], image_folder: Download, metadata: Download, split: Download) -> list[Item]:
     """The images of FLamby's table, with their lesions."""
     images = expected(root, "ISIC_2019_Training_Input_preprocessed", image_folder.path, download=image_folder)
     folds = expected(root, split.path, "train_test_folds.csv", download=split)
@@ -161,7 +129,7 @@ def find_fed_isic(root: Path, image_folder: Download, metadata: Download, split:
     lesions = read_frame(table, ("image", "lesion_id")).set_index("image")["lesion_id"].to_dict()
 
     def item(row: Mapping[str, str]) -> Item:
-        label, centre = int(float(row["target"])), _CENTRES[int(float(row["center"]))]
+        label, centre = int(float(row["target"])), sites[int(float(row["center"]))]
         split = {"train": "", "test": "test"}[row["fold"]]  # validation images are drawn from the training images
         if label not in range(8):
             raise ValueError(f"target {label}")
@@ -170,20 +138,21 @@ def find_fed_isic(root: Path, image_folder: Download, metadata: Download, split:
     return items_of(folds, read_frame(folds, ("image", "target", "center", "fold")).to_dict("records"), item)
 
 
-def find_prr(root: Path, ham_table: Download, part_1: Download, part_2: Download, msk: Download, truth: Download) -> list[Item]:
-    """The nevi, benign keratoses and melanomas of HAM10000 and ISIC 2017; all images of `vienna_dias` are test images."""
+def find_prr(
+    root: Path, sites: Mapping[str, str], ham_table: Download, part_1: Download, part_2: Download, msk: Download, truth: Download
+) -> list[Item]:
+    """The nevi, benign keratoses and melanomas of HAM10000 and ISIC 2017; `sites`: cohort -> the split of all its images, or ""."""
     ham = expected(root, ham_table.path, f"{ham_table.path}.csv", f"{ham_table.path}.tab", download=ham_table)
     folders = [expected(root, part.path, download=part) for part in (part_1, part_2)]
     msk_images = expected(root, msk.path, download=msk)
     isic = expected(root, truth.path, download=truth)
 
     def ham_item(row: Mapping[str, str]) -> Item | None:
-        _COHORTS.index(row["dataset"])  # ValueError for an unknown cohort
+        split = sites[row["dataset"]]
         if row["dx"] not in _PRR_CLASSES:
             return None
         name = f"{row['image_id']}.jpg"
         image = next((folder / name for folder in folders if (folder / name).exists()), folders[0] / name)
-        split = "test" if row["dataset"] == _COHORTS[-1] else ""
         return Item((image,), _PRR_CLASSES.index(row["dx"]), row["lesion_id"], split, row["dataset"])
 
     def isic_item(row: Mapping[str, str]) -> Item:
@@ -201,18 +170,18 @@ def find_prr(root: Path, ham_table: Download, part_1: Download, part_2: Download
 _COLUMNS: Final = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
 
 
-def find_camelyon(root: Path, download: Download) -> list[Item]:
-    """The patches of metadata.csv, a site for each of its centres 0 ... 4."""
+def find_camelyon(root: Path, sites: Sequence[str], download: Download) -> list[Item]:
+    """The patches of metadata.csv, a site for each of its centres."""
     release = expected(root, download.path, ".", download=download)
     table = expected(release, "metadata.csv", download=download)
     patches = expected(release, "patches", download=download)
 
     def item(row: Mapping[str, str]) -> Item:
         patient, node, x, y, tumor, centre = (int(row[name]) for name in _COLUMNS)
-        if tumor not in (0, 1) or not 0 <= centre < 5:
+        if tumor not in (0, 1) or centre not in range(len(sites)):
             raise ValueError(f"tumor {tumor}, center {centre}")
         name = f"patient_{patient:03}_node_{node}"
-        return Item((patches / name / f"patch_{name}_x_{x}_y_{y}.png",), tumor, f"{patient:03}", "", f"center{centre}")
+        return Item((patches / name / f"patch_{name}_x_{x}_y_{y}.png",), tumor, f"{patient:03}", "", sites[centre])
 
     return items_of(table, read_frame(table, _COLUMNS).to_dict("records"), item)
 
@@ -220,18 +189,10 @@ def find_camelyon(root: Path, download: Download) -> list[Item]:
 _SIDE: Final = 96  # pixels of a patch; FedDAG resizes all images to 96 x 96, so patches keep their resolution
 _TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")  # of the TIFF files, of the PNG files, of 2021
 _LABELS: Final = {1: 1, 2: 0}  # category -> class: mitotic figure, hard negative
-# The numbers of each tumour's images; 51 more images, of human melanoma, have no annotations.
-_NUMBERS: Final = {
-    "human_breast_cancer": range(1, 151),
-    "canine_lung_cancer": range(151, 195),
-    "canine_lymphoma": range(195, 250),
-    "canine_cutaneous_mast_cell_tumor": range(250, 300),
-    "human_neuroendocrine_tumor": range(300, 355),
-}
 
 
-def find_midog(root: Path, annotations: Download, image_files: Download) -> list[Item]:
-    """A patch around every annotated cell, a site for each tumour, a patient for each image."""
+def find_midog(root: Path, sites: Mapping[str, Sequence[int]], annotations: Download, image_files: Download) -> list[Item]:
+    """A patch around every annotated cell, a patient for each image; `sites`: tumour -> first and last number of its images."""
     table = expected(root, *_TABLES, download=annotations)
     try:
         content: Any = json.loads(table.read_text(encoding="utf-8"))
@@ -243,7 +204,7 @@ def find_midog(root: Path, annotations: Download, image_files: Download) -> list
     def item(cell: Mapping[str, Any]) -> Item:
         (name, size), label = images[int(cell["image_id"])], _LABELS[int(cell["category_id"])]
         source = expected(root, f"images/{name}", name, download=image_files)
-        (site,) = (tumour for tumour, numbers in _NUMBERS.items() if int(source.stem) in numbers)
+        (site,) = (tumour for tumour, (first, last) in sites.items() if first <= int(source.stem) <= last)
         if size != _opened(source).size:
             raise ValueError(f"{source} is {_opened(source).size}, its annotations say {size}")
         left, top = patch_corner([float(side) for side in cell["bbox"]], size, _SIDE)
@@ -291,20 +252,10 @@ def _patch(source: Path, left: int, top: int) -> np.ndarray:
 
 # -- all ----------------------------------------------------------------------------------------------------------------
 
-_FIND: Final[dict[str, Callable[..., list[Item]]]] = {
-    "fed_isic2019": find_fed_isic,
-    "prostate": find_saml,
-    "prostate_prr": partial(find_saml, sites=("RUNMC", "BMC", "UCL", "BIDMC", "HK")),
-    "prostate_fedsm": find_fedsm,
-    "fundus": find_dofe,
-    "fundus_fedsm": find_six,
-    "dermoscopy_prr": find_prr,
-    "camelyon17": find_camelyon,
-    "gdrbench": find_grades,
-    "midog2022": find_midog,
-}
+_FIND: Final = (find_volumes, find_fundus, find_grades, find_fed_isic, find_prr, find_camelyon, find_midog)
+_BY_NAME: Final[dict[str, Callable[..., list[Item]]]] = {find.__name__: find for find in _FIND}
 _DESCRIPTIONS: Final = json.loads((resources.files(__package__) / "data.json").read_text(encoding="utf-8"))
-PREPARATIONS: Final = {name: Preparation(name=name, find=_FIND[name], **description) for name, description in _DESCRIPTIONS.items()}
+PREPARATIONS: Final = {name: Preparation(name=name, **of | {"find": _BY_NAME[of["find"]]}) for name, of in _DESCRIPTIONS.items()}
 
 
 def get_preparation(name: str) -> Preparation:

@@ -39,8 +39,9 @@ class Preparation:
     papers: str  # the tables that use the data
     licence: str  # of the data, as their owners state it
     downloads: tuple[Download, ...]  # what to get
-    # (folder of the downloads, *downloads) -> images with their sites, and with split and patient if the download names them
+    # (folder of the downloads, sites, *downloads) -> images with their sites, and with split and patient if the download names them
     find: Callable[..., list[Item]]
+    sites: Any  # names of the sites, with what `find` has to know of each
     kind: str  # "segmentation" or "classification"
     shares: Mapping[str, float]  # split -> share of the patients, for splits that the download does not name
     classes: tuple[str, ...] = ()  # of a classification, in the order of their numbers
@@ -71,14 +72,6 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
         if (root / choice).exists():
             return root / choice
     raise DataError(f"{root / choices[0]}: not there; get {download.path} from {download.page} and unpack it into {root}")
-
-
-def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files with these endings in lower case, sorted, without hidden files; DataError if there is none."""
-    files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and not path.name.startswith("."))
-    if not files:
-        raise DataError(f"{folder}: no file that ends in {' or '.join(endings)}; unpack the download completely")
-    return files
 
 
 def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
@@ -138,7 +131,7 @@ def prepare(
     """
     if not source.is_dir():
         raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.path for download in preparation.downloads)}")
-    items = preparation.find(source, *preparation.downloads)
+    items = preparation.find(source, preparation.sites, *preparation.downloads)
     check_files(items, source)
     counts = preparation.counts
     if redraw:
@@ -197,11 +190,7 @@ def _with_splits(preparation: Preparation, site: str, items: Sequence[Item], see
 
 
 def compare_counts(preparation: Preparation, counts: Mapping[str, Mapping[str, int]], sites: Sites) -> tuple[str, list[str]]:
-    """Numbers of images beside the published ones.
-
-    Returns:
-        A table with "number" or "number (published)" in a cell if they differ, and a line for every difference.
-    """
+    """A table of numbers of images, with "number (published)" in a cell if they differ, and a line for every difference."""
     rows, differences = [], []
     published = {name for numbers in counts.values() for name in numbers}
     for site in sorted({*sites, *counts}):
