@@ -222,19 +222,17 @@ class StudyTables:
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
         """Lines of label, models and `_difference` of (named model, first, second); models with equal cells share a line."""
         lines: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
-        compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
+        compared: dict[tuple[str, ...], list[str]] = {}  # models with equal results are compared once
         for (label, model), first, second in pairs:
             for role in self.roles:
                 places = [(metric, site) for metric in self.metrics for site_role, site in self.places if site_role == role]
                 results = self.values.reindex([(label, model, role, *place) for place in places])
                 several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
-                results.index = pd.MultiIndex.from_tuples([(label, several, role, *place) for place in places])
-                cells = next((cells for others, cells in compared if others.equals(results)), None)
-                if cells is None:
-                    cells = self._difference(first, second, role)
-                    compared.append((results, cells))
-                if cells:
-                    lines.setdefault((label, *cells), []).append(model)
+                key = label, several, role, str(results.to_numpy().tolist())
+                if key not in compared:
+                    compared[key] = self._difference(first, second, role)
+                if compared[key]:
+                    lines.setdefault((label, *compared[key]), []).append(model)
         return [[label, model_list(models), *cells] for (label, *cells), models in lines.items()]
 
     def _difference(self, first: Model, second: Model, role: str) -> list[str]:
@@ -349,7 +347,7 @@ def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "p
         tables = [case_table(run.get(SCORES, {}).get(name, {}).get(model) or {}, metric) for name in names]
         complete = [table for table in tables if table is not None]
         cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
-        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
+        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases["patients"])))))
     return pd.Series(values, dtype=float)
 
 
