@@ -60,8 +60,7 @@ def create_job(
     from medflare.flare.jobs.building import build_job, size_of
 
     _, task, hyper, arguments = chosen(federation, settings)
-    tracking = {} if track is None else {"track": track}
-    folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, **tracking, **arguments)
+    folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, track=track, **arguments)
     if federation.model is not None:
         weights = task.network.get("weights") or hyper["server"]
         file = f"{weights['file']} of {federation.model} (sha256 {weights['sha256'][:16]}...)"
@@ -135,8 +134,8 @@ def list_jobs(kit: Kit) -> int:
 
 def _check_certificate(folder: Path) -> None:
     """Raise ConfigError if a person's certificate is not valid by this machine's clock: FLARE then reports that the server is down."""
-    from medflare.cli.startup_kit import Kit, certificate_end
+    from medflare.cli.startup_kit import certificate_end
 
-    certificate, key, root = (folder / "startup" / name for name in ("client.crt", "client.key", "rootCA.pem"))
+    root, certificate = folder / "startup" / "rootCA.pem", folder / "startup" / "client.crt"
     if certificate.is_file() and root.is_file():  # otherwise the session reports what is missing
-        certificate_end(Kit(folder, "site", folder.resolve().name, "", 0, certificate, key, root))
+        certificate_end(folder.resolve().name, root, certificate)

@@ -215,13 +215,11 @@ def environment(data_root: Path | None = None, weights: Path | None = None, devi
         from medflare.training.computing import usable_device
 
         values[DEVICE_VARIABLE] = str(usable_device(device, "--device", initialize=False))
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)

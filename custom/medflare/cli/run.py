@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -111,17 +111,8 @@ class Federation:
     resplit: Annotated[int | None, typer.Option(help="Draw a new training / validation / test split by patient", metavar="SEED")] = None
 
 
-class Chosen(NamedTuple):
-    """What the options of a federation mean; `arguments` are those of `run_local`, `MedflareRecipe` and `build_job`."""
-
-    method: "Method"
-    task: "TaskConfig"
-    hyper: dict[str, Any]
-    arguments: dict[str, Any]
-
-
-def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
-    """The method, the task, the hyper-parameters of each algorithm and the run settings.
+def chosen(federation: Federation, settings: Mapping[str, Any]) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
+    """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`, `MedflareRecipe` and `build_job`.
 
     Raises:
         ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
@@ -135,7 +126,7 @@ def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
     algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
     method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
     hyper, task = hyper_and_task(federation, method)
-    return Chosen(method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms})
+    return method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms}
 
 
 def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
