@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: Final = ("-", "--", ":", "-.")
 INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
-_LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
 _RASTERIZED: Final = 500  # patients; more are drawn as one image
 _GOLDEN: Final = 0.6180339887  # its multiples modulo 1 are spread evenly
 
@@ -91,31 +90,26 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
 
     A validation metric at round r belongs to the models after r rounds of training. A dotted line marks the selected round.
     """
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # panel -> site -> points
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # title of a panel -> site -> points
+    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
 
-    def add(panel: str, site: str, round: int, value: object) -> None:
+    def add(title: str, site: str, round: int, value: object) -> None:
         if isinstance(value, int | float):
-            lines.setdefault(panel, {}).setdefault(site, []).append((round, float(value)))
+            lines.setdefault(title, {}).setdefault(site, []).append((round, float(value)))
+
+    def validation(model: str) -> str:
+        return f"Validation {metric}, {model}" if model in MODELS else f"Validation, {model}"  # a selector has an accuracy of its own
 
     for step in history:
         for site, meta in step["sites"].items():
-            add(_LOSS, site, step["round"] + 1, meta.get("loss"))
-            for panel, value in (meta.get("validation") or {}).items():
-                add(panel, site, step["round"], value)
+            add("Training loss", site, step["round"] + 1, meta.get("loss"))
+            for model, value in (meta.get("validation") or {}).items():
+                add(validation(model), site, step["round"], value)
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():
-                add(f"{_AGGREGATION} {name}", site, step["round"] + 1, value)
-    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
-    selected = {model: selection["round"] for model, selection in results.get("model_selection", {}).items()}
-
-    def title(panel: str) -> str:
-        if panel in MODELS:
-            return f"Validation {metric}, {panel}"
-        if panel.startswith(_AGGREGATION):
-            return panel
-        return "Training loss" if panel == _LOSS else f"Validation, {panel}"  # a selector has an accuracy of its own
-
-    return line_panels([Panel(title(name), sites, "round", at=selected.get(name)) for name, sites in lines.items()], "training")
+                add(f"Aggregation {name}", site, step["round"] + 1, value)
+    selected = {validation(model): selection["round"] for model, selection in results.get("model_selection", {}).items()}
+    return line_panels([Panel(title, sites, "round", at=selected.get(title)) for title, sites in lines.items()], "training")
 
 
 def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:

@@ -37,17 +37,16 @@ from medflare.evaluation.presentation import (
     synthetic_source,
 )
 from medflare.evaluation.results import (
-    CLASSES,
     REPORT_FILE,
     RESULTS_FILE,
     ROLES,
     RUNNING,
     SPLITS,
-    STRUCTURES,
     RunRecord,
     SiteRecord,
     build_results,
     json_ready,
+    labels_of,
     site_results,
 )
 from medflare.tasks.classes import (
@@ -309,8 +308,7 @@ def render_site_report(report: SiteReport) -> str:
     site = site_results(record, tuple(models), task)
     results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
     columns = model_columns(results)
-    by_model = {heading: patient_values(models[model].cases, task) for heading, model in columns.items()}
-    values = {heading: of_model for heading, of_model in by_model.items() if of_model}
+    values = {heading: of_model for heading, model in columns.items() if (of_model := patient_values(models[model].cases, task))}
     deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
     lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
     intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
@@ -334,7 +332,7 @@ def render_site_report(report: SiteReport) -> str:
         headings=list(values),
         lowest=[[name, *(format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
-        labels=_by_label(site),
+        labels=_by_label(site, task),
         structure_colours=list(zip(task.labels[task.target == "multiclass" :], cycle(COLOURS), strict=False)),
         classes=class_tables(results),
         curves=roc_curves(points, areas, "roc"),
@@ -343,16 +341,14 @@ def render_site_report(report: SiteReport) -> str:
     )
 
 
-def _by_label(site: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+def _by_label(site: Mapping[str, Any], task: TaskConfig) -> tuple[list[str], list[list[str]]] | None:
     """(headings, rows) of the deployed model's metrics of every structure or class; None for a single one, which has those of the model."""
-    for kind in (STRUCTURES, CLASSES):
-        values = site["metrics"].get("deployed", {}).get(kind, {})
-        bounds = site.get("intervals", {}).get("deployed", {}).get(kind, {})
-        if len(values) > 1:
-            metrics = list(next(iter(values.values())))
-            rows = [[label, *(format_metric(m, row[m], bounds.get(label, {}).get(m)) for m in metrics)] for label, row in values.items()]
-            return [{STRUCTURES: "structure", CLASSES: "class"}[kind], *map(metric_label, metrics)], rows
-    return None
+    rows = list(labels_of(site, "deployed"))
+    if len(rows) < 2:
+        return None
+    metrics = list(rows[0][1])
+    cells = [[label, *(format_metric(name, values[name], bounds.get(name)) for name in metrics)] for label, values, bounds in rows]
+    return ["structure" if task.kind == "segmentation" else "class", *map(metric_label, metrics)], cells
 
 
 def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:

@@ -234,19 +234,18 @@ def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
         (name, site["role"], model, label, metric, value, *(bounds.get(metric) or (None, None)))
         for name, site in results["sites"].items()
         for model, metrics in site["metrics"].items()
-        for label, values, bounds in _parts(metrics or {}, site.get("intervals", {}).get(model, {}))
+        for label, values, bounds in [(ALL, named_metrics(metrics), site.get("intervals", {}).get(model, {})), *labels_of(site, model)]
         for metric, value in values.items()
     ]
     numbers = ["value", "low", "high"]
     return pd.DataFrame(rows, columns=["site", "role", "model", "label", "metric", *numbers]).astype(dict.fromkeys(numbers, float))
 
 
-def _parts(metrics: Mapping[str, Any], intervals: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Label, its metrics and their intervals: of the model, then of every structure and class."""
-    yield ALL, named_metrics(metrics), intervals
+def labels_of(site: Mapping[str, Any], model: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Every structure or class of a model at a site, its metrics and their intervals."""
     for kind in (STRUCTURES, CLASSES):
-        for label, values in metrics.get(kind, {}).items():
-            yield label, values, intervals.get(kind, {}).get(label, {})
+        for label, values in site["metrics"].get(model, {}).get(kind, {}).items():
+            yield label, values, site.get("intervals", {}).get(model, {}).get(kind, {}).get(label, {})
 
 
 # -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------
