@@ -137,20 +137,13 @@ def set_values(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
-    """The task of a preset name, JSON file or mapping with some settings changed.
+    """The task of a preset name, JSON file or mapping with some settings changed; ConfigError for an unknown one or an invalid value.
 
-    Args:
-        changes: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
-
-    Raises:
-        ConfigError: no such task or setting, or an invalid value.
+    `changes`: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
     """
     from medflare.tasks.config import load_task
 
-    task = load_task(source)
-    if not changes:
-        return task
-    content = task.to_dict()
+    content = load_task(source).to_dict()
     for name, value in changes.items():
         if not name.startswith(TASK):
             raise ConfigError(f"--set {name} is not a setting of the task; write {TASK}NAME=VALUE")
@@ -159,7 +152,7 @@ def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "T
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"--set {name}: {part} of task {task.name} is a value without settings; set {part} itself")
+                raise ConfigError(f"--set {name}: {part} of task {content['name']} is a value without settings; set {part} itself")
         target[last] = value
     return load_task(content)
 

@@ -87,8 +87,7 @@ class Federation:
 def chosen(federation: Federation, settings: Mapping[str, Any]) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
     """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`, `MedflareRecipe` and `build_job`.
 
-    Raises:
-        ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
+    ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
     """
     from medflare.methods.catalogue import SURVEYS, get_method
 
@@ -229,31 +228,25 @@ def _planned(
 
 def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) -> None:
     """Run FLARE's simulator in a folder and link results, report and models from its workspace to where the plain loop writes them."""
-    from medflare.evaluation.results import find_results
+    from medflare.evaluation.results import RESULTS_FILE, find_results
     from medflare.federation.checkpoint import CHECKPOINT
 
-    failure = None
     try:
         recipe.simulate(names, folder, threads=threads)
-    except FederationFailed as error:
-        failure = error
-    try:
-        place = find_results(folder).parent
-    except StateError:
-        if failure is not None:
-            raise failure from None
-        return
-    for path in sorted(place.iterdir()):
-        if not path.name.startswith(CHECKPOINT):  # the plain loop cannot resume it
-            (folder / path.name).symlink_to(os.path.relpath(path, folder))
+    except FederationFailed:  # results say why
+        if not any(folder.rglob(RESULTS_FILE)):
+            raise
+    with suppress(StateError):  # without results, whoever reads them says so
+        for path in sorted(find_results(folder).parent.iterdir()):
+            if not path.name.startswith(CHECKPOINT):  # the plain loop cannot resume it
+                (folder / path.name).symlink_to(os.path.relpath(path, folder))
 
 
 @contextmanager
 def _new_folder(folder: Path, start: Path | None) -> Iterator[Path | None]:
     """Make an empty folder for a run; an earlier run in it is renamed, and renamed back if the block writes nothing.
 
-    Yields:
-        The new place of `start`, the initial weights, which may be those of the earlier run.
+    Yields the new place of `start`, the initial weights, which may be those of the earlier run.
     """
     earlier = None
     if folder.is_dir() and any(folder.iterdir()):
@@ -345,12 +338,9 @@ def resume(
 
 
 def _check_resumable(path: Path) -> None:
-    """Check before anything is written: an attempt that fails would replace the results.
+    """Raise ConfigError for a complete run, DataError for a site without data, StateError if no run of the plain loop was interrupted.
 
-    Raises:
-        ConfigError: the run is complete.
-        DataError: a site without data.
-        StateError: no interrupted run of the plain loop.
+    An attempt that fails would replace the results.
     """
     from medflare.core.store import StateStore
     from medflare.evaluation.results import COMPLETED, FOLDER, RESULTS_FILE, load_results

@@ -20,7 +20,6 @@ from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCE
 from medflare.studies.statistics import (
     ALL_SITES,
     Groups,
-    Interval,
     Run,
     case_table,
     compare,
@@ -225,10 +224,9 @@ class StudyTables:
         compared: dict[tuple[str, ...], list[str]] = {}  # models with equal results are compared once
         for (label, model), first, second in pairs:
             for role in self.roles:
-                places = [(metric, site) for metric in self.metrics for site_role, site in self.places if site_role == role]
-                results = self.values.reindex([(label, model, role, *place) for place in places])
+                places = [(label, model, role, metric, site) for metric in self.metrics for of, site in self.places if of == role]
                 several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
-                key = label, several, role, str(results.to_numpy().tolist())
+                key = label, several, role, str(self.values.reindex(places).to_numpy().tolist())
                 if key not in compared:
                     compared[key] = self._difference(first, second, role)
                 if compared[key]:
@@ -241,15 +239,14 @@ class StudyTables:
         over_seeds = compare(before, after)
         if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
             return []
-        (label, model), (other, other_model) = first, second
-        over_patients = compare_patients((self.groups[label], model), (self.groups[other], other_model), self.metric, role=role)
-        return [
-            role,
-            f"{over_seeds.difference:+.3f}",
-            *(interval(over_seeds.interval), p_value(over_seeds.p), str(over_seeds.n)),
-            *(interval(over_patients.interval), p_value(over_patients.p) + (" (Wilcoxon)" if over_patients.p is not None else "")),
-            str(over_patients.n or UNDEFINED),
-        ]
+        over_patients = compare_patients(*((self.groups[label], model) for label, model in (first, second)), self.metric, role=role)
+        cells = [role, f"{over_seeds.difference:+.3f}"]
+        for comparison, test in ((over_seeds, ""), (over_patients, " (Wilcoxon)")):
+            bounds, p = comparison.interval, comparison.p
+            cells.append(UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}")
+            cells.append(UNDEFINED if p is None else ("< 0.001" if p < 0.001 else f"{p:.3f}") + test)
+            cells.append(str(comparison.n or UNDEFINED))
+        return cells
 
     def cross_site(self) -> str:
         """Every site's model (rows) on every site's test images (columns); its own site is bold. "" without `references.cross_site`."""
@@ -395,8 +392,8 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     lines = {}
     for label, runs in groups.items():
         models = dict.fromkeys(model for run in runs for model in run.get(CURVES, {}) if label != CONSTANT)
-        for model in models.keys() & {"global", "personal"}:
-            curve = curve_of(runs, model)
+        for model in ("global", "personal"):
+            curve = curve_of(runs, model) if model in models else {}
             if len(curve) > 1:
                 lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
     panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
@@ -461,14 +458,6 @@ def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 
 def model_list(models: Iterable[str]) -> str:
     return ", ".join(f"{ORACLE} (chosen on test)" if model == ORACLE else model for model in models)
-
-
-def p_value(p: float | None) -> str:
-    return UNDEFINED if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def interval(bounds: Interval | None) -> str:
-    return UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}"
 
 
 def spread(metric: str, values: "pd.Series[float]") -> str:
