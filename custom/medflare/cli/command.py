@@ -53,8 +53,7 @@ def _top(version: bool = typer.Option(False, "--version", callback=_version, is_
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 after a failure, 130 after Ctrl-C.
 
-    Raises:
-        SystemExit: after --help (status 0), or for an unknown command or option (2).
+    SystemExit: after --help (status 0), or for an unknown command or option (2).
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack letters of names

@@ -31,9 +31,7 @@ DataRoot = Annotated[
 Device = Annotated[str | None, typer.Option(help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)")]
 Track = Annotated[
     str | None,
-    typer.Option(
-        help="Where curves, metrics and settings go (default: TensorBoard files)", metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none"
-    ),
+    typer.Option(help="Where curves and metrics go (default: TensorBoard files)", metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none"),
 ]
 CsvFile = Annotated[Path | None, typer.Option(help="Write the test metrics: a row per site, model, structure or class, and metric")]
 _Command = Callable[..., Any]
@@ -57,23 +55,19 @@ def add_command(group: typer.Typer, name: str, function: _Command, *examples: st
 def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Command], _Command]:
     """Give a command an option for every field of a dataclass.
 
-    If the fields are annotated with typer's options, the command receives an instance. Otherwise the help text comes from the
-    docstring's section `Attributes:`, and the command receives a mapping of the options that were used.
+    If the docstring has a section `Attributes:`, it gives the help texts, and the command receives a mapping of the options that were
+    used. Otherwise the fields are annotated with typer's options, and the command receives an instance.
 
-    Args:
-        name: the command's parameter that receives them.
-        skip: fields without an option.
+    `name`: the command's parameter that receives them; `skip`: fields without an option.
     """
     fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
     hints, help_texts = typing.get_type_hints(settings, include_extras=True), _attributes(settings)
-    marks = [mark for field in fields for mark in getattr(hints[field.name], "__metadata__", ())]
-    annotated = any(isinstance(mark, (typer.models.OptionInfo, typer.models.ArgumentInfo)) for mark in marks)
     kinds = {field.name: _plain_type(typing.get_type_hints(settings)[field.name]) for field in fields}
     kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     added = []
     for field in fields:
         default, annotation = (empty if field.default is dataclasses.MISSING else field.default), hints[field.name]
-        if not annotated:
+        if help_texts:
             text = help_texts.get(field.name, "") + ("" if default in (empty, None, "", (), False) else f" (default: {default})")
             default, annotation = None, _option(kinds[field.name], text)
         added.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
@@ -81,7 +75,7 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
     def decorate(function: _Command) -> _Command:
         def command(**values: Any) -> Any:
             options = {field.name: values.pop(field.name) for field in fields}
-            if annotated:
+            if not help_texts:
                 return function(**values, **{name: settings(**options)})
             used = {key: names_in(value) if kinds[key] is list else value for key, value in options.items() if value is not None}
             return function(**values, **{name: used})

@@ -25,8 +25,7 @@ _OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "ser
 Workers = Annotated[
     int | None,
     typer.Option(
-        help="Sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); the models do "
-        "not depend on it (default: one site after the other, on all cores)"
+        help="Sites that train at the same time in the plain loop, each with OMP_NUM_THREADS threads (default: one, on all cores)"
     ),
 ]
 

@@ -200,11 +200,8 @@ class Change(NamedTuple):
 def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
     """Add missing files to a kit's local/ folder and change the named settings; all content is checked before a file is written.
 
-    Afterwards only the account that owns the kit can read it.
-
-    Raises:
-        ConfigError: a setting of the other kind of kit, an invalid value, a malformed file, or a kit of another account.
-        OSError: the storage cannot be made.
+    Afterwards only the account that owns the kit can read it. ConfigError: a setting of the other kind of kit, an invalid value, a
+    malformed file, or a kit of another account; OSError: the storage cannot be made.
     """
     from medflare.core.store import write_json
 

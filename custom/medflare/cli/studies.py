@@ -39,11 +39,7 @@ def add_commands(app: typer.Typer) -> None:
 def run_study(
     out: Annotated[Path, typer.Option(help="Folder for table.md, study.html and study.zip (all results, and scores of single patients)")],
     candidates: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="METHOD[:NAME=VALUE,...]",
-            help="A method with its hyper-parameters (and site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)",
-        ),
+        list[str] | None, typer.Argument(metavar="METHOD[:NAME=VALUE,...]", help="A method with hyper-parameters, or a reference (below)")
     ] = None,
     reference: Annotated[
         str,
@@ -58,11 +54,7 @@ def run_study(
     ] = "",
     suite: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; --task, "
-            "--set, --sites, --rounds and --seeds change it, and the output lists what differs",
-        ),
+        typer.Option(metavar="NAME", help="A paper's table, with its numbers beside ours: a name or JSON file, see app_configs/suites/"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Preset name or JSON file, see app_configs/ (default: SUITE's, else phantom)")] = None,
     set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())] = (),  # type: ignore[assignment]
@@ -74,9 +66,7 @@ def run_study(
     selection: Annotated[
         str | None,
         typer.Option(
-            metavar="best|last|METRIC",
-            help="How rows without a selection of their own select the deployed round: the best by the task's metric on validation images "
-            "(best), the last, or the best by another metric, which becomes the task's",
+            metavar="best|last|METRIC", help="Round to deploy if a row names none: best by the task's metric, last, best by METRIC"
         ),
     ] = None,
     cross_site: Annotated[bool, typer.Option("--cross-site", help="Also test every site's model on every site's test images")] = False,

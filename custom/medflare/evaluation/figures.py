@@ -45,9 +45,7 @@ class Panel:
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
     """Line plots, each an SVG with its legend, so that a narrow page has them below each other; None if there are none.
 
-    Args:
-        name: of the figures; unique in its page.
-        unit_square: axes from 0 to 1 with the diagonal, as for ROC curves.
+    `name` is unique in its page; `unit_square`: axes from 0 to 1 with the diagonal, as for ROC curves.
     """
     labels = sorted({label for panel in panels for label in panel.lines})
     drawings = [_line_panel(panel, labels, f"{name}-{number}", unit_square) for number, panel in enumerate(panels)]
@@ -115,9 +113,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
 def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:
     """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none. `name` is unique in its page.
 
-    Args:
-        curves: class -> label of a line -> points (1 - specificity, sensitivity).
-        areas: class -> label of a line -> area.
+    `curves`: class -> label of a line -> points (1 - specificity, sensitivity); `areas`: class -> label of a line -> area.
     """
     panels = [
         Panel(title, lines, "1 - specificity", "sensitivity", notes={line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines})

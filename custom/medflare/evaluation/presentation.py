@@ -133,10 +133,9 @@ def method_tables(results: Mapping[str, Any]) -> dict[str, Mapping[str, Mapping[
 
 
 def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
-    """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
+    """Heading ("global = deployed") of a column -> the model whose numbers it shows; the heading of a single column is "model".
 
-    Returns:
-        Heading ("global = deployed") -> the model whose numbers the column shows; the heading of a single column is "model".
+    Models with the same numbers at every site share a column, models without any number do not.
     """
     metrics = [site["metrics"] for site in results["sites"].values()]
     groups: list[list[str]] = []

@@ -32,18 +32,7 @@ from medflare.evaluation.results import (
     labels_of,
     site_results,
 )
-from medflare.tasks.classes import (
-    FALSE_ALARMS,
-    Cases,
-    area_interval,
-    class_report,
-    curve_names,
-    curve_points,
-    matrix_names,
-    one_against_rest,
-    pooled,
-    reliability_points,
-)
+from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary
 
@@ -226,8 +215,8 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     task, sites = results["configuration"]["task"], text.ordered_sites(results)
     if task.get("kind") != "classification":
         return []
-    names, curves = matrix_names(task["target"], task["labels"]), curve_names(task["target"], task["labels"])
-    sizes = [len(classes) for classes in names.values()]
+    names, curves = classes.matrix_names(task["target"], task["labels"]), classes.curve_names(task["target"], task["labels"])
+    sizes = [len(labels) for labels in names.values()]
     tables = []
     for heading, model in text.model_columns(results).items():
         by_site = {site: content["classes"][model] for site, content in sites.items() if model in content.get("classes", {})}
@@ -236,28 +225,27 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not reports:
             continue
         together, single = [], []
-        for place, (name, classes) in enumerate(names.items()):
+        for place, (name, labels) in enumerate(names.items()):
             suffix = f", {name}" if name else ""
             for role in ROLES:
                 counts = [report["confusion"][place] for site, report in reports.items() if sites[site]["role"] == role]
                 if len(counts) > 1:
-                    together.append((f"{len(counts)} {role} sites together{suffix}", classes, pooled(counts)))
-            single += [(f"{site}{suffix}", classes, report["confusion"][place]) for site, report in reports.items()]
-        areas = [[site, *map(_area, report["roc"])] for site, report in reports.items()]
+                    together.append((f"{len(counts)} {role} sites together{suffix}", labels, classes.pooled(counts)))
+            single += [(f"{site}{suffix}", labels, report["confusion"][place]) for site, report in reports.items()]
+        areas: list[list[str]] = []
         points: dict[str, dict[str, list[tuple[float, float]]]] = {}
         auc: dict[str, dict[str, float]] = {}
         for site, report in reports.items():
+            areas.append([site])
             for curve, content in zip(curves, report["roc"], strict=True):
+                bounds = None if content["low"] is None else (content["low"], content["high"])
+                areas[-1].append(text.format_metric("auc", content["auc"], bounds))
                 if content["sensitivity"]:
-                    points.setdefault(curve, {})[site] = list(zip(FALSE_ALARMS, content["sensitivity"], strict=True))
+                    points.setdefault(curve, {})[site] = list(zip(classes.FALSE_ALARMS, content["sensitivity"], strict=True))
                     auc.setdefault(curve, {})[site] = content["auc"]
         parts = {"pooled": together, "single": single, "curves": curves, "areas": areas, "points": points, "auc": auc}
         tables.append({"model": heading, **parts})
     return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
-
-
-def _area(curve: Mapping[str, Any]) -> str:
-    return text.format_metric("auc", curve["auc"], None if curve["low"] is None else (curve["low"], curve["high"]))
 
 
 # -- a site's own report -----------------------------------------------------------------------------------------------------
@@ -284,7 +272,7 @@ def render_site_report(report: SiteReport) -> str:
         report.role,
         report.n,
         {model: summary.metrics for model, summary in models.items()},
-        classes={name: content for name, each in models.items() if (content := class_report(each.cases, task.target, task.labels))},
+        classes={name: content for name, each in models.items() if (content := classes.class_report(each.cases, task.target, task.labels))},
         by_label={model: summary.by_label for model, summary in models.items()},
         intervals={model: summary.intervals for model, summary in models.items()},
     )
@@ -299,11 +287,11 @@ def render_site_report(report: SiteReport) -> str:
     areas: dict[str, dict[str, float]] = {}
     calibration: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for heading, model in columns.items():
-        for name, (scores, truth) in one_against_rest(models[model].cases, task.target, task.labels).items():
-            if corners := curve_points(scores, truth):
+        for name, (scores, truth) in classes.one_against_rest(models[model].cases, task.target, task.labels).items():
+            if corners := classes.curve_points(scores, truth):
                 points.setdefault(name, {})[heading] = corners
-                areas.setdefault(name, {})[heading] = area_interval(scores, truth).value
-            calibration.setdefault(name, {})[heading] = reliability_points(scores, truth)
+                areas.setdefault(name, {})[heading] = classes.area_interval(scores, truth).value
+            calibration.setdefault(name, {})[heading] = classes.reliability_points(scores, truth)
     reliability = [Panel(name, lines, "predicted probability", "frequency of the class") for name, lines in calibration.items()]
     return template("site.html").render(
         report=report,
@@ -334,11 +322,9 @@ def _by_label(site: Mapping[str, Any], task: TaskConfig) -> tuple[list[str], lis
     return ["structure" if task.kind == "segmentation" else "class", *map(text.metric_label, metrics)], cells
 
 
-def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
-    """A model's value for every patient, without undefined ones.
-
-    Returns:
-        Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
+def patient_values(cases: classes.Cases, task: TaskConfig) -> dict[str, float]:
+    """Patient -> a model's value, without undefined ones: the task's metric; for classification the mean probability of the true class
+    over a patient's images and labels.
     """
     if task.kind == "segmentation":
         values = cases.values.get(task.metric, ())

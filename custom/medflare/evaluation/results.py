@@ -21,7 +21,6 @@ from medflare.tasks.summaries import ALL
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA: Final = 1
 MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
@@ -112,7 +111,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
     sites = {name: site_results(record.sites[name], models, record.task, weights.get(name)) for name in sorted(record.sites)}
     results = {
-        "schema": SCHEMA,
+        "schema": 1,
         "method": record.method,
         "task": record.task.name if record.task else UNKNOWN,
         "seed": record.seed,
@@ -366,9 +365,7 @@ def load_results(path: Path) -> dict[str, Any]:
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:
     """Append one step to metrics.jsonl; it is on disk when this returns. After a line that a crash cut short, a new line begins.
 
-    Args:
-        folder: of metrics.jsonl; created if missing.
-        line: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply}, "aggregation": {site: {name: number}}}.
+    `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply}, "aggregation": {site: {name: number}}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"

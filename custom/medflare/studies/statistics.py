@@ -33,13 +33,10 @@ _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples; with three p
 
 
 def study_values(groups: Groups) -> pd.DataFrame:
-    """The test metrics of a study, one value per seed.
+    """The test metrics of a study: index label, model, role, metric, site (`ALL_SITES`: mean over those of the role); a column per seed.
 
     Runs of one seed that leave out different sites are averaged site by site. Models that differ only in a site's name ("personal/A",
-    "personal/B") are averaged and named "personal/*".
-
-    Returns:
-        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role); columns: seeds; NaN: undefined.
+    "personal/B") are averaged and named "personal/*". NaN: undefined.
     """
     frames = [
         results_frame(run).loc[lambda table: table["label"] == ALL].assign(label=label, seed=run["seed"], run=place)
@@ -124,22 +121,27 @@ def joined_cases(tables: Sequence[CaseTable]) -> CaseTable:
 
 
 def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
-    """A metric of one model at one site.
+    """A metric (...) of one model at one site, NaN where the weighted cases leave it undefined; ConfigError: an unknown metric of classes.
 
-    Args:
-        weights: (..., cases), how often each case counts.
-
-    Returns:
-        (...); NaN where the weighted cases leave the metric undefined.
-
-    Raises:
-        ConfigError: an unknown metric of classes.
+    `weights`: (..., cases), how often each case counts.
     """
     if "values" in cases:
         return weighted_mean(cases["values"], weights)
     if metric not in metric_table():
         raise unknown("metric", metric, metric_table())
     return of_outputs(metric_table()[metric].compute, cases["probabilities"], cases["targets"], weights)
+
+
+def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
+    """The metric of all test images of the role's sites as of one site, one value per run; NaN without scores of patients."""
+    values = []
+    for run in runs:
+        names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
+        tables = [case_table(run.get("scores", {}).get(name, {}).get(model) or {}, metric) for name in names]
+        complete = [table for table in tables if table is not None]
+        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
+        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases["patients"])))))
+    return pd.Series(values, dtype=float)
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,7 @@ def compare_patients(
     several cases must have them in the same order in both runs, else the pair is left out. There is no interval if a site has fewer than
     two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
-    Args:
-        first: results dicts with scores of single patients, and the model's name in them.
-        second: likewise, of the other row.
-        role: of the sites, "inside" or "outside".
+    `first` and `second`: results dicts with scores of single patients, and the model's name in them; `role`: of the sites.
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # means of undefined values, and resamples that are all equal
@@ -206,9 +205,8 @@ def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str],
                     by_site.setdefault(site, []).append(pair)
     sites = []
     for _, pairs in sorted(by_site.items()):
-        names = [first_cases["patients"] for first_cases, _ in pairs]
-        patients, rows = np.unique(np.concatenate(names), return_inverse=True)
-        sites.append(_SitePairs(len(patients), pairs, np.split(rows, np.cumsum([len(of_run) for of_run in names])[:-1])))
+        patients = np.unique(np.concatenate([cases_of_run["patients"] for cases_of_run, _ in pairs]))
+        sites.append(_SitePairs(len(patients), pairs, [np.searchsorted(patients, of_run["patients"]) for of_run, _ in pairs]))
     return sites
 
 

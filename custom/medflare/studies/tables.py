@@ -17,17 +17,7 @@ from medflare.evaluation.results import MODELS, confusion, named_metrics, result
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
-from medflare.studies.statistics import (
-    ALL_SITES,
-    Groups,
-    Run,
-    case_table,
-    compare,
-    compare_patients,
-    joined_cases,
-    study_values,
-    weighted_metric,
-)
+from medflare.studies.statistics import ALL_SITES, Groups, Run, compare, compare_patients, pooled_values, study_values
 from medflare.tasks.summaries import ALL
 from medflare.training.constant import NEAR
 
@@ -108,18 +98,17 @@ class StudyTables:
 
     def rows(self, metric: str) -> list[Row]:
         """The rows that have a value of the metric at any site."""
-        rows: list[Row] = []
+        rows: dict[tuple[str, str], Row] = {}
         for label, runs in self.groups.items():
             for model in self.models(label):
                 values = self.values.reindex([(label, model, role, metric, site) for role, site in self.places])
                 values.index = pd.MultiIndex.from_tuples(self.places)
                 if values.isna().all(axis=None):
                     continue
-                equal = next((row for row in rows if row.label == label and row.values.equals(values)), None)
-                if equal is not None:
-                    rows.remove(equal)
-                rows.append(Row(label, (*(equal.models if equal else ()), model), values, runs))
-        return rows
+                key = label, str(values.to_numpy().tolist())
+                equal = rows.pop(key).models if key in rows else ()
+                rows[key] = Row(label, (*equal, model), values, runs)
+        return list(rows.values())
 
     def sites(self, metric: str) -> str:
         """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
@@ -239,7 +228,8 @@ class StudyTables:
         over_seeds = compare(before, after)
         if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
             return []
-        over_patients = compare_patients(*((self.groups[label], model) for label, model in (first, second)), self.metric, role=role)
+        runs = [(self.groups[label], model) for label, model in (first, second)]
+        over_patients = compare_patients(runs[0], runs[1], self.metric, role=role)
         cells = [role, f"{over_seeds.difference:+.3f}"]
         for comparison, test in ((over_seeds, ""), (over_patients, " (Wilcoxon)")):
             bounds, p = comparison.interval, comparison.p
@@ -334,18 +324,6 @@ def with_oracle(run: Run, metric: str) -> Run:
         if best in scores.get(name, {}):
             scores[name] = {**scores[name], ORACLE: scores[name][best]}
     return {**run, "sites": sites, SCORES: scores}
-
-
-def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
-    """The metric of all test images of the role's sites as of one site, one value per run; NaN without scores of patients."""
-    values = []
-    for run in runs:
-        names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
-        tables = [case_table(run.get(SCORES, {}).get(name, {}).get(model) or {}, metric) for name in names]
-        complete = [table for table in tables if table is not None]
-        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
-        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases["patients"])))))
-    return pd.Series(values, dtype=float)
 
 
 def personal_share(run: Run) -> float:
