@@ -56,9 +56,8 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
     """Give a command an option for every field of a dataclass.
 
     If the docstring has a section `Attributes:`, it gives the help texts, and the command receives a mapping of the options that were
-    used. Otherwise the fields are annotated with typer's options, and the command receives an instance.
-
-    `name`: the command's parameter that receives them; `skip`: fields without an option.
+    used. Otherwise the fields are annotated with typer's options, and the command receives an instance. `name`: the command's parameter
+    that receives them; `skip`: fields without an option.
     """
     fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
     hints, help_texts = typing.get_type_hints(settings, include_extras=True), _attributes(settings)

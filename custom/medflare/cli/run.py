@@ -24,9 +24,7 @@ EVALUATE: Final = "evaluate"  # the method that tests the model of --model
 _OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
 Workers = Annotated[
     int | None,
-    typer.Option(
-        help="Sites that train at the same time in the plain loop, each with OMP_NUM_THREADS threads (default: one, on all cores)"
-    ),
+    typer.Option(help="Sites that train at once in the plain loop, each with OMP_NUM_THREADS threads (default: one, on all cores)"),
 ]
 
 
@@ -108,7 +106,8 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     from medflare.networks.weights import pretrained_settings, starting_state
 
     values = options.set_values(federation.set)
-    short = {"optimizer.lr": federation.lr, "local_epochs": federation.epochs, "batch_size": federation.batch_size}
+    network = None if federation.network is None else {"name": federation.network}
+    short = {"network": network, "optimizer.lr": federation.lr, "local_epochs": federation.epochs, "batch_size": federation.batch_size}
     changes: dict[str, Any] = {f"{options.TASK}{name}": value for name, value in short.items() if value is not None}
     changes |= {name: value for name, value in values.items() if name.startswith(options.TASK)}
     hyper = {name: value for name, value in values.items() if not name.startswith(options.TASK)}
@@ -116,8 +115,6 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     for name in hyper:
         if name not in owned and name in (*RUN_SETTINGS, *_OTHER_OPTIONS):
             raise ConfigError(f"{name} is not a hyper-parameter of {method.name} but an option: --{name.replace('_', '-')}")
-    if federation.network is not None:
-        changes = {f"{options.TASK}network": {"name": federation.network}} | changes
     if federation.resplit is not None:
         changes[f"{options.TASK}resplit"] = federation.resplit
     source: str | Mapping[str, Any] = federation.task or options.PHANTOM

@@ -36,22 +36,16 @@ _Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kit:
-    """A startup kit of a site or the server.
+    """A startup kit of a site or the server."""
 
-    Attributes:
-        folder: absolute.
-        host: the server's name in its certificate.
-        certificate, key, root: PEM files of the party's certificate, its private key and the federation's root certificate.
-    """
-
-    folder: Path
+    folder: Path  # absolute
     kind: Literal["site", "server"]
     name: str
-    host: str
+    host: str  # the server's name in its certificate
     port: int
-    certificate: Path
+    certificate: Path  # PEM, as the others
     key: Path
-    root: Path
+    root: Path  # certificate of the federation
 
     @property
     def local(self) -> Path:

@@ -65,9 +65,7 @@ def run_study(
     leave_out: Annotated[str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")] = "",
     selection: Annotated[
         str | None,
-        typer.Option(
-            metavar="best|last|METRIC", help="Round to deploy if a row names none: best by the task's metric, last, best by METRIC"
-        ),
+        typer.Option(metavar="best|last|METRIC", help="Round that rows deploy by default: best by the task's metric, last, best by METRIC"),
     ] = None,
     cross_site: Annotated[bool, typer.Option("--cross-site", help="Also test every site's model on every site's test images")] = False,
     data_root: options.DataRoot = None,

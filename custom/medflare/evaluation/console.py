@@ -118,21 +118,17 @@ def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table
             arrow = " ↓" if text.lower_is_better(metric) else ""
             table.add_column(f"{text.metric_label(metric)}{arrow}\n" + heading.replace(" = ", "\n= "), justify="right")
 
-    def add_row(name: str, role: str, images: str, models: Mapping[str, Mapping[str, float | None]]) -> None:
+    sites = text.ordered_sites(results)
+    rows = [(name, site["role"], site["n"], site["metrics"]) for name, site in sites.items()]
+    roles = [site["role"] for site in sites.values()]
+    rows += [("mean", role, {}, results["mean"][role]) for role in ROLES if metrics and roles.count(role) > 1]
+    for name, role, n, models in rows:
         cells = [
             Text(text.format_metric(metric, models[model][metric]), "bold green" if text.is_best(models, model, metric) else "")
             for metric in metrics
             for model in columns.values()
         ]
-        table.add_row(Text(name), role, images, *cells)
-
-    sites = text.ordered_sites(results)
-    for name, site in sites.items():
-        images = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
-        add_row(name, site["role"], images, site["metrics"])
-    for role in ROLES if metrics else ():
-        if sum(site["role"] == role for site in sites.values()) > 1:
-            add_row("mean", role, "", results["mean"][role])
+        table.add_row(Text(name), role, "/".join("?" if n[split] is None else str(n[split]) for split in SPLITS if n), *cells)
     return table
 
 

@@ -26,20 +26,14 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several line plots side by side.
-
-    Attributes:
-        lines: label -> points (x, y).
-        notes: label -> its text in the legend, if that is another.
-        at: x of a dotted vertical line.
-    """
+    """One of several line plots side by side."""
 
     title: str
-    lines: Mapping[str, Points]
+    lines: Mapping[str, Points]  # label -> points (x, y)
     x: str
     y: str = ""
-    at: float | None = None
-    notes: Mapping[str, str] = field(default_factory=dict)
+    at: float | None = None  # x of a dotted vertical line
+    notes: Mapping[str, str] = field(default_factory=dict)  # label -> its text in the legend, if that is another
 
 
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
@@ -135,8 +129,7 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
             heights = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]
             style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": COLOURS[row % len(COLOURS)]}
             axis.plot(points, heights, linestyle="none", rasterized=len(points) > _RASTERIZED, **style)
-            interval = intervals.get(model)
-            if interval is not None:
+            if interval := intervals.get(model):
                 axis.plot(interval, [row, row], color=INK, linewidth=2)
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), list(values))

@@ -223,9 +223,8 @@ def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
     """The test metrics of a run as a table: one row per site, model, label and metric, NaN for undefined values.
 
-    Returns:
-        Columns site, role, model, label (a structure or class; `ALL` for the metric of the model), metric, value, and low and high, the
-        95 % interval over test patients.
+    Columns site, role, model, label (a structure or class; `ALL` for the metric of the model), metric, value, and low and high, the 95 %
+    interval over test patients.
     """
     import pandas as pd  # not needed to write results: a job that carries its code runs without it
 

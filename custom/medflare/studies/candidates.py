@@ -109,8 +109,6 @@ def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig,
 
 
 def weighs_by_samples(server: Mapping[str, Any]) -> bool:
-    """Whether a server with these hyper-parameters weights sites by their training images alone: not uniformly, by scores (SHA) or by
-    consistency (GRACE).
-    """
+    """Whether a server with these hyper-parameters weights sites by training images alone: not by scores (SHA) or consistency (GRACE)."""
     weighted = server.get("rule", "mean") in ("mean", "geometric", "clipped")  # the other robust rules take no weights
     return server.get("weighting") == "samples" and weighted and not server.get("sha") and not server.get("consistency")

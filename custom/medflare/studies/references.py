@@ -37,18 +37,13 @@ SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a study share.
-
-    Attributes:
-        data_root: folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
-        cross_site: also test every site's model on every site's test images.
-    """
+    """What all runs of a study share."""
 
     task: TaskConfig
     sites: tuple[str, ...]
     rounds: int
-    data_root: Path | None = None
-    cross_site: bool = False
+    data_root: Path | None = None  # folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images
+    cross_site: bool = False  # also test every site's model on every site's test images
 
     def open(self, site: str, role: str, seed: int) -> Site:
         return open_site(site, replace(self.task, resplit=seed), seed=seed, role=role, data_root=self.data_root)

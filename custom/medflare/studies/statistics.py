@@ -54,19 +54,12 @@ def study_values(groups: Groups) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of two models over the same seeds, or over the same patients.
+    """Paired comparison of two models over the same seeds, or over the same patients."""
 
-    Attributes:
-        difference: mean of second - first; None without a pair.
-        interval: 95 %; None if it is undefined.
-        p: two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is undefined.
-        n: seeds or patients with both values.
-    """
-
-    difference: float | None = None
-    interval: Interval | None = None
-    p: float | None = None
-    n: int = 0
+    difference: float | None = None  # mean of second - first; None without a pair
+    interval: Interval | None = None  # 95 %; None if it is undefined
+    p: float | None = None  # two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is undefined
+    n: int = 0  # seeds or patients with both values
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:

@@ -344,9 +344,7 @@ def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
         curves = run.get(CURVES, {})
         for of_site in curves.get(next((name for name in names if name in curves), ""), {}).values():
             points += of_site
-    if not points:
-        return {}
-    by_round = pd.DataFrame(points, columns=["round", "value"]).groupby("round")["value"].agg(["mean", "size"])
+    by_round = pd.DataFrame(points, columns=["round", "value"], dtype=float).groupby("round")["value"].agg(["mean", "size"])
     return {int(round): float(mean) for round, mean in by_round["mean"][by_round["size"] == by_round["size"].max()].items()}
 
 
