@@ -21,11 +21,9 @@ from medflare.data.progress import print_lines
 _UsageError: Any = typer.BadParameter.__bases__[0]
 _REMEDIES: Final = {
     errno.ENOENT: "correct the path",
-    errno.ENOTDIR: "a file is where a folder is needed; correct the path",
-    errno.EEXIST: "a file is where a folder is needed; correct the path",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is where a folder is needed; correct the path"),
     errno.EISDIR: "a folder is where a file is needed; correct the path",
-    errno.EACCES: "change its permissions, or use another place",
-    errno.EPERM: "change its permissions, or use another place",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or use another place"),
     errno.ENOSPC: "free space on the disk, or use another one",
     errno.EDQUOT: "free space in this account's quota, or use another disk",
 }
@@ -55,8 +53,7 @@ def _top(version: bool = typer.Option(False, "--version", callback=_version, is_
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 after a failure, 130 after Ctrl-C.
 
-    Raises:
-        SystemExit: after --help (status 0), or for an unknown command or option (2).
+    SystemExit: after --help (status 0), or for an unknown command or option (2).
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack letters of names

@@ -118,7 +118,7 @@ def _keys(kit: Kit) -> str:
 
 
 def _certificate(kit: Kit) -> str:
-    end = certificate_end(kit)
+    end = certificate_end(kit.name, kit.root, kit.certificate)
     check_root(kit)
     if end - datetime.now(timezone.utc) < _EXPIRES_SOON:
         raise _Warning(f"valid until {end:%F} only; ask the project admin for a new kit")

@@ -51,17 +51,14 @@ def create_job(
     out: Annotated[Path, typer.Option(help="Job folder to write")],
     track: Track = None,
     no_byoc: Annotated[bool, typer.Option("--no-byoc", help="Without app/custom/: for hospitals that reject jobs with code")] = False,
-    embed_code: Annotated[
-        bool, typer.Option("--embed-code", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
-    ] = False,
+    embed_code: Annotated[bool, typer.Option("--embed-code", help="app/custom/ holds medflare; sites need torch, monai, nvflare")] = False,
 ) -> int:
     """Write a FLARE job folder for the simulator, POC or production; `medflare job METHOD` is short for it."""
     from medflare.evaluation.presentation import format_bytes
     from medflare.flare.jobs.building import build_job, size_of
 
     _, task, hyper, arguments = chosen(federation, settings)
-    tracking = {} if track is None else {"track": track}
-    folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, **tracking, **arguments)
+    folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, track=track, **arguments)
     if federation.model is not None:
         weights = task.network.get("weights") or hyper["server"]
         file = f"{weights['file']} of {federation.model} (sha256 {weights['sha256'][:16]}...)"
@@ -135,8 +132,8 @@ def list_jobs(kit: Kit) -> int:
 
 def _check_certificate(folder: Path) -> None:
     """Raise ConfigError if a person's certificate is not valid by this machine's clock: FLARE then reports that the server is down."""
-    from medflare.cli.startup_kit import Kit, certificate_end
+    from medflare.cli.startup_kit import certificate_end
 
-    certificate, key, root = (folder / "startup" / name for name in ("client.crt", "client.key", "rootCA.pem"))
+    root, certificate = folder / "startup" / "rootCA.pem", folder / "startup" / "client.crt"
     if certificate.is_file() and root.is_file():  # otherwise the session reports what is missing
-        certificate_end(Kit(folder, "site", folder.resolve().name, "", 0, certificate, key, root))
+        certificate_end(folder.resolve().name, root, certificate)

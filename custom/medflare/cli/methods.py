@@ -3,7 +3,7 @@
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from medflare.core.hyper import Described
     from medflare.methods.method import Method
 
+_WIDE: Final = 10_000  # columns, where nothing is wrapped
 Algorithm = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that algorithm of another method")]
 
 
@@ -35,7 +36,7 @@ def methods(
 
     if method is None and (site_algorithm or server_algorithm):
         raise ConfigError("--site-algorithm and --server-algorithm need a method: medflare methods METHOD --site-algorithm OTHER")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
     if method is not None:
         print(method_listing(get_method(method, site=site_algorithm, server=server_algorithm), width))
         return 0
@@ -49,7 +50,7 @@ def methods(
     return failed
 
 
-def method_listing(method: "Method", width: int | None = None) -> str:
+def method_listing(method: "Method", width: int = _WIDE) -> str:
     """A method's title, paper and hyper-parameters, in lines of at most `width` characters: the site algorithm's, then the server's."""
     from medflare.core.hyper import described
 
@@ -66,7 +67,7 @@ def method_listing(method: "Method", width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _entry(name: str, about: "Described", width: int | None) -> list[str]:
+def _entry(name: str, about: "Described", width: int) -> list[str]:
     """Name, default, symbol, source, and the choices or the range if not any value of its type is allowed; then its meaning."""
     from medflare.evaluation.presentation import format_setting
 
@@ -81,9 +82,7 @@ def _entry(name: str, about: "Described", width: int | None) -> list[str]:
     return [*_wrapped(setting, width, 2), *_wrapped(about.text, width, 4)]
 
 
-def _wrapped(text: str, width: int | None, depth: int) -> list[str]:
+def _wrapped(text: str, width: int, depth: int) -> list[str]:
     """The text as lines that are indented by `depth` steps; continued lines by one more."""
     first = depth * "  "
-    if width is None:
-        return [first + text]
     return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=first + "  ", break_on_hyphens=False)

@@ -26,21 +26,14 @@ TASK: Final = "task."  # prefix of a task's setting in --set
 SET_HELP: Final = "a setting of the task (task.batch_size=8); may be repeated"
 
 DataRoot = Annotated[
-    Path | None,
-    typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
+    Path | None, typer.Option(help="Folder with a folder per site (default: MEDFLARE_DATA_ROOT, else embedded images)", metavar="DATA")
 ]
 Device = Annotated[str | None, typer.Option(help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)")]
 Track = Annotated[
     str | None,
-    typer.Option(
-        help="Where the run's curves, test metrics and settings go (default: TensorBoard files beside results.json)",
-        metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none",
-    ),
+    typer.Option(help="Where curves and metrics go (default: TensorBoard files)", metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none"),
 ]
-CsvFile = Annotated[
-    Path | None,
-    typer.Option(help="Write the test metrics into this file: a row per site, model, structure or class, and metric, with intervals"),
-]
+CsvFile = Annotated[Path | None, typer.Option(help="Write the test metrics: a row per site, model, structure or class, and metric")]
 _Command = Callable[..., Any]
 
 
@@ -62,23 +55,18 @@ def add_command(group: typer.Typer, name: str, function: _Command, *examples: st
 def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Command], _Command]:
     """Give a command an option for every field of a dataclass.
 
-    If the fields are annotated with typer's options, the command receives an instance. Otherwise the help text comes from the
-    docstring's section `Attributes:`, and the command receives a mapping of the options that were used.
-
-    Args:
-        name: the command's parameter that receives them.
-        skip: fields without an option.
+    If the docstring has a section `Attributes:`, it gives the help texts, and the command receives a mapping of the options that were
+    used. Otherwise the fields are annotated with typer's options, and the command receives an instance. `name`: the command's parameter
+    that receives them; `skip`: fields without an option.
     """
     fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
     hints, help_texts = typing.get_type_hints(settings, include_extras=True), _attributes(settings)
-    marks = [mark for field in fields for mark in getattr(hints[field.name], "__metadata__", ())]
-    annotated = any(isinstance(mark, (typer.models.OptionInfo, typer.models.ArgumentInfo)) for mark in marks)
     kinds = {field.name: _plain_type(typing.get_type_hints(settings)[field.name]) for field in fields}
     kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     added = []
     for field in fields:
         default, annotation = (empty if field.default is dataclasses.MISSING else field.default), hints[field.name]
-        if not annotated:
+        if help_texts:
             text = help_texts.get(field.name, "") + ("" if default in (empty, None, "", (), False) else f" (default: {default})")
             default, annotation = None, _option(kinds[field.name], text)
         added.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
@@ -86,7 +74,7 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
     def decorate(function: _Command) -> _Command:
         def command(**values: Any) -> Any:
             options = {field.name: values.pop(field.name) for field in fields}
-            if annotated:
+            if not help_texts:
                 return function(**values, **{name: settings(**options)})
             used = {key: names_in(value) if kinds[key] is list else value for key, value in options.items() if value is not None}
             return function(**values, **{name: used})
@@ -142,20 +130,13 @@ def set_values(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
-    """The task of a preset name, JSON file or mapping with some settings changed.
+    """The task of a preset name, JSON file or mapping with some settings changed; ConfigError for an unknown one or an invalid value.
 
-    Args:
-        changes: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
-
-    Raises:
-        ConfigError: no such task or setting, or an invalid value.
+    `changes`: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
     """
     from medflare.tasks.config import load_task
 
-    task = load_task(source)
-    if not changes:
-        return task
-    content = task.to_dict()
+    content = load_task(source).to_dict()
     for name, value in changes.items():
         if not name.startswith(TASK):
             raise ConfigError(f"--set {name} is not a setting of the task; write {TASK}NAME=VALUE")
@@ -164,7 +145,7 @@ def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "T
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"--set {name}: {part} of task {task.name} is a value without settings; set {part} itself")
+                raise ConfigError(f"--set {name}: {part} of task {content['name']} is a value without settings; set {part} itself")
         target[last] = value
     return load_task(content)
 
@@ -215,13 +196,11 @@ def environment(data_root: Path | None = None, weights: Path | None = None, devi
         from medflare.training.computing import usable_device
 
         values[DEVICE_VARIABLE] = str(usable_device(device, "--device", initialize=False))
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)

@@ -6,30 +6,13 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from medflare.cli.options import (
-    DEFAULT_ROUNDS,
-    PHANTOM,
-    SET_HELP,
-    TASK,
-    CsvFile,
-    DataRoot,
-    Device,
-    Track,
-    add_command,
-    check_sites,
-    default_sites,
-    environment,
-    set_values,
-    site_names,
-    takes,
-    task_with,
-)
+from medflare.cli import options
 from medflare.core.errors import ConfigError, FederationFailed, StateError
 from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings
 
@@ -41,16 +24,13 @@ EVALUATE: Final = "evaluate"  # the method that tests the model of --model
 _OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
 Workers = Annotated[
     int | None,
-    typer.Option(
-        help="Sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); the models do "
-        "not depend on it (default: one site after the other, on all cores)"
-    ),
+    typer.Option(help="Sites that train at once in the plain loop, each with OMP_NUM_THREADS threads (default: one, on all cores)"),
 ]
 
 
 def add_commands(app: typer.Typer) -> None:
     """Add the three commands."""
-    add_command(
+    options.add_command(
         app,
         "run",
         run,
@@ -64,14 +44,14 @@ def add_commands(app: typer.Typer) -> None:
         "medflare run evaluate --model runs/fedsm-phantom-seed0/models/deployed  # every site evaluates it, no site trains",
         "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for medflare task plan",
     )
-    add_command(
+    options.add_command(
         app,
         "resume",
         resume,
         "medflare resume runs/fedsm-phantom-seed0",
         "medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 --out jobs/fedsm-resumed",
     )
-    add_command(
+    options.add_command(
         app,
         "results",
         results,
@@ -84,58 +64,38 @@ def add_commands(app: typer.Typer) -> None:
 class Federation:
     """The method with its algorithms and hyper-parameters, and the task."""
 
-    method: Annotated[
-        str, typer.Argument(help="fedavg, fedsm, ... (see `medflare methods`), or without training: evaluate (with --model), fingerprint")
-    ]
+    method: Annotated[str, typer.Argument(help="A method (`medflare methods`), or without training: evaluate (with --model), fingerprint")]
     site_algorithm: Annotated[str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")] = None
     server_algorithm: Annotated[str | None, typer.Option(help="Use the server algorithm of another method", metavar="METHOD")] = None
-    task: Annotated[
-        str | None, typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: that of MODEL, else {PHANTOM}, synthetic)")
-    ] = None
+    task: Annotated[str | None, typer.Option(help="Preset name or JSON file, see app_configs/ (default: MODEL's, else phantom)")] = None
     set: Annotated[
         list[str],
-        typer.Option(
-            help=f"A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms have it) or {SET_HELP}", metavar="NAME=VALUE"
-        ),
+        typer.Option(help=f"A hyper-parameter (lam=0.3; site.beta=1 if both have it) or {options.SET_HELP}", metavar="NAME=VALUE"),
     ] = ()  # type: ignore[assignment]
     lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None
     epochs: Annotated[int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")] = None
     batch_size: Annotated[int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")] = None
     network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/task.md)")] = None
-    pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Start from pretrained weights of an installed package (efficientnet_lite0)")
-    ] = False
-    model: Annotated[
-        Path | None, typer.Option("--from", "--model", help="Start from a final model (its folder), with its task if --task is missing")
-    ] = None
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from weights of a package (efficientnet_lite0)")] = False
+    model: Annotated[Path | None, typer.Option("--from", "--model", help="Start from a final model (a folder) and its task")] = None
     resplit: Annotated[int | None, typer.Option(help="Draw a new training / validation / test split by patient", metavar="SEED")] = None
 
 
-class Chosen(NamedTuple):
-    """What the options of a federation mean; `arguments` are those of `run_local`, `MedflareRecipe` and `build_job`."""
+def chosen(federation: Federation, settings: Mapping[str, Any]) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
+    """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`, `MedflareRecipe` and `build_job`.
 
-    method: "Method"
-    task: "TaskConfig"
-    hyper: dict[str, Any]
-    arguments: dict[str, Any]
-
-
-def chosen(federation: Federation, settings: Mapping[str, Any]) -> Chosen:
-    """The method, the task, the hyper-parameters of each algorithm and the run settings.
-
-    Raises:
-        ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
+    ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
     """
     from medflare.methods.catalogue import SURVEYS, get_method
 
     name = federation.method
-    rounds = 0 if name in SURVEYS else settings.get("rounds", DEFAULT_ROUNDS)
+    rounds = 0 if name in SURVEYS else settings.get("rounds", options.DEFAULT_ROUNDS)
     if name == EVALUATE and federation.model is None:
         raise ConfigError("evaluate: name the model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
     algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
     method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
     hyper, task = hyper_and_task(federation, method)
-    return Chosen(method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms})
+    return method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms}
 
 
 def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
@@ -145,20 +105,19 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     from medflare.methods.catalogue import build_deployed
     from medflare.networks.weights import pretrained_settings, starting_state
 
-    values = set_values(federation.set)
-    short = {"optimizer.lr": federation.lr, "local_epochs": federation.epochs, "batch_size": federation.batch_size}
-    changes: dict[str, Any] = {f"{TASK}{name}": value for name, value in short.items() if value is not None}
-    changes |= {name: value for name, value in values.items() if name.startswith(TASK)}
-    hyper = {name: value for name, value in values.items() if not name.startswith(TASK)}
+    values = options.set_values(federation.set)
+    network = None if federation.network is None else {"name": federation.network}
+    short = {"network": network, "optimizer.lr": federation.lr, "local_epochs": federation.epochs, "batch_size": federation.batch_size}
+    changes: dict[str, Any] = {f"{options.TASK}{name}": value for name, value in short.items() if value is not None}
+    changes |= {name: value for name, value in values.items() if name.startswith(options.TASK)}
+    hyper = {name: value for name, value in values.items() if not name.startswith(options.TASK)}
     owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
     for name in hyper:
         if name not in owned and name in (*RUN_SETTINGS, *_OTHER_OPTIONS):
             raise ConfigError(f"{name} is not a hyper-parameter of {method.name} but an option: --{name.replace('_', '-')}")
-    if federation.network is not None:
-        changes = {f"{TASK}network": {"name": federation.network}} | changes
     if federation.resplit is not None:
-        changes[f"{TASK}resplit"] = federation.resplit
-    source: str | Mapping[str, Any] = federation.task or PHANTOM
+        changes[f"{options.TASK}resplit"] = federation.resplit
+    source: str | Mapping[str, Any] = federation.task or options.PHANTOM
     model, evaluates = None, method.name == EVALUATE
     if federation.model is not None:
         if federation.pretrained:
@@ -168,13 +127,13 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
         source = federation.task or model.task.to_dict()
         if evaluates:
             hyper |= file
-            whole = task_with(source, {}).to_dict()
+            whole = options.task_with(source, {}).to_dict()
             source = {**whole, "network": {name: value for name, value in whole["network"].items() if name != "weights"}}
         else:
-            changes[f"{TASK}network.weights"] = {**file, "format": "medflare"}
-    task = task_with(source, changes)
+            changes[f"{options.TASK}network.weights"] = {**file, "format": "medflare"}
+    task = options.task_with(source, changes)
     if federation.pretrained:
-        task = task_with(task.to_dict() | pretrained_settings(task), {})
+        task = options.task_with(task.to_dict() | pretrained_settings(task), {})
     if model is not None and evaluates:
         build_deployed(task, model.message)  # raises if the model does not fit
     elif model is not None:
@@ -182,22 +141,20 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     return split_hyper(hyper, method.hyper_classes, method.name), task
 
 
-@takes("federation", Federation)
-@takes("settings", RunSettings, skip=("resume",))
+@options.takes("federation", Federation)
+@options.takes("settings", RunSettings, skip=("resume",))
 def run(
     federation: Federation,
     settings: dict[str, Any],
-    sites: Annotated[
-        str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names (default: the data root's folders, else 4)")
-    ] = None,
+    sites: Annotated[str | None, typer.Option(help="Number of sites or comma-separated names (default: the data root's, else 4)")] = None,
     engine: Annotated[Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")] = "flare",
-    data_root: DataRoot = None,
+    data_root: options.DataRoot = None,
     weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,
     threads: Annotated[int | None, typer.Option(help="Sites that train at the same time under FLARE (default: all)")] = None,
     workers: Workers = None,
-    device: Device = None,
+    device: options.Device = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, and write nothing")] = False,
-    track: Track = None,
+    track: options.Track = None,
     out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
 ) -> int:
     """Run a federation on this machine and print its results.
@@ -210,7 +167,7 @@ def run(
 
     method, task, hyper, arguments = chosen(federation, settings)
     outside = arguments.get("outside", [])
-    names = list(dict.fromkeys([*(site_names(sites) if sites else default_sites(data_root)), *outside]))
+    names = list(dict.fromkeys([*(options.site_names(sites) if sites else options.default_sites(data_root)), *outside]))
     inside, minimum = len(names) - len(outside), settings.get("min_sites")
     if not inside:
         raise ConfigError("--outside: no site is left to train; name one more with --sites")
@@ -225,13 +182,13 @@ def run(
         check_track(track)
         arguments["track"] = track
     folder = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
-    with environment(data_root=data_root, device=device):
-        check_sites(names, task)
+    with options.environment(data_root=data_root, device=device):
+        options.check_sites(names, task)
         if dry_run:
             print(_planned(method, task, hyper, [name for name in names if name not in outside], outside, arguments))
             print(f"nothing was written; without --dry-run the results come to {folder}")
             return 0
-        with _new_folder(folder, weights or federation.model) as start, environment(weights=start):
+        with _new_folder(folder, weights or federation.model) as start, options.environment(weights=start):
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
@@ -267,31 +224,25 @@ def _planned(
 
 def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) -> None:
     """Run FLARE's simulator in a folder and link results, report and models from its workspace to where the plain loop writes them."""
-    from medflare.evaluation.results import find_results
+    from medflare.evaluation.results import RESULTS_FILE, find_results
     from medflare.federation.checkpoint import CHECKPOINT
 
-    failure = None
     try:
         recipe.simulate(names, folder, threads=threads)
-    except FederationFailed as error:
-        failure = error
-    try:
-        place = find_results(folder).parent
-    except StateError:
-        if failure is not None:
-            raise failure from None
-        return
-    for path in sorted(place.iterdir()):
-        if not path.name.startswith(CHECKPOINT):  # the plain loop cannot resume it
-            (folder / path.name).symlink_to(os.path.relpath(path, folder))
+    except FederationFailed:  # results say why
+        if not any(folder.rglob(RESULTS_FILE)):
+            raise
+    with suppress(StateError):  # without results, whoever reads them says so
+        for path in sorted(find_results(folder).parent.iterdir()):
+            if not path.name.startswith(CHECKPOINT):  # the plain loop cannot resume it
+                (folder / path.name).symlink_to(os.path.relpath(path, folder))
 
 
 @contextmanager
 def _new_folder(folder: Path, start: Path | None) -> Iterator[Path | None]:
     """Make an empty folder for a run; an earlier run in it is renamed, and renamed back if the block writes nothing.
 
-    Yields:
-        The new place of `start`, the initial weights, which may be those of the earlier run.
+    Yields the new place of `start`, the initial weights, which may be those of the earlier run.
     """
     earlier = None
     if folder.is_dir() and any(folder.iterdir()):
@@ -342,8 +293,8 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
             raise
-        options = {"--data-root": root, "--device": device}
-        words = ["medflare", "resume", folder, *(word for option in options.items() if option[1] for word in option)]
+        given = [option for option in (("--data-root", root), ("--device", device)) if option[1]]
+        words = ["medflare", "resume", folder, *chain.from_iterable(given)]
         raise KeyboardInterrupt(f"continue with: {shlex.join(map(str, words))}") from None
 
 
@@ -352,9 +303,9 @@ def resume(
     job: Annotated[str | None, typer.Option(help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID")] = None,
     out: Annotated[Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")] = None,
     workers: Workers = None,
-    device: Device = None,
-    track: Track = None,
-    data_root: DataRoot = None,
+    device: options.Device = None,
+    track: options.Track = None,
+    data_root: options.DataRoot = None,
 ) -> int:
     """Continue an interrupted run after its last complete step.
 
@@ -375,7 +326,7 @@ def resume(
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
-    with _locked(path), environment(data_root=data_root, device=device):
+    with _locked(path), options.environment(data_root=data_root, device=device):
         _check_resumable(path)
         with _resume_hint(path, data_root, device):
             resume_local(path, workers=workers, track=track, say=print)
@@ -383,12 +334,9 @@ def resume(
 
 
 def _check_resumable(path: Path) -> None:
-    """Check before anything is written: an attempt that fails would replace the results.
+    """Raise ConfigError for a complete run, DataError for a site without data, StateError if no run of the plain loop was interrupted.
 
-    Raises:
-        ConfigError: the run is complete.
-        DataError: a site without data.
-        StateError: no interrupted run of the plain loop.
+    An attempt that fails would replace the results.
     """
     from medflare.core.store import StateStore
     from medflare.evaluation.results import COMPLETED, FOLDER, RESULTS_FILE, load_results
@@ -402,12 +350,12 @@ def _check_resumable(path: Path) -> None:
     if not StateStore(path).path(CHECKPOINT).exists() and any(path.glob(f"*/server/**/{FOLDER}")):
         raise StateError(f"{path}: a run in FLARE's simulator cannot be resumed; run it again, or use --engine local")
     plan = stored_plan(path)
-    check_sites([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
+    options.check_sites([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
 
 
 def results(
     path: Annotated[Path, typer.Argument(help="results.json, or a folder above it (a simulator workspace, a downloaded job)")],
-    csv: CsvFile = None,
+    csv: options.CsvFile = None,
 ) -> int:
     """Show the results of a finished run; exits non-zero if it failed."""
     from medflare.evaluation.console import show_results

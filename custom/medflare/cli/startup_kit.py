@@ -6,7 +6,6 @@ resources.json is made from FLARE's resources.json.default, so that a kit for Do
 import copy
 import json
 import os
-import pwd
 import socket
 import ssl
 import stat
@@ -37,22 +36,16 @@ _Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kit:
-    """A startup kit of a site or the server.
+    """A startup kit of a site or the server."""
 
-    Attributes:
-        folder: absolute.
-        host: the server's name in its certificate.
-        certificate, key, root: PEM files of the party's certificate, its private key and the federation's root certificate.
-    """
-
-    folder: Path
+    folder: Path  # absolute
     kind: Literal["site", "server"]
     name: str
-    host: str
+    host: str  # the server's name in its certificate
     port: int
-    certificate: Path
+    certificate: Path  # PEM, as the others
     key: Path
-    root: Path
+    root: Path  # certificate of the federation
 
     @property
     def local(self) -> Path:
@@ -95,15 +88,15 @@ def read_object(path: Path) -> _Json:
 # -- certificates ----------------------------------------------------------------------------------------------------------
 
 
-def certificate_end(kit: Kit) -> datetime:
-    """The end of the certificate's validity; raises ConfigError if one is unreadable or not valid now: FLARE may wait without a message."""
+def certificate_end(name: str, root: Path, certificate: Path) -> datetime:
+    """The end of a party's certificate; raises ConfigError if a file is unreadable or not valid now: FLARE may wait without a message."""
     now = datetime.now(timezone.utc)
-    for file in (kit.root, kit.certificate):
-        certificate = _read_certificate(file)
-        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    for file in (root, certificate):
+        content = _read_certificate(file)
+        begin, end = content.not_valid_before_utc, content.not_valid_after_utc
         if not begin <= now <= end:
             validity = f"is valid from {begin:%F %R} to {end:%F %R} UTC"
-            raise ConfigError(f"{kit.name}: {file.name} {validity}, and the clock says {now:%F %R}; set the clock or provision a new kit")
+            raise ConfigError(f"{name}: {file.name} {validity}, and the clock says {now:%F %R}; set the clock or provision a new kit")
     return end
 
 
@@ -201,11 +194,8 @@ class Change(NamedTuple):
 def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
     """Add missing files to a kit's local/ folder and change the named settings; all content is checked before a file is written.
 
-    Afterwards only the account that owns the kit can read it.
-
-    Raises:
-        ConfigError: a setting of the other kind of kit, an invalid value, a malformed file, or a kit of another account.
-        OSError: the storage cannot be made.
+    Afterwards only the account that owns the kit can read it. ConfigError: a setting of the other kind of kit, an invalid value, a
+    malformed file, or a kit of another account; OSError: the storage cannot be made.
     """
     from medflare.core.store import write_json
 
@@ -217,19 +207,17 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
     makers = {"authorization.json": _authorization, LOCAL_FILE: _local_settings, "privacy.json": _privacy, "resources.json": _resources}
     if kit.kind == "server":
         del makers["privacy.json"]
-    before, after = {}, {}
-    for name, make in makers.items():
-        path = kit.local / name
-        before[name] = read_object(path) if path.exists() else None
+    contents = {}
+    for path, make in ((kit.local / name, make) for name, make in makers.items()):
+        old = read_object(path) if path.exists() else None
         try:
-            after[name] = make(kit, settings, copy.deepcopy(before[name]))
+            contents[path] = old, make(kit, settings, copy.deepcopy(old))
         except MALFORMED as error:
             raise ConfigError(f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it") from error
     if settings.storage is not None:
         _make_storage(settings.storage.expanduser().resolve(), kit)
     changes = []
-    for name, new in after.items():
-        path, old = kit.local / name, before[name]
+    for path, (old, new) in contents.items():
         if old == new:
             changes += [] if old is None else [Change(path, "kept")]
         elif new is None:
@@ -268,11 +256,10 @@ def _give_to_owner(path: Path, kit: Kit) -> None:
 
 def owner(path: Path) -> str:
     """The name of the account that owns a file, or its number if it has no name here."""
-    number = path.lstat().st_uid
     try:
-        return pwd.getpwuid(number).pw_name
+        return path.owner()
     except KeyError:
-        return str(number)
+        return str(path.stat().st_uid)
 
 
 def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
@@ -325,12 +312,9 @@ def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _
     return content
 
 
-def _policy(kit: Kit, settings: KitSettings, content: _Json | None, name: str) -> _Json:
-    return template(kit.kind, name) if content is None or settings.replace_policies else content
-
-
 def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
-    content = _policy(kit, settings, content, "authorization.json")
+    if content is None or settings.replace_policies:
+        content = template(kit.kind, "authorization.json")
     if settings.bring_code:
         content.setdefault("permissions", {}).setdefault("lead", {})["byoc"] = "any"
     return content
@@ -338,7 +322,7 @@ def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _J
 
 def _privacy(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
     if not settings.bring_code:
-        return _policy(kit, settings, content, "privacy.json")
+        return template(kit.kind, "privacy.json") if content is None or settings.replace_policies else content
     filters = []
     for scope in (content or {}).get("scopes", []):
         for name in ("task_result_filters", "task_data_filters"):

@@ -6,23 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from medflare.cli.options import (
-    AUTO_HELP,
-    DEFAULT_ROUNDS,
-    PHANTOM,
-    SET_HELP,
-    CsvFile,
-    DataRoot,
-    DefaultGroup,
-    Device,
-    add_command,
-    check_sites,
-    environment,
-    names_in,
-    set_values,
-    site_names,
-    task_with,
-)
+from medflare.cli import options
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +19,9 @@ Figures = Annotated[Path | None, typer.Option(help="Write the learning curves in
 
 def add_commands(app: typer.Typer) -> None:
     """Add the command."""
-    study = typer.Typer(cls=DefaultGroup, help="Compare methods over seeds and splits (study METHODS), or print tables again.", **AUTO_HELP)
-    add_command(
+    about = "Compare methods over seeds and splits (study METHODS), or print tables again."
+    study = typer.Typer(cls=options.DefaultGroup, help=about, **options.AUTO_HELP)
+    options.add_command(
         study,
         "run",
         run_study,
@@ -47,18 +32,14 @@ def add_commands(app: typer.Typer) -> None:
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
     )
-    add_command(study, "table", show_tables, "medflare study table study --figures study/figures --csv study.csv")
+    options.add_command(study, "table", show_tables, "medflare study table study --figures study/figures --csv study.csv")
     app.add_typer(study, name="study")
 
 
 def run_study(
     out: Annotated[Path, typer.Option(help="Folder for table.md, study.html and study.zip (all results, and scores of single patients)")],
     candidates: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="METHOD[:NAME=VALUE,...]",
-            help="A method with its hyper-parameters (and site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)",
-        ),
+        list[str] | None, typer.Argument(metavar="METHOD[:NAME=VALUE,...]", help="A method with hyper-parameters, or a reference (below)")
     ] = None,
     reference: Annotated[
         str,
@@ -73,37 +54,23 @@ def run_study(
     ] = "",
     suite: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; --task, "
-            "--set, --sites, --rounds and --seeds change it, and the output lists what differs",
-        ),
+        typer.Option(metavar="NAME", help="A paper's table, with its numbers beside ours: a name or JSON file, see app_configs/suites/"),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: the suite's, else {PHANTOM}, synthetic)")
-    ] = None,
-    set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=SET_HELP.capitalize())] = (),  # type: ignore[assignment]
+    task: Annotated[str | None, typer.Option(help="Preset name or JSON file, see app_configs/ (default: SUITE's, else phantom)")] = None,
+    set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())] = (),  # type: ignore[assignment]
     sites: Annotated[str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names")] = None,
-    rounds: Annotated[int | None, typer.Option(help=f"Federation rounds (default: the suite's, else {DEFAULT_ROUNDS})")] = None,
+    rounds: Annotated[int | None, typer.Option(help=f"Federation rounds (default: the suite's, else {options.DEFAULT_ROUNDS})")] = None,
     seeds: Annotated[str | None, typer.Option(help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})")] = None,
-    leave_one_out: Annotated[
-        bool, typer.Option("--leave-one-out", help="Each site in turn is outside: it does not train and gets the final models")
-    ] = False,
+    leave_one_out: Annotated[bool, typer.Option("--leave-one-out", help="Each site in turn is outside: it only gets final models")] = False,
     leave_out: Annotated[str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")] = "",
     selection: Annotated[
         str | None,
-        typer.Option(
-            metavar="best|last|METRIC",
-            help="How rows without a selection of their own select the deployed round: the best by the task's metric on validation images "
-            "(best), the last, or the best by another metric, which becomes the task's",
-        ),
+        typer.Option(metavar="best|last|METRIC", help="Round that rows deploy by default: best by the task's metric, last, best by METRIC"),
     ] = None,
-    cross_site: Annotated[
-        bool, typer.Option("--cross-site", help="Also test every site's model (personal, else deployed) on every site's test images")
-    ] = False,
-    data_root: DataRoot = None,
+    cross_site: Annotated[bool, typer.Option("--cross-site", help="Also test every site's model on every site's test images")] = False,
+    data_root: options.DataRoot = None,
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
-    device: Device = None,
+    device: options.Device = None,
     figures: Figures = None,
 ) -> int:
     """Compare methods over seeds and splits; prints and writes Markdown tables.
@@ -129,22 +96,22 @@ def run_study(
         methods, references = list(dict.fromkeys(paper.methods.values())), []
         leave_one_out, left_out = paper.settings.leave_one_out, list(paper.settings.leave_out)
     else:
-        methods, references, left_out = candidates or [], names_in(reference), names_in(leave_out)
+        methods, references, left_out = candidates or [], options.names_in(reference), options.names_in(leave_out)
         if sites is None or not (methods or references):
             raise ConfigError("study: needs --sites and at least one method or --reference, or a --suite")
         if leave_one_out and left_out:
             raise ConfigError("study: --leave-one-out and --leave-out exclude each other")
-    config = task_with(task or (paper.task if paper else PHANTOM), set_values(set))
+    config = options.task_with(task or (paper.task if paper else options.PHANTOM), options.set_values(set))
     config, selection = _selected(config, selection)
-    names = site_names(sites) if sites is not None else paper.sites if paper else ()
-    default_rounds = paper.settings.rounds if paper else DEFAULT_ROUNDS
+    names = options.site_names(sites) if sites is not None else paper.sites if paper else ()
+    default_rounds = paper.settings.rounds if paper else options.DEFAULT_ROUNDS
     setting = Setting(config, tuple(names), default_rounds if rounds is None else rounds, cross_site=cross_site)
     if unknown := [site for site in left_out if site not in setting.sites]:
         raise ConfigError(f"--leave-out {unknown[0]!r} is no site of this study; there are {', '.join(setting.sites)}")
     rows = rows_of(methods, references, config, selection)
     draws = _seeds(seeds or (",".join(map(str, paper.seeds)) if paper else _SEEDS))
-    with environment(data_root=data_root, device=device):
-        check_sites(setting.sites, config)
+    with options.environment(data_root=data_root, device=device):
+        options.check_sites(setting.sites, config)
         if figures is not None:
             make_folder(figures, public=True)  # fails before anything is trained
         left_out = list(setting.sites) if leave_one_out else left_out
@@ -161,7 +128,7 @@ def run_study(
 
 
 def show_tables(
-    folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None, csv: CsvFile = None, html: Html = None
+    folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None, csv: options.CsvFile = None, html: Html = None
 ) -> int:
     """Print the tables of a study's folder again; trains nothing."""
     import pandas as pd
@@ -206,6 +173,6 @@ def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, s
 
 def _seeds(text: str) -> list[int]:
     try:
-        return [int(seed) for seed in names_in(text)] or [int(text)]
+        return [int(seed) for seed in options.names_in(text)] or [int(text)]
     except ValueError:
         raise ConfigError(f"--seeds {text!r}: give whole numbers separated by commas, for example {_SEEDS}") from None

@@ -7,24 +7,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from medflare.core.packages import installed
-from medflare.evaluation.presentation import (
-    counted,
-    doubts,
-    event_counts,
-    format_bytes,
-    format_metric,
-    format_seconds,
-    is_best,
-    label_tables,
-    lower_is_better,
-    method_tables,
-    metric_label,
-    metric_names,
-    model_columns,
-    ordered_sites,
-    selector_line,
-    synthetic_source,
-)
+from medflare.evaluation import presentation as text
 from medflare.evaluation.results import COMPLETED, FAILED, REPORT_FILE, RESULTS_FILE, ROLES, SPLITS, find_results, load_results
 
 if TYPE_CHECKING:
@@ -45,23 +28,20 @@ def round_line(
 ) -> str:
     """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
 
-    Args:
-        round: 0-based, shown from 1; `rounds` for the validation of the last round's models.
-        meta: site -> metadata of its reply.
-        rejected: site -> reason.
-        aggregation: site -> numbers of the server about it, for example its weight.
+    `round` is 0-based and shown from 1; `rounds` for the validation of the last round's models. `meta`: site -> metadata of its reply;
+    `rejected`: site -> reason; `aggregation`: site -> numbers of the server about it, for example its weight.
     """
     after = f"after round {rounds}" if rounds else "without training"
     place = after if round >= rounds else f"round {round + 1}/{rounds}"
     parts: dict[str, list[str]] = {}
     for site, reply in meta.items():
         parts[site] = [site] if reply.get("loss") is None else [site, f"loss {reply['loss']:.4f}"]
-        parts[site] += [f"{model} {format_metric('', value)}" for model, value in reply.get("validation", {}).items()]
-        parts[site] += [f"ε {format_metric('', reply['privacy'].get('epsilon'))}"] if "privacy" in reply else []
+        parts[site] += [f"{model} {text.format_metric('', value)}" for model, value in reply.get("validation", {}).items()]
+        parts[site] += [f"ε {text.format_metric('', reply['privacy'].get('epsilon'))}"] if "privacy" in reply else []
     parts |= {site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()}
     for site, numbers in (aggregation or {}).items():
-        parts.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
-    return f"{place} {phase}: " + " | ".join([*(" ".join(parts[site]) for site in sorted(parts)), format_seconds(seconds)])
+        parts.setdefault(site, [site]).extend(f"{name} {text.format_metric('', value)}" for name, value in numbers.items())
+    return f"{place} {phase}: " + " | ".join([*(" ".join(parts[site]) for site in sorted(parts)), text.format_seconds(seconds)])
 
 
 def results_table(results: Mapping[str, Any]) -> str:
@@ -77,7 +57,7 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     if not installed("rich"):
         outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
         lines = [f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"]
-        stream.write("\n".join([*lines, *(f"WARNING {doubt.line}" for doubt in doubts(results["events"]))]) + "\n")
+        stream.write("\n".join([*lines, *(f"WARNING {doubt.line}" for doubt in text.doubts(results["events"]))]) + "\n")
         return
     from rich.console import Console
     from rich.measure import Measurement
@@ -92,7 +72,7 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
         return Measurement.get(console, console.options.update_width(_WIDE), table).maximum <= width
 
     groups: list[list[str]] = []  # of metrics, a table each
-    for metric in metric_names(results):
+    for metric in text.metric_names(results):
         if groups and fits([*groups[-1], metric]):
             groups[-1].append(metric)
         else:
@@ -101,27 +81,27 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     summary.highlight_words([COMPLETED], "bold green")
     summary.highlight_words([FAILED], "bold red")
     console.print(summary, *(_metrics_table(results, metrics) for metrics in groups or [[]]), sep="\n")
-    if line := selector_line(results):
+    if line := text.selector_line(results):
         console.print(Text(line))
-    for title, rows in [*list(label_tables(results).items())[:1], *method_tables(results).items()]:
+    for title, rows in [*list(text.label_tables(results).items())[:1], *text.method_tables(results).items()]:
         console.print(_method_table(title, rows))
-    for doubt in doubts(results["events"]):
+    for doubt in text.doubts(results["events"]):
         console.print(Text(f"WARNING {doubt.line}", "bold yellow"))
 
 
 def _summary(results: Mapping[str, Any]) -> list[str]:
     """Method, task, status, cost and number of events; the reason of a failure."""
     weights = (results["configuration"]["task"].get("network") or {}).get("weights") or {}
-    what = f"{results['method']} on {results['task']}, {counted(results['rounds'], 'round')}, seed {results['seed']}"
+    what = f"{results['method']} on {results['task']}, {text.counted(results['rounds'], 'round')}, seed {results['seed']}"
     if not results["rounds"] and weights:
         what = f"evaluation of {weights['file']} (sha256 {weights['sha256'][:12]}) on {results['task']}, no training"
     title = f"{what}: {results['status']}"
-    lines = [title + (f": {results['reason']}" if results["reason"] else ""), synthetic_source(results)]
+    lines = [title + (f": {results['reason']}" if results["reason"] else ""), text.synthetic_source(results)]
     traffic, total, events = results["traffic"], results["seconds"].get("total"), results["events"]
-    cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]
-    cost += [format_seconds(total)] if total is not None else []
-    cost += [f"{counted(len(events), 'event')}, listed in the report"] if events else []
-    return [line for line in (*lines, "; ".join(cost), event_counts(events)) if line]
+    cost = [f"{text.format_bytes(traffic['down_bytes'])} to the sites, {text.format_bytes(traffic['up_bytes'])} from them"]
+    cost += [text.format_seconds(total)] if total is not None else []
+    cost += [f"{text.counted(len(events), 'event')}, listed in the report"] if events else []
+    return [line for line in (*lines, "; ".join(cost), text.event_counts(events)) if line]
 
 
 def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table":
@@ -129,30 +109,26 @@ def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table
     from rich.table import Table
     from rich.text import Text
 
-    columns = model_columns(results)
+    columns = text.model_columns(results)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("site", "role", "images\n" + "/".join(SPLITS)):
         table.add_column(heading)
     for metric in metrics:
         for heading in columns:
-            arrow = " ↓" if lower_is_better(metric) else ""
-            table.add_column(f"{metric_label(metric)}{arrow}\n" + heading.replace(" = ", "\n= "), justify="right")
+            arrow = " ↓" if text.lower_is_better(metric) else ""
+            table.add_column(f"{text.metric_label(metric)}{arrow}\n" + heading.replace(" = ", "\n= "), justify="right")
 
-    def add_row(name: str, role: str, images: str, models: Mapping[str, Mapping[str, float | None]]) -> None:
+    sites = text.ordered_sites(results)
+    rows = [(name, site["role"], site["n"], site["metrics"]) for name, site in sites.items()]
+    roles = [site["role"] for site in sites.values()]
+    rows += [("mean", role, {}, results["mean"][role]) for role in ROLES if metrics and roles.count(role) > 1]
+    for name, role, n, models in rows:
         cells = [
-            Text(format_metric(metric, models[model][metric]), "bold green" if is_best(models, model, metric) else "")
+            Text(text.format_metric(metric, models[model][metric]), "bold green" if text.is_best(models, model, metric) else "")
             for metric in metrics
             for model in columns.values()
         ]
-        table.add_row(Text(name), role, images, *cells)
-
-    sites = ordered_sites(results)
-    for name, site in sites.items():
-        images = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
-        add_row(name, site["role"], images, site["metrics"])
-    for role in ROLES if metrics else ():
-        if sum(site["role"] == role for site in sites.values()) > 1:
-            add_row("mean", role, "", results["mean"][role])
+        table.add_row(Text(name), role, "/".join("?" if n[split] is None else str(n[split]) for split in SPLITS if n), *cells)
     return table
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: Final = ("-", "--", ":", "-.")
 INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
-_LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
 _RASTERIZED: Final = 500  # patients; more are drawn as one image
 _GOLDEN: Final = 0.6180339887  # its multiples modulo 1 are spread evenly
 
@@ -27,28 +26,20 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several line plots side by side.
-
-    Attributes:
-        lines: label -> points (x, y).
-        notes: label -> its text in the legend, if that is another.
-        at: x of a dotted vertical line.
-    """
+    """One of several line plots side by side."""
 
     title: str
-    lines: Mapping[str, Points]
+    lines: Mapping[str, Points]  # label -> points (x, y)
     x: str
     y: str = ""
-    at: float | None = None
-    notes: Mapping[str, str] = field(default_factory=dict)
+    at: float | None = None  # x of a dotted vertical line
+    notes: Mapping[str, str] = field(default_factory=dict)  # label -> its text in the legend, if that is another
 
 
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
     """Line plots, each an SVG with its legend, so that a narrow page has them below each other; None if there are none.
 
-    Args:
-        name: of the figures; unique in its page.
-        unit_square: axes from 0 to 1 with the diagonal, as for ROC curves.
+    `name` is unique in its page; `unit_square`: axes from 0 to 1 with the diagonal, as for ROC curves.
     """
     labels = sorted({label for panel in panels for label in panel.lines})
     drawings = [_line_panel(panel, labels, f"{name}-{number}", unit_square) for number, panel in enumerate(panels)]
@@ -91,39 +82,32 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
 
     A validation metric at round r belongs to the models after r rounds of training. A dotted line marks the selected round.
     """
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # panel -> site -> points
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # title of a panel -> site -> points
+    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
 
-    def add(panel: str, site: str, round: int, value: object) -> None:
+    def add(title: str, site: str, round: int, value: object) -> None:
         if isinstance(value, int | float):
-            lines.setdefault(panel, {}).setdefault(site, []).append((round, float(value)))
+            lines.setdefault(title, {}).setdefault(site, []).append((round, float(value)))
+
+    def validation(model: str) -> str:
+        return f"Validation {metric}, {model}" if model in MODELS else f"Validation, {model}"  # a selector has an accuracy of its own
 
     for step in history:
         for site, meta in step["sites"].items():
-            add(_LOSS, site, step["round"] + 1, meta.get("loss"))
-            for panel, value in (meta.get("validation") or {}).items():
-                add(panel, site, step["round"], value)
+            add("Training loss", site, step["round"] + 1, meta.get("loss"))
+            for model, value in (meta.get("validation") or {}).items():
+                add(validation(model), site, step["round"], value)
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():
-                add(f"{_AGGREGATION} {name}", site, step["round"] + 1, value)
-    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
-    selected = {model: selection["round"] for model, selection in results.get("model_selection", {}).items()}
-
-    def title(panel: str) -> str:
-        if panel in MODELS:
-            return f"Validation {metric}, {panel}"
-        if panel.startswith(_AGGREGATION):
-            return panel
-        return "Training loss" if panel == _LOSS else f"Validation, {panel}"  # a selector has an accuracy of its own
-
-    return line_panels([Panel(title(name), sites, "round", at=selected.get(name)) for name, sites in lines.items()], "training")
+                add(f"Aggregation {name}", site, step["round"] + 1, value)
+    selected = {validation(model): selection["round"] for model, selection in results.get("model_selection", {}).items()}
+    return line_panels([Panel(title, sites, "round", at=selected.get(title)) for title, sites in lines.items()], "training")
 
 
 def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:
     """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none. `name` is unique in its page.
 
-    Args:
-        curves: class -> label of a line -> points (1 - specificity, sensitivity).
-        areas: class -> label of a line -> area.
+    `curves`: class -> label of a line -> points (1 - specificity, sensitivity); `areas`: class -> label of a line -> area.
     """
     panels = [
         Panel(title, lines, "1 - specificity", "sensitivity", notes={line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines})
@@ -145,8 +129,7 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
             heights = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]
             style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": COLOURS[row % len(COLOURS)]}
             axis.plot(points, heights, linestyle="none", rasterized=len(points) > _RASTERIZED, **style)
-            interval = intervals.get(model)
-            if interval is not None:
+            if interval := intervals.get(model):
                 axis.plot(interval, [row, row], color=INK, linewidth=2)
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), list(values))

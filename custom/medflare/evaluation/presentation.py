@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from medflare.core.events import DOUBTS
-from medflare.evaluation.results import CLASSES, STRUCTURES, named_metrics
+from medflare.evaluation.results import labels_of, named_metrics
 from medflare.tasks.metrics_table import metric_table
 
 UNDEFINED: Final = "–"
@@ -110,16 +110,14 @@ def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> dict
 
     A table of a single label is left out: its values are those of the site. `intervals`: with those over patients, 95 %.
     """
-    first = label_metric(results["configuration"]["task"].get("metric", ""))
+    task = results["configuration"]["task"]
+    first, word = label_metric(task.get("metric", "")), "structure" if task.get("kind") == "segmentation" else "class"
     tables: dict[str, dict[str, dict[str, str]]] = {}
     for site, content in ordered_sites(results).items():
-        for kind, word in ((STRUCTURES, "structure"), (CLASSES, "class")):
-            bounds = content.get("intervals", {}).get("deployed", {}).get(kind, {}) if intervals else {}
-            for label, values in content["metrics"].get("deployed", {}).get(kind, {}).items():
-                for metric in sorted(values, key=lambda metric: metric != first):
-                    title = f"{metric_label(metric)} by {word}, deployed model"
-                    text = format_metric(metric, values[metric], bounds.get(label, {}).get(metric))
-                    tables.setdefault(title, {}).setdefault(site, {})[label] = text
+        for label, values, bounds in labels_of(content, "deployed"):
+            for metric in sorted(values, key=lambda metric: metric != first):
+                table = tables.setdefault(f"{metric_label(metric)} by {word}, deployed model", {})
+                table.setdefault(site, {})[label] = format_metric(metric, values[metric], bounds.get(metric) if intervals else None)
     return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 
@@ -135,10 +133,9 @@ def method_tables(results: Mapping[str, Any]) -> dict[str, Mapping[str, Mapping[
 
 
 def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
-    """Columns of a table of models; models with the same numbers at every site share one, models without any number do not.
+    """Heading ("global = deployed") of a column -> the model whose numbers it shows; the heading of a single column is "model".
 
-    Returns:
-        Heading ("global = deployed") -> the model whose numbers the column shows; the heading of a single column is "model".
+    Models with the same numbers at every site share a column, models without any number do not.
     """
     metrics = [site["metrics"] for site in results["sites"].values()]
     groups: list[list[str]] = []
@@ -241,12 +238,10 @@ class Doubt:
 
 def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
     """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`."""
-    messages: dict[str, dict[str, None]] = {kind: {} for kind in DOUBTS}
-    for event in events:
-        if event["kind"] in DOUBTS:
-            messages[event["kind"]][f"{event['site']}: {event['message']}" if event["site"] else event["message"]] = None
+    messages = [(event["kind"], f"{event['site']}: {event['message']}" if event["site"] else event["message"]) for event in events]
     reasons = []
-    for kind, lines in ((kind, list(of_kind)) for kind, of_kind in messages.items() if of_kind):
-        more = f"; and {len(lines) - _MOST} more, see the events" if len(lines) > _MOST else ""
-        reasons.append(Doubt(kind, _DOUBTS[kind][0], "; ".join(lines[:_MOST]) + more, _DOUBTS[kind][1]))
+    for kind in DOUBTS:
+        if lines := list(dict.fromkeys(message for of_kind, message in messages if of_kind == kind)):
+            more = f"; and {len(lines) - _MOST} more, see the events" if len(lines) > _MOST else ""
+            reasons.append(Doubt(kind, _DOUBTS[kind][0], "; ".join(lines[:_MOST]) + more, _DOUBTS[kind][1]))
     return reasons

@@ -17,51 +17,22 @@ from medflare.core.packages import installed
 from medflare.core.palette import COLOURS
 from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
+from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import Panel, line_panels, patients_plot, roc_curves, training_curves
-from medflare.evaluation.presentation import (
-    counted,
-    doubts,
-    format_bytes,
-    format_metric,
-    format_seconds,
-    format_setting,
-    is_best,
-    label_tables,
-    lower_is_better,
-    method_tables,
-    metric_label,
-    metric_names,
-    model_columns,
-    ordered_sites,
-    selector_line,
-    synthetic_source,
-)
 from medflare.evaluation.results import (
-    CLASSES,
     REPORT_FILE,
     RESULTS_FILE,
     ROLES,
     RUNNING,
     SPLITS,
-    STRUCTURES,
     RunRecord,
     SiteRecord,
     build_results,
     json_ready,
+    labels_of,
     site_results,
 )
-from medflare.tasks.classes import (
-    FALSE_ALARMS,
-    Cases,
-    area_interval,
-    class_report,
-    curve_names,
-    curve_points,
-    matrix_names,
-    one_against_rest,
-    pooled,
-    reliability_points,
-)
+from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary
 
@@ -82,9 +53,9 @@ def template(name: str) -> "Template":
 
     loader = PackageLoader("medflare.evaluation")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(label=metric_label, setting=format_setting, bytes=format_bytes, seconds=format_seconds)
+    environment.filters.update(label=text.metric_label, setting=text.format_setting, bytes=text.format_bytes, seconds=text.format_seconds)
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    environment.globals.update(zip=zip, shown=format_metric, best=is_best, lower_is_better=lower_is_better)
+    environment.globals.update(zip=zip, shown=text.format_metric, best=text.is_best, lower_is_better=text.lower_is_better)
     return environment.get_template(name)
 
 
@@ -132,7 +103,7 @@ def render_report(
     results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), pictures: Mapping[str, bytes] | None = None
 ) -> str:
     """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by title."""
-    sites = ordered_sites(results)
+    sites = text.ordered_sites(results)
     reports: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
         for model, content in site.get("reports", {}).items():
@@ -143,16 +114,16 @@ def render_report(
     counts = selector["confusion"] if selector else {}
     return template("report.html").render(
         results=results,
-        metrics=metric_names(results),
+        metrics=text.metric_names(results),
         constants=any(site.get("constant") is not None for site in sites.values()),
         verdict=_verdict(results),
         citation=results.get("citation", ""),
-        columns=model_columns(results),
+        columns=text.model_columns(results),
         sites=sites,
         roles=[role for role in ROLES if any(site["role"] == role for site in sites.values())],
         splits=SPLITS,
-        synthetic=synthetic_source(results),
-        doubts=doubts(results["events"]),
+        synthetic=text.synthetic_source(results),
+        doubts=text.doubts(results["events"]),
         tiles=_tiles(results),
         updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
         rounds_done=max((step["round"] for step in history), default=-1) + 1,
@@ -160,11 +131,11 @@ def render_report(
         drawable=installed("matplotlib"),
         model_selection={model: _shown_selection(selection) for model, selection in results.get("model_selection", {}).items()},
         selector=selector,
-        selector_line=selector_line(results),
+        selector_line=text.selector_line(results),
         confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
         reports={model: _by_site(rows) for model, rows in reports.items()},
-        labels={title: _by_site(rows) for title, rows in label_tables(results, intervals=True).items()},
-        tables={title: _by_site(rows) for title, rows in method_tables(results).items()},
+        labels={title: _by_site(rows) for title, rows in text.label_tables(results, intervals=True).items()},
+        tables={title: _by_site(rows) for title, rows in text.method_tables(results).items()},
         pictures=pictures or {},
         classes=[(each, roc_curves(each["points"], each["auc"], f"roc-{place}")) for place, each in enumerate(class_tables(results))],
     )
@@ -188,23 +159,23 @@ def _verdict(results: Mapping[str, Any]) -> str:
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(heading, number, explanation) of the numbers that a reader looks for first."""
     tiles = []
-    for metric in metric_names(results)[:1]:
+    for metric in text.metric_names(results)[:1]:
         for role in ROLES:
             values = [site["metrics"]["deployed"][metric] for site in results["sites"].values() if site["role"] == role]
             value, defined = results["mean"][role]["deployed"][metric], sum(value is not None for value in values)
             if value is not None:
                 some = f"{defined} of " if defined < len(values) else ""
-                where = f"mean over {some}{counted(len(values), f'{role} site')}, deployed model"
-                tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
+                where = f"mean over {some}{text.counted(len(values), f'{role} site')}, deployed model"
+                tiles.append((f"{text.metric_label(metric)}, {role}", text.format_metric(metric, value), where))
     for model, selection in results.get("model_selection", {}).items():
         if selection["round"] is not None:
-            voters = counted(len({site for candidate in selection["candidates"] for site in candidate["votes"]}), "site")
+            voters = text.counted(len({site for candidate in selection["candidates"] for site in candidate["votes"]}), "site")
             where = f"of training, {model} model, by the validation of {voters}"
             tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
     down, up = results["traffic"]["down_bytes"], results["traffic"]["up_bytes"]
-    tiles.append(("Traffic", format_bytes(down + up), f"{format_bytes(down)} to the sites, {format_bytes(up)} from them"))
-    if results["seconds"].get("total") is not None:
-        tiles.append(("Time", format_seconds(results["seconds"]["total"]), f"{counted(results['rounds'], 'round')}, start to finish"))
+    tiles.append(("Traffic", text.format_bytes(down + up), f"{text.format_bytes(down)} to the sites, {text.format_bytes(up)} from them"))
+    if (total := results["seconds"].get("total")) is not None:
+        tiles.append(("Time", text.format_seconds(total), f"{text.counted(results['rounds'], 'round')}, start to finish"))
     return tiles
 
 
@@ -241,41 +212,40 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             ROC curve; "areas": rows of site, then the area of each curve as text; "points", "auc": class -> site -> points of the
             ROC curve, and its area.
     """
-    task, sites = results["configuration"]["task"], ordered_sites(results)
+    task, sites = results["configuration"]["task"], text.ordered_sites(results)
     if task.get("kind") != "classification":
         return []
-    names, curves = matrix_names(task["target"], task["labels"]), curve_names(task["target"], task["labels"])
-    sizes = [len(classes) for classes in names.values()]
+    names, curves = classes.matrix_names(task["target"], task["labels"]), classes.curve_names(task["target"], task["labels"])
+    sizes = [len(labels) for labels in names.values()]
     tables = []
-    for heading, model in model_columns(results).items():
+    for heading, model in text.model_columns(results).items():
         by_site = {site: content["classes"][model] for site, content in sites.items() if model in content.get("classes", {})}
         fits = {site: (len(of["roc"]), *map(len, of["confusion"])) == (len(curves), *sizes) for site, of in by_site.items()}
         reports = {site: report for site, report in by_site.items() if fits[site]}
         if not reports:
             continue
         together, single = [], []
-        for place, (name, classes) in enumerate(names.items()):
+        for place, (name, labels) in enumerate(names.items()):
             suffix = f", {name}" if name else ""
             for role in ROLES:
                 counts = [report["confusion"][place] for site, report in reports.items() if sites[site]["role"] == role]
                 if len(counts) > 1:
-                    together.append((f"{len(counts)} {role} sites together{suffix}", classes, pooled(counts)))
-            single += [(f"{site}{suffix}", classes, report["confusion"][place]) for site, report in reports.items()]
-        areas = [[site, *map(_area, report["roc"])] for site, report in reports.items()]
+                    together.append((f"{len(counts)} {role} sites together{suffix}", labels, classes.pooled(counts)))
+            single += [(f"{site}{suffix}", labels, report["confusion"][place]) for site, report in reports.items()]
+        areas: list[list[str]] = []
         points: dict[str, dict[str, list[tuple[float, float]]]] = {}
         auc: dict[str, dict[str, float]] = {}
         for site, report in reports.items():
+            areas.append([site])
             for curve, content in zip(curves, report["roc"], strict=True):
+                bounds = None if content["low"] is None else (content["low"], content["high"])
+                areas[-1].append(text.format_metric("auc", content["auc"], bounds))
                 if content["sensitivity"]:
-                    points.setdefault(curve, {})[site] = list(zip(FALSE_ALARMS, content["sensitivity"], strict=True))
+                    points.setdefault(curve, {})[site] = list(zip(classes.FALSE_ALARMS, content["sensitivity"], strict=True))
                     auc.setdefault(curve, {})[site] = content["auc"]
         parts = {"pooled": together, "single": single, "curves": curves, "areas": areas, "points": points, "auc": auc}
         tables.append({"model": heading, **parts})
     return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
-
-
-def _area(curve: Mapping[str, Any]) -> str:
-    return format_metric("auc", curve["auc"], None if curve["low"] is None else (curve["low"], curve["high"]))
 
 
 # -- a site's own report -----------------------------------------------------------------------------------------------------
@@ -302,15 +272,14 @@ def render_site_report(report: SiteReport) -> str:
         report.role,
         report.n,
         {model: summary.metrics for model, summary in models.items()},
-        classes={name: content for name, each in models.items() if (content := class_report(each.cases, task.target, task.labels))},
+        classes={name: content for name, each in models.items() if (content := classes.class_report(each.cases, task.target, task.labels))},
         by_label={model: summary.by_label for model, summary in models.items()},
         intervals={model: summary.intervals for model, summary in models.items()},
     )
     site = site_results(record, tuple(models), task)
     results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
-    columns = model_columns(results)
-    by_model = {heading: patient_values(models[model].cases, task) for heading, model in columns.items()}
-    values = {heading: of_model for heading, of_model in by_model.items() if of_model}
+    columns = text.model_columns(results)
+    values = {heading: of_model for heading, model in columns.items() if (of_model := patient_values(models[model].cases, task))}
     deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
     lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
     intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
@@ -318,23 +287,23 @@ def render_site_report(report: SiteReport) -> str:
     areas: dict[str, dict[str, float]] = {}
     calibration: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for heading, model in columns.items():
-        for name, (scores, truth) in one_against_rest(models[model].cases, task.target, task.labels).items():
-            if corners := curve_points(scores, truth):
+        for name, (scores, truth) in classes.one_against_rest(models[model].cases, task.target, task.labels).items():
+            if corners := classes.curve_points(scores, truth):
                 points.setdefault(name, {})[heading] = corners
-                areas.setdefault(name, {})[heading] = area_interval(scores, truth).value
-            calibration.setdefault(name, {})[heading] = reliability_points(scores, truth)
+                areas.setdefault(name, {})[heading] = classes.area_interval(scores, truth).value
+            calibration.setdefault(name, {})[heading] = classes.reliability_points(scores, truth)
     reliability = [Panel(name, lines, "predicted probability", "frequency of the class") for name, lines in calibration.items()]
     return template("site.html").render(
         report=report,
-        metrics=metric_names(results),
+        metrics=text.metric_names(results),
         columns=columns,
-        doubts=doubts(report.events),
+        doubts=text.doubts(report.events),
         site=site,
         value_label=value_label(task),
         headings=list(values),
-        lowest=[[name, *(format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
+        lowest=[[name, *(text.format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
-        labels=_by_label(site),
+        labels=_by_label(site, task),
         structure_colours=list(zip(task.labels[task.target == "multiclass" :], cycle(COLOURS), strict=False)),
         classes=class_tables(results),
         curves=roc_curves(points, areas, "roc"),
@@ -343,23 +312,19 @@ def render_site_report(report: SiteReport) -> str:
     )
 
 
-def _by_label(site: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+def _by_label(site: Mapping[str, Any], task: TaskConfig) -> tuple[list[str], list[list[str]]] | None:
     """(headings, rows) of the deployed model's metrics of every structure or class; None for a single one, which has those of the model."""
-    for kind in (STRUCTURES, CLASSES):
-        values = site["metrics"].get("deployed", {}).get(kind, {})
-        bounds = site.get("intervals", {}).get("deployed", {}).get(kind, {})
-        if len(values) > 1:
-            metrics = list(next(iter(values.values())))
-            rows = [[label, *(format_metric(m, row[m], bounds.get(label, {}).get(m)) for m in metrics)] for label, row in values.items()]
-            return [{STRUCTURES: "structure", CLASSES: "class"}[kind], *map(metric_label, metrics)], rows
-    return None
+    rows = list(labels_of(site, "deployed"))
+    if len(rows) < 2:
+        return None
+    metrics = list(rows[0][1])
+    cells = [[label, *(text.format_metric(name, values[name], bounds.get(name)) for name in metrics)] for label, values, bounds in rows]
+    return ["structure" if task.kind == "segmentation" else "class", *map(text.metric_label, metrics)], cells
 
 
-def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
-    """A model's value for every patient, without undefined ones.
-
-    Returns:
-        Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
+def patient_values(cases: classes.Cases, task: TaskConfig) -> dict[str, float]:
+    """Patient -> a model's value, without undefined ones: the task's metric; for classification the mean probability of the true class
+    over a patient's images and labels.
     """
     if task.kind == "segmentation":
         values = cases.values.get(task.metric, ())
@@ -378,7 +343,7 @@ def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
 
 def value_label(task: TaskConfig) -> str:
     """The name of `patient_values`."""
-    return metric_label(task.metric) if task.kind == "segmentation" else "probability of the true class"
+    return text.metric_label(task.metric) if task.kind == "segmentation" else "probability of the true class"
 
 
 def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:

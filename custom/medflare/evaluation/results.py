@@ -21,7 +21,6 @@ from medflare.tasks.summaries import ALL
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA: Final = 1
 MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
@@ -112,7 +111,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
     sites = {name: site_results(record.sites[name], models, record.task, weights.get(name)) for name in sorted(record.sites)}
     results = {
-        "schema": SCHEMA,
+        "schema": 1,
         "method": record.method,
         "task": record.task.name if record.task else UNKNOWN,
         "seed": record.seed,
@@ -224,9 +223,8 @@ def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
     """The test metrics of a run as a table: one row per site, model, label and metric, NaN for undefined values.
 
-    Returns:
-        Columns site, role, model, label (a structure or class; `ALL` for the metric of the model), metric, value, and low and high, the
-        95 % interval over test patients.
+    Columns site, role, model, label (a structure or class; `ALL` for the metric of the model), metric, value, and low and high, the 95 %
+    interval over test patients.
     """
     import pandas as pd  # not needed to write results: a job that carries its code runs without it
 
@@ -234,19 +232,18 @@ def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
         (name, site["role"], model, label, metric, value, *(bounds.get(metric) or (None, None)))
         for name, site in results["sites"].items()
         for model, metrics in site["metrics"].items()
-        for label, values, bounds in _parts(metrics or {}, site.get("intervals", {}).get(model, {}))
+        for label, values, bounds in [(ALL, named_metrics(metrics), site.get("intervals", {}).get(model, {})), *labels_of(site, model)]
         for metric, value in values.items()
     ]
     numbers = ["value", "low", "high"]
     return pd.DataFrame(rows, columns=["site", "role", "model", "label", "metric", *numbers]).astype(dict.fromkeys(numbers, float))
 
 
-def _parts(metrics: Mapping[str, Any], intervals: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Label, its metrics and their intervals: of the model, then of every structure and class."""
-    yield ALL, named_metrics(metrics), intervals
+def labels_of(site: Mapping[str, Any], model: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Every structure or class of a model at a site, its metrics and their intervals."""
     for kind in (STRUCTURES, CLASSES):
-        for label, values in metrics.get(kind, {}).items():
-            yield label, values, intervals.get(kind, {}).get(label, {})
+        for label, values in site["metrics"].get(model, {}).get(kind, {}).items():
+            yield label, values, site.get("intervals", {}).get(model, {}).get(kind, {}).get(label, {})
 
 
 # -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------
@@ -367,9 +364,7 @@ def load_results(path: Path) -> dict[str, Any]:
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:
     """Append one step to metrics.jsonl; it is on disk when this returns. After a line that a crash cut short, a new line begins.
 
-    Args:
-        folder: of metrics.jsonl; created if missing.
-        line: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply}, "aggregation": {site: {name: number}}}.
+    `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply}, "aggregation": {site: {name: number}}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"

@@ -1,7 +1,7 @@
 """The rows of a study: methods with their hyper-parameters, and references."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from medflare.adaptation.registry import check_adaptable
@@ -15,7 +15,6 @@ from medflare.tasks.config import TaskConfig
 
 UNIFORM: Final = "uniform"  # name of the reference `UNIFORM_ROW`: FedAvg with every site counted once
 UNIFORM_ROW: Final = "fedavg:weighting=uniform"
-ALL_ROWS: Final = (*REFERENCES, UNIFORM_ROW)
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,8 @@ class Candidate:
     def parse(cls, text: str, selection: str | None = None) -> "Candidate":
         """From "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1", "moon:server_algorithm=grace" or "single-site:method=prr".
 
-        Args:
-            selection: "best" or "last", if the text does not set it; None: the method's default.
-
-        Raises:
-            ConfigError: an unknown method or hyper-parameter, an invalid value, or a setting that the reference does not have.
+        `selection`: "best" or "last", if the text does not set it; None: the method's default. ConfigError: an unknown method or
+        hyper-parameter, an invalid value, or a setting that the reference does not have.
         """
         method, _, settings = text.partition(":")
         pairs = [setting.partition("=") for setting in settings.split(",") if setting]
@@ -61,7 +57,7 @@ class Candidate:
         hyper = split_hyper(values, row._trained.hyper_classes, row._trained.name)
         if selection is not None and method != CONSTANT:
             hyper["server"] = {"selection": selection, **hyper["server"]}
-        return cls(text, method, hyper, **special, trained_as=trained_as)
+        return replace(row, hyper=hyper)
 
     @property
     def _trained(self) -> Method:
@@ -97,12 +93,11 @@ class Candidate:
 def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig, selection: str | None = None) -> list[Candidate]:
     """The rows of a study in their order: the methods, then the references that are not among them, "all" for those that the task can have.
 
-    Raises:
-        ConfigError: a row is wrong, see `Candidate.parse`.
+    ConfigError: a row is wrong, see `Candidate.parse`.
     """
     rows = [Candidate.parse(text, selection) for text in methods]
     labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
-    optional = ALL_ROWS if "all" in references else ()
+    optional = (*REFERENCES, UNIFORM_ROW) if "all" in references else ()
     for row in (Candidate.parse(label, selection) for label in dict.fromkeys([*labels, *optional]) if label not in methods):
         if row.label not in labels:
             try:
@@ -114,8 +109,6 @@ def rows_of(methods: Sequence[str], references: Sequence[str], task: TaskConfig,
 
 
 def weighs_by_samples(server: Mapping[str, Any]) -> bool:
-    """Whether a server with these hyper-parameters weights sites by their training images alone: not uniformly, by scores (SHA) or by
-    consistency (GRACE).
-    """
+    """Whether a server with these hyper-parameters weights sites by training images alone: not by scores (SHA) or consistency (GRACE)."""
     weighted = server.get("rule", "mean") in ("mean", "geometric", "clipped")  # the other robust rules take no weights
     return server.get("weighting") == "samples" and weighted and not server.get("sha") and not server.get("consistency")

@@ -154,16 +154,12 @@ def run_study(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run what has not completed yet, and write study.zip, table.md and study.html.
+    """Run what has not completed yet, and write study.zip, table.md and study.html; returns label of a candidate -> its runs.
 
     Args:
-        seeds: each candidate runs with each.
         left_out: each of these sites in turn does not train and gets the final models; none: all sites are inside.
         processes: runs at the same time, one thread each.
         say: gets a line for every run that ended.
-
-    Returns:
-        Label of a candidate -> its runs.
 
     Raises:
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice, or no site is left to train.
@@ -208,8 +204,8 @@ def _check_same(out: Path, job: _Job, run: Run) -> None:
     except ConfigError:  # the settings of an earlier version
         task = configuration["task"]
     inside = sorted(name for name, site in run["sites"].items() if site["role"] == "inside")
-    before = {"rounds": run["rounds"], "sites": inside, "task": task, **configuration["hyper"]}
-    before["datalist"] = configuration["settings"].get(_DATALISTS, {})
+    datalists = configuration["settings"].get(_DATALISTS, {})
+    before = {"rounds": run["rounds"], "sites": inside, "task": task, **configuration["hyper"], "datalist": datalists}
     now = {
         "rounds": setting.rounds,
         "sites": sorted(set(setting.sites) - set(job.outside)),

@@ -37,18 +37,13 @@ SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a study share.
-
-    Attributes:
-        data_root: folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
-        cross_site: also test every site's model on every site's test images.
-    """
+    """What all runs of a study share."""
 
     task: TaskConfig
     sites: tuple[str, ...]
     rounds: int
-    data_root: Path | None = None
-    cross_site: bool = False
+    data_root: Path | None = None  # folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images
+    cross_site: bool = False  # also test every site's model on every site's test images
 
     def open(self, site: str, role: str, seed: int) -> Site:
         return open_site(site, replace(self.task, resplit=seed), seed=seed, role=role, data_root=self.data_root)
@@ -66,10 +61,7 @@ def recorded_run(
 ) -> dict[str, Any]:
     """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by patient.
 
-    Args:
-        models: receives site -> role -> final model.
-        opened: receives the sites.
-        options: further arguments of `run_local`, and hyper-parameters.
+    `models` receives site -> role -> final model, `opened` the sites; `options`: further arguments of `run_local`, and hyper-parameters.
     """
     curves: dict[str, dict[str, dict[int, float]]] = {}
     scores: dict[str, dict[str, dict[str, Any]]] = {}
@@ -105,9 +97,7 @@ def recorded_run(
         opener=opener,
         **options,
     )
-    points = {
-        model: {site: [list(point) for point in sorted(curve.items())] for site, curve in sites.items()} for model, sites in curves.items()
-    }
+    points = {model: {site: sorted(map(list, curve.items())) for site, curve in of_sites.items()} for model, of_sites in curves.items()}
     results |= {CURVES: points, SCORES: scores}
     if setting.cross_site:
         results[CROSS_SITE] = cross_site(final, {name: sites_by_name.get(name) or opener(name, "outside") for name in setting.sites})
@@ -119,16 +109,11 @@ def cross_site(models: Mapping[str, Mapping[str, Message]], sites: Mapping[str, 
 
     A site's model is its personal one, or without one the deployed one; models that are the same object have the same row.
     """
-    rows: dict[int, dict[str, float | None]] = {}
-    matrix = {}
-    for owner in sorted(models.keys() & sites.keys()):
-        model = models[owner].get("personal") or models[owner].get("deployed")
-        if model is None:
-            continue
-        if id(model) not in rows:
-            rows[id(model)] = {name: metric_of(model, site) for name, site in sorted(sites.items())}
-        matrix[owner] = rows[id(model)]
-    return matrix
+    owners = sorted(models.keys() & sites.keys())
+    chosen = {owner: model for owner in owners if (model := models[owner].get("personal") or models[owner].get("deployed"))}
+    different = {id(model): model for model in chosen.values()}
+    rows = {key: {name: metric_of(model, site) for name, site in sorted(sites.items())} for key, model in different.items()}
+    return {owner: rows[id(model)] for owner, model in chosen.items()}
 
 
 def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
 Groups: TypeAlias = Mapping[str, Sequence[Run]]  # row of a study -> runs that differ in their seed and in the sites left out
 Interval: TypeAlias = tuple[float, float]
+CaseTable: TypeAlias = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
 
 ALL_SITES: Final = ""  # in place of a site: the mean over the sites of a role
 RESAMPLES: Final = 1999
@@ -32,13 +33,10 @@ _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples; with three p
 
 
 def study_values(groups: Groups) -> pd.DataFrame:
-    """The test metrics of a study, one value per seed.
+    """The test metrics of a study: index label, model, role, metric, site (`ALL_SITES`: mean over those of the role); a column per seed.
 
     Runs of one seed that leave out different sites are averaged site by site. Models that differ only in a site's name ("personal/A",
-    "personal/B") are averaged and named "personal/*".
-
-    Returns:
-        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role); columns: seeds; NaN: undefined.
+    "personal/B") are averaged and named "personal/*". NaN: undefined.
     """
     frames = [
         results_frame(run).loc[lambda table: table["label"] == ALL].assign(label=label, seed=run["seed"], run=place)
@@ -56,19 +54,12 @@ def study_values(groups: Groups) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of two models over the same seeds, or over the same patients.
+    """Paired comparison of two models over the same seeds, or over the same patients."""
 
-    Attributes:
-        difference: mean of second - first; None without a pair.
-        interval: 95 %; None if it is undefined.
-        p: two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is undefined.
-        n: seeds or patients with both values.
-    """
-
-    difference: float | None = None
-    interval: Interval | None = None
-    p: float | None = None
-    n: int = 0
+    difference: float | None = None  # mean of second - first; None without a pair
+    interval: Interval | None = None  # 95 %; None if it is undefined
+    p: float | None = None  # two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is undefined
+    n: int = 0  # seeds or patients with both values
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
@@ -101,56 +92,49 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 # -- metrics of weighted cases, as a bootstrap over patients needs them ------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CaseTable:
-    """The cases of one model that a metric is computed from.
-
-    Attributes:
-        columns: segmentation: "values" (cases,), NaN where undefined; classification: "probabilities" (cases, outputs) and "targets"
-            (cases,) or, multilabel, (cases, labels).
-    """
-
-    patients: NDArray[Any]
-    columns: dict[str, NDArray[Any]]
-
-    def take(self, rows: Any) -> "CaseTable":
-        return CaseTable(self.patients[rows], {name: column[rows] for name, column in self.columns.items()})
-
-
 def case_table(cases: Mapping[str, Any], metric: str) -> CaseTable | None:
-    """The cases of `tasks.classes.Cases.to_dict`; None without cases of the metric."""
+    """The cases of `tasks.classes.Cases.to_dict` that a metric is computed from; None without any.
+
+    Returns:
+        "patients" (cases,), and of segmentation "values" (cases,), NaN where undefined, of classification "probabilities"
+        (cases, outputs) and "targets" (cases,) or, multilabel, (cases, labels).
+    """
     patients = np.array(cases.get("patients", []), dtype=str)
     if "values" in cases:
         values = cases["values"].get(metric)
-        return None if values is None else CaseTable(patients, {"values": np.array(values, dtype=float)})
+        return None if values is None else {"patients": patients, "values": np.array(values, dtype=float)}
     if not len(patients):
         return None
-    return CaseTable(patients, {"probabilities": np.array(cases["probabilities"], dtype=float), "targets": np.array(cases["targets"])})
+    return {"patients": patients, "probabilities": np.array(cases["probabilities"], dtype=float), "targets": np.array(cases["targets"])}
 
 
 def joined_cases(tables: Sequence[CaseTable]) -> CaseTable:
     """The cases of several sites as of one."""
-    columns = {name: np.concatenate([table.columns[name] for table in tables]) for name in tables[0].columns}
-    return CaseTable(np.concatenate([table.patients for table in tables]), columns)
+    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
 def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
-    """A metric of one model at one site.
+    """A metric (...) of one model at one site, NaN where the weighted cases leave it undefined; ConfigError: an unknown metric of classes.
 
-    Args:
-        weights: (..., cases), how often each case counts.
-
-    Returns:
-        (...); NaN where the weighted cases leave the metric undefined.
-
-    Raises:
-        ConfigError: an unknown metric of classes.
+    `weights`: (..., cases), how often each case counts.
     """
-    if "values" in cases.columns:
-        return weighted_mean(cases.columns["values"], weights)
+    if "values" in cases:
+        return weighted_mean(cases["values"], weights)
     if metric not in metric_table():
         raise unknown("metric", metric, metric_table())
-    return of_outputs(metric_table()[metric].compute, cases.columns["probabilities"], cases.columns["targets"], weights)
+    return of_outputs(metric_table()[metric].compute, cases["probabilities"], cases["targets"], weights)
+
+
+def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
+    """The metric of all test images of the role's sites as of one site, one value per run; NaN without scores of patients."""
+    values = []
+    for run in runs:
+        names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
+        tables = [case_table(run.get("scores", {}).get(name, {}).get(model) or {}, metric) for name in names]
+        complete = [table for table in tables if table is not None]
+        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
+        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases["patients"])))))
+    return pd.Series(values, dtype=float)
 
 
 @dataclass(frozen=True)
@@ -180,10 +164,7 @@ def compare_patients(
     several cases must have them in the same order in both runs, else the pair is left out. There is no interval if a site has fewer than
     two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
-    Args:
-        first: results dicts with scores of single patients, and the model's name in them.
-        second: likewise, of the other row.
-        role: of the sites, "inside" or "outside".
+    `first` and `second`: results dicts with scores of single patients, and the model's name in them; `role`: of the sites.
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # means of undefined values, and resamples that are all equal
@@ -217,9 +198,8 @@ def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str],
                     by_site.setdefault(site, []).append(pair)
     sites = []
     for _, pairs in sorted(by_site.items()):
-        names = [first_cases.patients for first_cases, _ in pairs]
-        patients, rows = np.unique(np.concatenate(names), return_inverse=True)
-        sites.append(_SitePairs(len(patients), pairs, np.split(rows, np.cumsum([len(of_run) for of_run in names])[:-1])))
+        patients = np.unique(np.concatenate([cases_of_run["patients"] for cases_of_run, _ in pairs]))
+        sites.append(_SitePairs(len(patients), pairs, [np.searchsorted(patients, of_run["patients"]) for of_run, _ in pairs]))
     return sites
 
 
@@ -227,16 +207,16 @@ def _aligned(first: CaseTable | None, second: CaseTable | None) -> tuple[CaseTab
     """The cases that both models measured, in the same order; None if there are none, or if they cannot be paired."""
     if first is None or second is None:
         return None
-    names, others = first.patients.tolist(), second.patients.tolist()
+    names, others = first["patients"].tolist(), second["patients"].tolist()
     if names != others:
         if len(set(names)) < len(names) or sorted(names) != sorted(others):
             return None
-        places = {name: place for place, name in enumerate(others)}
-        second = second.take([places[name] for name in names])
-    if "values" in first.columns:
-        both = np.flatnonzero(~np.isnan(first.columns["values"]) & ~np.isnan(second.columns["values"]))
-        first, second = first.take(both), second.take(both)
-    return (first, second) if len(first.patients) else None
+        places = pd.Index(others).get_indexer(names)
+        second = {name: column[places] for name, column in second.items()}
+    if "values" in first:
+        both = ~np.isnan(first["values"]) & ~np.isnan(second["values"])
+        first, second = ({name: column[both] for name, column in table.items()} for table in (first, second))
+    return (first, second) if len(first["patients"]) else None
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
@@ -270,10 +250,10 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
 
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
     """The p-value over patients, each with its mean difference over runs; None without values of patients."""
-    if not all("values" in first.columns for site in sites for first, _ in site.pairs):
+    if not all("values" in first for site in sites for first, _ in site.pairs):
         return None
     gains = {
-        (place, run): pd.Series(second.columns["values"] - first.columns["values"], first.patients)
+        (place, run): pd.Series(second["values"] - first["values"], first["patients"])
         for place, site in enumerate(sites)
         for run, (first, second) in enumerate(site.pairs)
     }

@@ -17,18 +17,7 @@ from medflare.evaluation.results import MODELS, confusion, named_metrics, result
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
-from medflare.studies.statistics import (
-    ALL_SITES,
-    Groups,
-    Interval,
-    Run,
-    case_table,
-    compare,
-    compare_patients,
-    joined_cases,
-    study_values,
-    weighted_metric,
-)
+from medflare.studies.statistics import ALL_SITES, Groups, Run, compare, compare_patients, pooled_values, study_values
 from medflare.tasks.summaries import ALL
 from medflare.training.constant import NEAR
 
@@ -109,18 +98,17 @@ class StudyTables:
 
     def rows(self, metric: str) -> list[Row]:
         """The rows that have a value of the metric at any site."""
-        rows: list[Row] = []
+        rows: dict[tuple[str, str], Row] = {}
         for label, runs in self.groups.items():
             for model in self.models(label):
                 values = self.values.reindex([(label, model, role, metric, site) for role, site in self.places])
                 values.index = pd.MultiIndex.from_tuples(self.places)
                 if values.isna().all(axis=None):
                     continue
-                equal = next((row for row in rows if row.label == label and row.values.equals(values)), None)
-                if equal is not None:
-                    rows.remove(equal)
-                rows.append(Row(label, (*(equal.models if equal else ()), model), values, runs))
-        return rows
+                key = label, str(values.to_numpy().tolist())
+                equal = rows.pop(key).models if key in rows else ()
+                rows[key] = Row(label, (*equal, model), values, runs)
+        return list(rows.values())
 
     def sites(self, metric: str) -> str:
         """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
@@ -222,19 +210,16 @@ class StudyTables:
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
         """Lines of label, models and `_difference` of (named model, first, second); models with equal cells share a line."""
         lines: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
-        compared: list[tuple[pd.DataFrame, list[str]]] = []  # models with equal results are compared once
+        compared: dict[tuple[str, ...], list[str]] = {}  # models with equal results are compared once
         for (label, model), first, second in pairs:
             for role in self.roles:
-                places = [(metric, site) for metric in self.metrics for site_role, site in self.places if site_role == role]
-                results = self.values.reindex([(label, model, role, *place) for place in places])
+                places = [(label, model, role, metric, site) for metric in self.metrics for of, site in self.places if of == role]
                 several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
-                results.index = pd.MultiIndex.from_tuples([(label, several, role, *place) for place in places])
-                cells = next((cells for others, cells in compared if others.equals(results)), None)
-                if cells is None:
-                    cells = self._difference(first, second, role)
-                    compared.append((results, cells))
-                if cells:
-                    lines.setdefault((label, *cells), []).append(model)
+                key = label, several, role, str(self.values.reindex(places).to_numpy().tolist())
+                if key not in compared:
+                    compared[key] = self._difference(first, second, role)
+                if compared[key]:
+                    lines.setdefault((label, *compared[key]), []).append(model)
         return [[label, model_list(models), *cells] for (label, *cells), models in lines.items()]
 
     def _difference(self, first: Model, second: Model, role: str) -> list[str]:
@@ -243,15 +228,15 @@ class StudyTables:
         over_seeds = compare(before, after)
         if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
             return []
-        (label, model), (other, other_model) = first, second
-        over_patients = compare_patients((self.groups[label], model), (self.groups[other], other_model), self.metric, role=role)
-        return [
-            role,
-            f"{over_seeds.difference:+.3f}",
-            *(interval(over_seeds.interval), p_value(over_seeds.p), str(over_seeds.n)),
-            *(interval(over_patients.interval), p_value(over_patients.p) + (" (Wilcoxon)" if over_patients.p is not None else "")),
-            str(over_patients.n or UNDEFINED),
-        ]
+        runs = [(self.groups[label], model) for label, model in (first, second)]
+        over_patients = compare_patients(runs[0], runs[1], self.metric, role=role)
+        cells = [role, f"{over_seeds.difference:+.3f}"]
+        for comparison, test in ((over_seeds, ""), (over_patients, " (Wilcoxon)")):
+            bounds, p = comparison.interval, comparison.p
+            cells.append(UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}")
+            cells.append(UNDEFINED if p is None else ("< 0.001" if p < 0.001 else f"{p:.3f}") + test)
+            cells.append(str(comparison.n or UNDEFINED))
+        return cells
 
     def cross_site(self) -> str:
         """Every site's model (rows) on every site's test images (columns); its own site is bold. "" without `references.cross_site`."""
@@ -341,18 +326,6 @@ def with_oracle(run: Run, metric: str) -> Run:
     return {**run, "sites": sites, SCORES: scores}
 
 
-def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
-    """The metric of all test images of the role's sites as of one site, one value per run; NaN without scores of patients."""
-    values = []
-    for run in runs:
-        names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
-        tables = [case_table(run.get(SCORES, {}).get(name, {}).get(model) or {}, metric) for name in names]
-        complete = [table for table in tables if table is not None]
-        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
-        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases.patients)))))
-    return pd.Series(values, dtype=float)
-
-
 def personal_share(run: Run) -> float:
     """Share of the inside sites' test images that a personal model predicted; NaN without images."""
     reports = [run["sites"][name]["reports"]["deployed"] for name in confusion(run["sites"])]
@@ -371,9 +344,7 @@ def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
         curves = run.get(CURVES, {})
         for of_site in curves.get(next((name for name in names if name in curves), ""), {}).values():
             points += of_site
-    if not points:
-        return {}
-    by_round = pd.DataFrame(points, columns=["round", "value"]).groupby("round")["value"].agg(["mean", "size"])
+    by_round = pd.DataFrame(points, columns=["round", "value"], dtype=float).groupby("round")["value"].agg(["mean", "size"])
     return {int(round): float(mean) for round, mean in by_round["mean"][by_round["size"] == by_round["size"].max()].items()}
 
 
@@ -397,8 +368,8 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
     lines = {}
     for label, runs in groups.items():
         models = dict.fromkeys(model for run in runs for model in run.get(CURVES, {}) if label != CONSTANT)
-        for model in models.keys() & {"global", "personal"}:
-            curve = curve_of(runs, model)
+        for model in ("global", "personal"):
+            curve = curve_of(runs, model) if model in models else {}
             if len(curve) > 1:
                 lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
     panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
@@ -463,14 +434,6 @@ def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 
 def model_list(models: Iterable[str]) -> str:
     return ", ".join(f"{ORACLE} (chosen on test)" if model == ORACLE else model for model in models)
-
-
-def p_value(p: float | None) -> str:
-    return UNDEFINED if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def interval(bounds: Interval | None) -> str:
-    return UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}"
 
 
 def spread(metric: str, values: "pd.Series[float]") -> str:
