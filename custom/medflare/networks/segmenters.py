@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from medflare.networks.classifiers import resnet_body
 from medflare.networks.features import FeatureNetwork
 
 
@@ -44,10 +45,7 @@ class _DilatedResNet(nn.Module):
 
     def __init__(self, in_channels: int):
         super().__init__()
-        from monai.networks.nets.resnet import ResNet
-
-        layout = {"block": "basic", "layers": [2, 2, 2, 2], "block_inplanes": [64, 128, 256, 512]}
-        resnet = ResNet(**layout, spatial_dims=2, n_input_channels=in_channels, conv1_t_stride=2, feed_forward=False, bias_downsample=False)
+        resnet = resnet_body(in_channels, "basic", [2, 2, 2, 2])
         self.stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.act, resnet.maxpool)
         self.stages = nn.Sequential(resnet.layer1, resnet.layer2, _dilated(resnet.layer3, 2), _dilated(resnet.layer4, 4))
 
