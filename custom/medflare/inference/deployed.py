@@ -48,7 +48,9 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
     """
     kind = message.meta.get("kind", "plain")
     if kind == "plain":
-        return plain_model(task, message)
+        if MODEL not in message.states:
+            raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
+        return Probabilities(network_with(task, message.states[MODEL]), task).eval()
     if kind in ADAPTATIONS:
         return adapted_model(task, message, lambda base: build(task, base, builder_of))
     builder = builder_of(kind)
@@ -62,24 +64,15 @@ def plain_message(state: StateDict, **meta: Any) -> Message:
     return Message({MODEL: state}, {"kind": "plain", **meta})
 
 
-def plain_model(task: TaskConfig, message: Message) -> nn.Module:
-    """As `build`, of kind "plain"; raises StateError if there are no weights, or if they do not fit."""
-    if MODEL not in message.states:
-        raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
-    return Probabilities(network_with(task, message.states[MODEL]), task).eval()
-
-
 def network_with(
     task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
 ) -> nn.Module:
     """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode; raises StateError if names or shapes do not fit."""
-    chosen = task.network if spec is None else spec
     with seeded(0, "deployed"):  # leaves torch's global generator unchanged
-        network = task_network(task, chosen, outputs)
+        network = task_network(task, spec, outputs)
     if reason := misfit(state, network.state_dict()):
-        raise StateError(
-            f"the weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; use the task of the training"
-        )
+        name = (spec or task.network)["name"]
+        raise StateError(f"the weights do not fit the network '{name}' of task {task.name}: {reason}; use the task of the training")
     network.load_state_dict(state)
     return network.eval()
 

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
@@ -80,23 +80,19 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
 
 def is_series(files: Sequence[Path]) -> bool:
     """Whether these DICOM files are the slices of one volume: one series, one size, different numbers and positions."""
-    headers = [header for header in map(_header, files) if header is not None]
-    if len(headers) < max(2, len(files)):
-        return False
-    return len({header[:3] for header in headers}) == 1 and len({header[3:] for header in headers}) == len(headers)
-
-
-def _header(file: Path) -> tuple[Any, ...] | None:
-    """(series, rows, columns, number, position); None if one of them is missing or the file cannot be read."""
     from pydicom import dcmread
 
     tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
-    try:
-        header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
-        *fixed, position = (header[tag].value for tag in tags)
-        return (*map(str, fixed), tuple(map(float, position)))
-    except Exception:  # the reader reports the problem
-        return None
+    series, places = set(), set()
+    for file in files:
+        try:
+            header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
+            *same, number, position = (header[tag].value for tag in tags)
+            places.add((str(number), *map(float, position)))
+        except Exception:  # an attribute is missing, or the file cannot be read: the reader reports the problem
+            return False
+        series.add(tuple(map(str, same)))
+    return len(files) > 1 and len(series) == 1 and len(places) == len(files)
 
 
 def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
@@ -109,9 +105,6 @@ def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
 
 def _unique(name: Path, used: set[str]) -> str:
     """The name, with a number if it is in use."""
-    chosen, number = str(name), 1
-    while chosen in used:
-        number += 1
-        chosen = f"{name}-{number}"
+    chosen = next(text for number in count(1) if (text := str(name) if number == 1 else f"{name}-{number}") not in used)
     used.add(chosen)
     return chosen

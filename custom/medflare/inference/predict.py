@@ -105,8 +105,9 @@ class Summary:
     adapted: str = ""
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
-        """Record an input outside the training range; the first ones are printed one by one."""
-        assert self.outside is not None
+        """Record an input's differences from the training range, if any; the first ones are printed one by one."""
+        if not differences or self.outside is None:
+            return
         self.outside[image] = dict(differences)
         if len(self.outside) <= _LISTED:
             self.say(f"{image}: {_UNSEEN}: {_listed(differences)}")
@@ -180,22 +181,19 @@ def predict(
         summary.adapted = "tent, batch by batch while they were predicted"
     rows: list[dict[str, Any]] = []
     for prediction in predictions(model, prepared, task, device):
-        if torch.isfinite(prediction.probabilities).all():
-            try:
-                written = _written(prediction, task, out, seg)
-                summary.images += 1
-                summary.pictures += len(prediction.answered)
-                summary.answered.update(filter(None, prediction.answered))
-                if trained is not None:
-                    differences = outside(prediction.prepared.acquired, trained, task.channel_names)
-                    if differences:
-                        summary.differs(str(prediction.prepared.source.path), differences)
-                    written = [{**row, OUTSIDE: _listed(differences)} for row in written]
-                rows += written
-            except DataError as error:
-                summary.fail(str(error))
-        else:
-            summary.fail(f"{prediction.prepared.source.path}: the prediction is NaN or infinite; check the image's intensities")
+        try:
+            written = _written(prediction, task, out, seg)
+        except DataError as error:
+            summary.fail(str(error))
+            continue
+        summary.images += 1
+        summary.pictures += len(prediction.answered)
+        summary.answered.update(filter(None, prediction.answered))
+        if trained is not None:
+            differences = outside(prediction.prepared.acquired, trained, task.channel_names)
+            summary.differs(str(prediction.prepared.source.path), differences)
+            written = [{**row, OUTSIDE: _listed(differences)} for row in written]
+        rows += written
     columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
     write_atomically(summary.table, csv_text(rows, columns).encode())
     return summary
@@ -354,8 +352,10 @@ class _Answers:
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
-    """Writes the masks of an input, and returns its rows of the table: one per picture or slice."""
+    """Writes the masks of an input, and returns its rows of the table: one per picture or slice; DataError for NaN or infinity."""
     prepared = prediction.prepared
+    if not torch.isfinite(prediction.probabilities).all():
+        raise DataError(f"{prepared.source.path}: the prediction is NaN or infinite; check the image's intensities")
     grid = None if prepared.grids is None else prepared.grids[0]
     if task.kind == "classification":
         results = [_classified(p, task) for p in prediction.probabilities]
