@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, StateError
@@ -52,7 +54,10 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     path, network = find_weights(settings["file"], place), initial_network(task, seed)
     if (digest := file_digest(path)) != settings["sha256"]:
         raise ConfigError(f"weights {path}: sha256 is {digest[:16]}..., task {task.name} has {settings['sha256'][:16]}...")
-    state, template = _FORMATS[settings["format"]](path), network.state_dict()
+    try:
+        state, template = _FORMATS[settings["format"]](path), network.state_dict()
+    except (StateError, SafetensorError, OSError) as error:
+        raise ConfigError(f"weights {path}: {error}") from error
     from monai.networks.nets.efficientnet import EfficientNet
 
     # The first layer of torchvision's EfficientNets has this name.
@@ -166,24 +171,10 @@ def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any
 
 
 def _read_delivered(path: Path) -> StateDict:
-    try:
-        message = read_message(path)
-    except StateError as error:
-        raise ConfigError(f"weights {path}: {error}") from error
+    message = read_message(path)
     if message.meta.get("kind") != "plain" or set(message.states) != {"model"}:
-        kind = message.meta.get("kind")
-        raise ConfigError(f"weights {path}: a model of kind {kind!r} has several networks; use a plain one (role global)")
+        raise StateError(f"a model of kind {message.meta.get('kind')!r} has several networks; use a plain one (role global)")
     return message.states["model"]
-
-
-def _read_safetensors(path: Path) -> StateDict:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"weights {path}: not a safetensors file ({error})") from error
 
 
 def _read_torch(path: Path) -> StateDict:
@@ -192,16 +183,16 @@ def _read_torch(path: Path) -> StateDict:
             warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error below says more
             content: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # of many kinds; its text may name functions chosen by the file
-        raise ConfigError(f"weights {path}: not a file of tensors only (other pickles could run code); save the state dict") from error
+        raise StateError("not a file of tensors only (other pickles could run code); save the state dict") from error
     content = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(content, Mapping) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ConfigError(f"weights {path}: holds no state dict (name -> tensor)")
+        raise StateError("holds no state dict (name -> tensor)")
     return dict(content)
 
 
 _FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
     "medflare": _read_delivered,
-    "safetensors": _read_safetensors,
+    "safetensors": load_file,
     "torch": _read_torch,
     "torchvision": _read_torch,
 }
@@ -217,10 +208,9 @@ def _by_name(state: Mapping[str, Tensor], network: FeatureNetwork) -> StateDict:
 def _by_order(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> StateDict:
     """The file's weights under our names, by their order; without its head, which is last, if only the body is required."""
     theirs, names = list(_without_counters(state).items()), list(_without_counters(required))
-    head = len(_without_counters(ours)) - len(names)
-    theirs = theirs[: len(theirs) - head] if len(theirs) > len(names) else theirs
-    matched = {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)}
-    return {**matched, **dict(theirs[len(names) :])}
+    if len(theirs) > len(names):
+        theirs = theirs[: len(theirs) + len(names) - len(_without_counters(ours))]
+    return {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)} | dict(theirs[len(names) :])
 
 
 def _without_counters(state: Mapping[str, Tensor]) -> StateDict:
