@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from weakref import WeakKeyDictionary
 
 import torch
@@ -192,10 +193,7 @@ def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
 @contextmanager
 def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restores the optimizer's moments afterwards."""
-    before = {
-        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
-        for weight, slots in optimizer.state.items()
-    }
+    before = {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
     try:
         yield
     finally:
@@ -215,16 +213,11 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
     """Restore what `pack_optimizer` returned, into an optimizer of the same parameters; its learning rate is kept."""
     slots: dict[int, dict[str, Tensor]] = {}
-    numbers: dict[str, float] = {}
-    for key, value in packed.items():
-        if key.startswith(_SCALER):
-            numbers[key.removeprefix(_SCALER)] = value.item()
-            continue
-        index, slot = key.split(".", 1)
-        slots.setdefault(int(index), {})[slot] = value.clone()
-    if numbers:
+    for index, slot in (key.split(".", 1) for key in packed if not key.startswith(_SCALER)):
+        slots.setdefault(int(index), {})[slot] = packed[f"{index}.{slot}"].clone()
+    if any(key.startswith(_SCALER) for key in packed):
         scaler = scaler_of(optimizer)
-        scaler.load_state_dict({name: type(value)(numbers[name]) for name, value in scaler.state_dict().items()})
+        scaler.load_state_dict({name: type(value)(packed[_SCALER + name].item()) for name, value in scaler.state_dict().items()})
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
