@@ -292,20 +292,28 @@ def _readable(
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
     """The prediction of every input, in order, with probabilities on the CPU: in batches of `scoring_batch` across inputs, or by the
     sliding window. A model of whole patients gets all slices of a volume together."""
-    size, answers = scoring_batch(task), _Answers(model)
+    size = scoring_batch(task)
     if task.image_mode == "patch":
         for whole in prepared:
             slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
             yield Prediction(whole, torch.stack(slid), ("",) * len(slid))
         return
+    selected: list[str] = []  # the networks of a super model, of the last batch
+    for module in model.modules():  # it may be inside an adapted model
+        if isinstance(module, Choosing):
+            module.register_forward_hook(lambda module, _images, _output: selected.extend(module.answered))
     for volumes, parts in groupby(prepared, lambda part: part.volume and predicts_by_patient(model, images=1)):
-        if volumes:
-            yield from (Prediction(part, *answers.together(part.images.to(device).split(size))) for part in parts)
-        else:
-            yield from _in_batches(answers, parts, size, device)
+        if not volumes:
+            yield from _in_batches(model, parts, size, device, selected)
+            continue
+        assert isinstance(model, PatientPredictor)
+        for part in parts:
+            with torch.no_grad():
+                outputs = model.predict_patient(part.images.to(device).split(size)).float().cpu()
+            yield Prediction(part, outputs, tuple(model.answered if isinstance(model, Choosing) else [""] * len(outputs)))
 
 
-def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, device: str) -> Iterator[Prediction]:
+def _in_batches(model: nn.Module, prepared: Iterable[Prepared], size: int, device: str, selected: list[str]) -> Iterator[Prediction]:
     """Predictions by batches of `size` that run across inputs."""
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []
@@ -315,40 +323,17 @@ def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, de
             waiting.append(part)
             rows.extend(part.images)
         while len(rows) >= size or (part is None and rows):
-            done += answers.to(torch.stack(rows[:size]).to(device))
+            selected.clear()
+            with torch.no_grad():
+                batch = model(torch.stack(rows[:size]).to(device)).float().cpu()
+            known = len(selected) == len(batch)  # Tent runs a batch several times
+            done += zip(batch, selected if known else [""] * len(batch), strict=True)
             del rows[:size]
         while waiting and len(done) >= len(waiting[0].images):
             first = waiting.popleft()
             outputs, names = zip(*done[: len(first.images)], strict=True)
             del done[: len(first.images)]
             yield Prediction(first, torch.stack(outputs), names)
-
-
-class _Answers:
-    """Runs a model and records the networks that a super model selects."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.selected: list[str] = []
-        for part in model.modules():  # a super model may be inside an adapted model
-            if isinstance(part, Choosing):
-                part.register_forward_hook(lambda module, _images, _output: self.selected.extend(module.answered))
-
-    @torch.no_grad()
-    def to(self, images: Tensor) -> list[tuple[Tensor, str]]:
-        """Probabilities on the CPU and the network of every image; "" if it is not known."""
-        self.selected.clear()
-        outputs = self.model(images).float().cpu()
-        names = self.selected if len(self.selected) == len(images) else [""] * len(images)  # Tent runs a batch several times
-        return list(zip(outputs, names, strict=True))
-
-    @torch.no_grad()
-    def together(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[str, ...]]:
-        """The same for all slices of one volume, by a model of whole patients."""
-        assert isinstance(self.model, PatientPredictor)
-        outputs = self.model.predict_patient(parts).float().cpu()
-        names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
-        return outputs, tuple(names)
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
