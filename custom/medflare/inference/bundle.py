@@ -28,11 +28,7 @@ _PREDICTED = "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @n
 
 
 def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> Callable[[Tensor], Tensor]:
-    """Write the bundle to an empty folder, and load its network: images (N, C, H, W) -> probabilities.
-
-    Raises:
-        ExportError: a text of the card that MONAI would run as code, or a module that no configuration can describe.
-    """
+    """Write the bundle to an empty folder, and load its network: images (N, C, H, W) -> probabilities; ExportError: see `definition`."""
     from monai import bundle
     from monai.data.torchscript_utils import save_net_with_metadata
 
@@ -52,8 +48,7 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
 def definition(value: Any) -> Any:
     """MONAI's `network_def`: networks and tasks by their function, other modules by their constructor, whose arguments are attributes.
 
-    Raises:
-        ExportError: a module without such attributes, or a text that MONAI would run as code.
+    ExportError: a module without such attributes, or a text of the card that MONAI would run as code.
     """
     if isinstance(value, TaskConfig):
         return {"_target_": "medflare.tasks.config.load_task", "source": as_data(value.to_dict())}

@@ -167,33 +167,31 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
             and weights do not belong together.
         ConfigError: the task's images are larger than the bounds.
     """
-    folder = Path(folder)
+    folder, place = Path(folder), Path(folder) / CARD_FILE
     if missing := [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]:
-        below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), folder / CARD_FILE).parent
+        below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), place).parent
         remedy = "give the folder that holds both files" + (f", for example {below}" if below != folder else "")
         raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}")
     try:
-        card = json.loads((folder / CARD_FILE).read_text())
+        card = json.loads(place.read_text())
         schema, checksum, described = card["schema"], card["sha256"], card["task"]
         shown = printable_json(card)
         signature = signed(card)[SEAL]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StateError(f"{folder / CARD_FILE}: not a model card ({one_line(error)}); fetch the model again") from error
+        raise StateError(f"{place}: not a model card ({one_line(error)}); fetch the model again") from error
     if schema != CARD_SCHEMA:
-        raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
+        raise StateError(f"{place}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
     if SEAL not in card and not unsigned:
-        raise StateError(
-            f"{folder / CARD_FILE}: has no {SEAL}; fetch the model again, or for a model of medflare before 0.3 use --unsigned"
-        )
+        raise StateError(f"{place}: has no {SEAL}; fetch the model again, or for a model of medflare before 0.3 use --unsigned")
     if card.get(SEAL, signature) != signature:
-        raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its signature does not fit; fetch the model again")
+        raise StateError(f"{place}: was changed after it was written, its signature does not fit; fetch the model again")
     if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
     try:
         task = load_task(described)
     except ConfigError as error:
         remedy = f"use the medflare that wrote it ({(card.get('versions') or {}).get('medflare', 'no release is named')})"
-        raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
-    bounds.check_task(task, str(folder / CARD_FILE))
-    try_transforms(replace(task, augment=()), _TRIAL, str(folder / CARD_FILE))
+        raise StateError(f"{place}: its task cannot be used here, {remedy}: {error}") from error
+    bounds.check_task(task, str(place))
+    try_transforms(replace(task, augment=()), _TRIAL, str(place))
     return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

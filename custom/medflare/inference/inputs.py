@@ -35,8 +35,7 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
     Raises:
         ConfigError: an input folder is the output folder.
     """
-    inputs: dict[Path, Input] = {}
-    parts: dict[Path, dict[str, Path]] = {}
+    found: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
     problems, names = [], set[str]()
     prefixed = sum(path.is_dir() for path in paths) > 1
     for path in paths:
@@ -47,15 +46,14 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
             problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
         for image in images:
             whole, channel = _part_of(image, channels)
-            parts.setdefault(whole.resolve(), {}).setdefault(channel, image)
-            if whole.resolve() not in inputs:
-                name = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names)
-                inputs[whole.resolve()] = Input(image, name)
-    for whole, files in parts.items():
-        if set(files) != {""}:
-            listed = tuple(files.get(name) for name in channels)
-            inputs[whole] = Input(next(filter(None, listed)), inputs[whole].name, listed)
-    return list(inputs.values()), problems
+            if (key := whole.resolve()) not in found:
+                found[key] = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names), {}
+            found[key][1].setdefault(channel, image)
+    inputs = []
+    for name, files in found.values():
+        listed = tuple(files.get(channel) for channel in channels) if set(files) != {""} else ()
+        inputs.append(Input(next(filter(None, (*listed, *files.values()))), name, listed))
+    return inputs, problems
 
 
 def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
