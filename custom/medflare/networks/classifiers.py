@@ -17,15 +17,9 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
     Features are the 4096 activations before the last layer. Images need at least 32 pixels a side.
     """
     stages = _convolutions(in_channels, [[64], [128], [256, 256], [512, 512], [512, 512]], batch_norm=False)
-    body = nn.Sequential(
-        stages,
-        nn.AdaptiveAvgPool2d(7),
-        nn.Flatten(),
-        *(nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(dropout)),
-        *(nn.Linear(4096, 4096), nn.ReLU()),
-    )
-    network = FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(4096, out_channels)))
-    return _initialized(network)
+    layers = (nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU())
+    body = nn.Sequential(stages, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *layers)
+    return _initialized(FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(4096, out_channels))))
 
 
 def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64, spatial_dims: int = 2) -> FeatureNetwork:

@@ -141,11 +141,7 @@ class WholeNetwork(FeatureNetwork):
 
     @in_precision
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the last layer, and the network's output.
-
-        Raises:
-            ConfigError: there is no last layer.
-        """
+        """The input of the last layer, and the network's output; ConfigError if there is no last layer."""
         if self.last is None:
             name = self.settings.get("spec", {}).get("name")
             raise ConfigError(f"network {name} has no feature layer (its output is not that of one layer); use another network")

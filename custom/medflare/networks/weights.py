@@ -79,21 +79,15 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
 
 
 def find_weights(file: str, place: Path | None = None) -> Path:
-    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file itself, or its folder), else that of an installed package.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file or its folder), else of a package; else ConfigError."""
     packaged = [weights for weights in PACKAGED.values() if weights.file == file]
     candidates: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT), *(weights.path for weights in packaged)]
     for folder in [Path(candidate).expanduser() for candidate in candidates if candidate]:
         path = folder if folder.is_file() else folder / file
         if path.is_file():
             return path
-    raise ConfigError(
-        f"weights {file}: not found; set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
-        f"{f', or {INSTALL}' if packaged else ''}"
-    )
+    remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights){f', or {INSTALL}' if packaged else ''}"
+    raise ConfigError(f"weights {file}: not found; {remedy}")
 
 
 # -- packages ------------------------------------------------------------------------------------------------------------------
@@ -104,7 +98,7 @@ class Packaged:
     """Weights of an installed package, and the images on which they were trained.
 
     Attributes:
-        file, format: as in `network.weights`.
+        file: as in `network.weights`; its format is "torchvision".
         channels: of the images.
         low, high: range of the scaled intensities.
         step: the sides of the images are multiples of it.
@@ -112,7 +106,6 @@ class Packaged:
 
     package: str
     file: str
-    format: str
     channels: int
     low: float
     high: float
@@ -126,30 +119,23 @@ class Packaged:
         return next((path for folder in folders if (path := Path(folder) / "models" / self.file).is_file()), None)
 
 
-PACKAGED: Final = {
-    "efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-57934424.pth", "torchvision", channels=3, low=-1.0, high=1.0, step=32)
-}
+PACKAGED: Final = {"efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-57934424.pth", channels=3, low=-1.0, high=1.0, step=32)}
 
 
 def packaged_weights(network: str) -> dict[str, Any]:
-    """The setting `network.weights` for the weights of an installed package.
-
-    Raises:
-        ConfigError: no package has weights for the network, or it is not installed.
-    """
+    """The setting `network.weights` for the weights of an installed package; ConfigError if there are none, or it is not installed."""
     if network not in PACKAGED:
         raise ConfigError(f"--pretrained: there are no weights for network {network}; use --network {', '.join(PACKAGED)}")
     packaged = PACKAGED[network]
     if packaged.path is None:
         raise ConfigError(f"--pretrained: the weights of {network} are not installed; {INSTALL}")
-    return {"file": packaged.file, "sha256": file_digest(packaged.path), "format": packaged.format, "part": "body"}
+    return {"file": packaged.file, "sha256": file_digest(packaged.path), "format": "torchvision", "part": "body"}
 
 
 def pretrained_settings(task: TaskConfig) -> dict[str, Any]:
     """The settings "network" and "intensity" of a 2-D task that starts from the weights of an installed package.
 
-    Raises:
-        ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of the weights.
+    ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of the weights.
     """
     name = task.network["name"]
     weights, packaged = packaged_weights(name), PACKAGED[name]
