@@ -106,14 +106,12 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
         return {}
     from sklearn.metrics import confusion_matrix
 
-    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
-    if target == "multiclass":
-        matrices = [confusion_matrix(truth, probabilities.argmax(axis=1), labels=range(len(labels))).tolist()]
-    else:
-        pairs = zip(probabilities.T, truth.reshape(probabilities.shape).T, strict=True)
-        matrices = [confusion_matrix(t, p > 0.5, labels=range(2)).tolist() for p, t in pairs]
-    independent = len(set(cases.patients)) == len(cases.patients)
     curves = one_against_rest(cases, target, labels).values()
+    if target == "multiclass":
+        matrices = [confusion_matrix(cases.targets, cases.probabilities.argmax(dim=1), labels=range(len(labels))).tolist()]
+    else:
+        matrices = [confusion_matrix(positive, scores > 0.5, labels=[False, True]).tolist() for scores, positive in curves]
+    independent = len(set(cases.patients)) == len(cases.patients)
     return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
 
 

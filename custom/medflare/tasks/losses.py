@@ -79,10 +79,8 @@ def monai_losses() -> dict[str, Any]:
     """Name -> class of every loss in `monai.losses`; those with a pretrained network would download its weights and are left out."""
     from monai import losses
 
-    classes = {
-        name: cls for name, cls in vars(losses).items() if inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__name__ == name
-    }
-    return {name: cls for name, cls in classes.items() if "pretrained" not in inspect.signature(cls).parameters}
+    classes = [cls for name, cls in vars(losses).items() if inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__name__ == name]
+    return {cls.__name__: cls for cls in classes if "pretrained" not in inspect.signature(cls).parameters}
 
 
 class MonaiLoss(nn.Module):

@@ -41,14 +41,7 @@ class Scores:
     cases: Cases = field(default_factory=Cases, repr=False, compare=False)
 
     def set(self, metric: str, value: float) -> None:
-        """Record a value; for NaN, None and the reason.
-
-        Examples:
-            >>> scores = Scores({})
-            >>> scores.set("auc_macro", math.nan)
-            >>> scores
-            Scores(values={'auc_macro': None}, undefined={'auc_macro': 'the true labels hold a single class'}, left_out=0, hd95_left_out=0)
-        """
+        """Record a value; for NaN, None and the reason."""
         self.values[metric] = None if math.isnan(value) else value
         if math.isnan(value):
             self.undefined[metric] = metric_table()[metric].undefined

@@ -71,21 +71,16 @@ def build_optimizer(
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
-    """Raises ConfigError as `build_optimizer` does, before the run starts.
-
-    torch validates the values before it reads the parameters. No optimizer is built, because torch's first one takes a second (imports).
-    """
+    """Raises ConfigError as `build_optimizer` does, before the run starts; no optimizer is built: torch's first one takes a second."""
     with suppress(_ValuesValid):
-        build_optimizer(settings, _no_parameters(), place)
+        build_optimizer(settings, _ValuesValid(), place)
 
 
 class _ValuesValid(Exception):
-    """torch has validated all values and reads the parameters."""
+    """In place of parameters: raised when torch, which has validated all values by then, reads them."""
 
-
-def _no_parameters() -> "Iterator[nn.Parameter]":
-    raise _ValuesValid
-    yield
+    def __iter__(self) -> "Iterator[nn.Parameter]":
+        raise self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -153,11 +148,7 @@ SCHEDULES: Final[dict[str, type[Schedule]]] = {"constant": Schedule, "step": Ste
 
 
 def build_schedule(settings: Any) -> Any:
-    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; as a pydantic validator.
-
-    Raises:
-        ValueError: an unknown name, or a setting or value that the schedule does not have.
-    """
+    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; a pydantic validator, ValueError for what is wrong in it."""
     if not isinstance(settings, Mapping):
         return settings
     name = str(settings.get("name"))

@@ -60,9 +60,7 @@ def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[s
         return {}
     random = numpy_generator(0, "bootstrap over patients")
     counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    batches = [
-        _values(cases, metrics, task, counts[start : start + _BATCH][:, rows].astype(float)) for start in range(0, RESAMPLES, _BATCH)
-    ]
+    batches = [_values(cases, metrics, task, part[:, rows].astype(float)) for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH))]
     intervals: dict[str, dict[str, Interval]] = {}
     for label, values in batches[0].items():
         for metric in values:

@@ -58,17 +58,12 @@ def _dictionary_forms(package: str) -> list[str]:
 
 
 def check_transforms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Validate the names of transforms, {"name": ..., arguments} each; `place` is the beginning of a message.
-
-    Raises:
-        ConfigError: a name that MONAI does not have there, or the argument keys, which follows from the task.
-    """
-    for setting, transforms in (("intensity", [intensity]), ("augment", augment)):
-        for settings in transforms:
-            name = settings["name"]
-            if "keys" in settings:
-                raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
-            if name not in _USUAL[setting]:
-                names = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
-                if name not in names:
-                    raise unknown("transform", name, names, f"{place}: {setting}")
+    """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there, or with the argument keys."""
+    for setting, settings in [("intensity", intensity), *(("augment", transform) for transform in augment)]:
+        name = settings["name"]
+        if "keys" in settings:
+            raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
+        if name not in _USUAL[setting]:
+            names = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
+            if name not in names:
+                raise unknown("transform", name, names, f"{place}: {setting}")
