@@ -177,9 +177,6 @@ def _on_meta(build: Callable[[], nn.Module]) -> Any:
             return build().to("meta")
 
 
-# -- networks of a task --------------------------------------------------------------------------------------------------------
-
-
 def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
     """The task's network, or one by `spec` and with other output channels for its images, with random weights."""
     return build_network(spec or task.network, task.image_channels, outputs or task.outputs, task.spatial_dims, task.size)

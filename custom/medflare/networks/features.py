@@ -113,9 +113,6 @@ def example(in_channels: int, size: Sequence[int], device: torch.device | str) -
     return torch.zeros(2, in_channels, *size, device=device)
 
 
-# -- modules that were not written as body and head ----------------------------------------------------------------------------
-
-
 class WholeNetwork(FeatureNetwork):
     """A network of another library. It runs unchanged; its last layer is the head, the rest is the body.
 
@@ -177,11 +174,7 @@ class _LastLayer(nn.Module):
 def main_output(output: Any, images: Tensor) -> Tensor:
     """The logits (N, outputs, ...) in the output of a network for images (N, C, ...).
 
-    Args:
-        output: a tensor, or a list or tuple that begins with it; (N, heads, outputs, ...) is stacked deep supervision.
-
-    Raises:
-        ConfigError: any other output.
+    `output` is a tensor, or a list or tuple that begins with it, else ConfigError; (N, heads, outputs, ...) is stacked deep supervision.
     """
     if isinstance(output, list | tuple) and output:
         output = output[0]

@@ -90,26 +90,16 @@ def find_weights(file: str, place: Path | None = None) -> Path:
     raise ConfigError(f"weights {file}: not found; {remedy}")
 
 
-# -- packages ------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Packaged:
-    """Weights of an installed package, and the images on which they were trained.
-
-    Attributes:
-        file: as in `network.weights`; its format is "torchvision".
-        channels: of the images.
-        low, high: range of the scaled intensities.
-        step: the sides of the images are multiples of it.
-    """
+    """Weights of an installed package, in the format "torchvision", and the images on which they were trained."""
 
     package: str
-    file: str
+    file: str  # as in `network.weights`
     channels: int
-    low: float
+    low: float  # range of the scaled intensities
     high: float
-    step: int
+    step: int  # the sides of the images are multiples of it
 
     @property
     def path(self) -> Path | None:
@@ -151,9 +141,6 @@ def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any
     """The intensity transform, with the range of the weights if it scales to a range."""
     ranged = {"b_min": weights.low, "b_max": weights.high} if {"b_min", "b_max"} <= intensity.keys() else {}
     return {**intensity, **ranged}
-
-
-# -- files ---------------------------------------------------------------------------------------------------------------------
 
 
 def _read_delivered(path: Path) -> StateDict:
