@@ -81,9 +81,6 @@ def as_data(value: Any) -> Any:
     return value
 
 
-# -- configs/inference.json --------------------------------------------------------------------------------------------------------
-
-
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     """A workflow over a folder of pictures or NIfTI volumes; raises ExportError if the task has `pick`."""
     if task.pick:
@@ -151,9 +148,6 @@ def _read_volumes(task: TaskConfig) -> list[Any]:
     if task.spacing is not None:
         steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})
     return steps
-
-
-# -- configs/metadata.json and docs ------------------------------------------------------------------------------------------------
 
 
 def metadata(stored: StoredModel) -> dict[str, Any]:

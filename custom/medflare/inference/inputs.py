@@ -12,17 +12,11 @@ from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, su
 
 @dataclass(frozen=True)
 class Input:
-    """One image or volume.
+    """One image or volume."""
 
-    Attributes:
-        path: a file, or a folder with one DICOM series; with a file for every channel, the first of them.
-        name: path of its outputs in the output folder: unique, without suffix, with its subfolders.
-        channels: a file for every channel, None for a missing one; empty if one file has all channels.
-    """
-
-    path: Path
-    name: str
-    channels: tuple[Path | None, ...] = ()
+    path: Path  # a file, or a folder with one DICOM series; with a file for every channel, the first of them
+    name: str  # path of its outputs in the output folder: unique, without suffix, with its subfolders
+    channels: tuple[Path | None, ...] = ()  # a file for every channel, None for a missing one; empty if one file has all channels
 
 
 def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
@@ -30,10 +24,7 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
 
     A folder is searched with its subfolders except `out`, without segmentation objects. Its DICOM files are one volume if they are the
     slices of one series. With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image,
-    P07.
-
-    Raises:
-        ConfigError: an input folder is the output folder.
+    P07. ConfigError if an input folder is the output folder.
     """
     found: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
     problems, names = [], set[str]()

@@ -30,7 +30,7 @@ from medflare.data.reading import ImageBounds, channel_files, read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.masks import in_place, label_map, pixels, sizes, write_masks
+from medflare.inference.masks import in_place, label_map, sizes, write_masks
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import usable_device
 from medflare.training.patches import windows_of
@@ -52,57 +52,37 @@ class Choosing(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """One input as the network sees it.
-
-    Attributes:
-        images: float32 (S, C, ...); S = 1, or the slices of a volume.
-        size: of a picture, slice or volume before it was resized.
-        volume: whether it was cut into slices.
-        grids: for a 3-D task: as stored, and along the task's axes.
-    """
+    """One input as the network sees it."""
 
     source: Input
-    images: Tensor
-    size: tuple[int, ...]
-    volume: bool
+    images: Tensor  # float32 (S, C, ...); S = 1, or the slices of a volume
+    size: tuple[int, ...]  # of a picture, slice or volume before it was resized
+    volume: bool  # whether it was cut into slices
     acquired: Acquisition
-    grids: tuple[Grid, Grid] | None = None
+    grids: tuple[Grid, Grid] | None = None  # for a 3-D task: as stored, and along the task's axes
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one input.
-
-    Attributes:
-        probabilities: (S, outputs, ...) on the network's grid, or (S, outputs).
-        answered: for a super model, the network of each picture or slice; else "".
-    """
+    """The prediction for one input."""
 
     prepared: Prepared
-    probabilities: Tensor
-    answered: tuple[str, ...]
+    probabilities: Tensor  # (S, outputs, ...) on the network's grid, or (S, outputs)
+    answered: tuple[str, ...]  # for a super model, the network of each picture or slice; else ""
 
 
 @dataclass
 class Summary:
-    """The result of a call of `predict`.
-
-    Attributes:
-        images, pictures: predicted inputs; their pictures, counting every slice of a volume.
-        failed: one line for each input that could not be predicted.
-        outside: image -> its differences from the training images, see `acquisition.outside`; None: the card has no training range.
-        answered: for a super model, the number of pictures of each network.
-        adapted: how the model adapted to the images; "" if it did not.
-    """
+    """The result of a call of `predict`."""
 
     table: Path
     say: Callable[[str], None]
-    images: int = 0
-    pictures: int = 0
-    failed: list[str] = field(default_factory=list)
-    outside: dict[str, dict[str, str]] | None = None
-    answered: Counter[str] = field(default_factory=Counter)
-    adapted: str = ""
+    images: int = 0  # predicted inputs
+    pictures: int = 0  # the same, counting every slice of a volume
+    failed: list[str] = field(default_factory=list)  # one line for each input that could not be predicted
+    outside: dict[str, dict[str, str]] | None = None  # image -> see `acquisition.outside`; None: the card has no training range
+    answered: Counter[str] = field(default_factory=Counter)  # for a super model, the number of pictures of each network
+    adapted: str = ""  # how the model adapted to the images; "" if it did not
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
         """Record an input's differences from the training range, if any; the first ones are printed one by one."""
@@ -349,7 +329,7 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
         whole = np.stack(masks, axis=task.slices.axis + 1) if prepared.volume else masks[0]
         files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
-        results = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
+        results = [{"mask": named, **sizes(mask, task, grid)} for mask in masks]
     models = [{"model": name} if name else {} for name in prediction.answered]
     numbers = range(len(results)) if prepared.volume else [""]
     image = str(prepared.source.path)
