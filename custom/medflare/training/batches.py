@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def in_order(count: int, size: int) -> list[Tensor]:
     """The rows of `count` images in batches of `size`, long (<= size,) each."""
-    return _batches(torch.arange(count), size)
+    return list(torch.arange(count).split(size)) if count else []
 
 
 def samples_in(count: int, size: int) -> int:
@@ -45,15 +45,11 @@ def in_random_order(count: int, size: int, seed: int, *keys: Key, weights: Tenso
         order = torch.randperm(count, generator=generator)
     else:
         order = torch.multinomial(weights, count, replacement=True, generator=generator)
-    batches = _batches(order, size)
+    batches = list(order.split(size)) if count else []
     if size > 1 and batches and len(batches[-1]) == 1:
         last = batches.pop()
         batches.append(torch.cat([batches.pop(), last]) if batches else last.repeat(samples_in(1, size)))
     return batches
-
-
-def _batches(order: Tensor, size: int) -> list[Tensor]:
-    return list(order.split(size)) if len(order) else []
 
 
 def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:

@@ -16,19 +16,12 @@ _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}  # d
 
 @dataclass(frozen=True)
 class Computing:
-    """Device, precision and memory format of a site's networks and batches.
-
-    Attributes:
-        device: of networks and batches.
-        precision: the task's, one of `PRECISIONS`.
-        channels_last: use torch's channels-last memory format; sums are in another order.
-        compiled: whether torch compiles networks at their first use.
-    """
+    """Device, precision and memory format of a site's networks and batches."""
 
     device: torch.device
-    precision: str = "fp32"
-    channels_last: bool = False
-    compiled: bool = False
+    precision: str = "fp32"  # the task's, one of `PRECISIONS`
+    channels_last: bool = False  # use torch's channels-last memory format; sums are in another order
+    compiled: bool = False  # whether torch compiles networks at their first use
 
     def placed(self, network: FeatureNetwork) -> FeatureNetwork:
         """The network, changed in place; names and values of its state stay the same."""

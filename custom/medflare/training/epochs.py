@@ -23,9 +23,6 @@ _SCALER = "scaler."  # prefix of the scaler's numbers in an optimizer's state
 _SCALERS: WeakKeyDictionary[torch.optim.Optimizer, GradScaler] = WeakKeyDictionary()
 
 
-# -- epochs ----------------------------------------------------------------------------------------------------------------
-
-
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
     """Local epochs, each as its batches of training images; torch's random numbers (dropout) are keyed too.
 
@@ -129,9 +126,6 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-# -- steps -----------------------------------------------------------------------------------------------------------------
-
-
 class Steps:
     """An optimizer's steps at a site.
 
@@ -182,12 +176,7 @@ class Steps:
 
 def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
     """The scaler of an optimizer's losses; made at its first use."""
-    if optimizer not in _SCALERS:
-        _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
-    return _SCALERS[optimizer]
-
-
-# -- the optimizer's memory ------------------------------------------------------------------------------------------------
+    return _SCALERS.setdefault(optimizer, GradScaler(optimizer.param_groups[0]["params"][0].device.type))
 
 
 @contextmanager
@@ -202,12 +191,12 @@ def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
-    """The optimizer's tensors (Adam's moments and step, momentum) as "index of the parameter.slot"; and its scaler's numbers, if any."""
+    """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the parameter.slot"; of its scaler the numbers."""
     scaler = _SCALERS[optimizer].state_dict() if optimizer in _SCALERS else {}
     packed = {f"{_SCALER}{name}": torch.tensor(float(value)) for name, value in scaler.items()}
     for index, slots in optimizer.state_dict()["state"].items():
         packed |= {f"{index}.{slot}": torch.as_tensor(value) for slot, value in slots.items() if value is not None}
-    return packed
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in packed.items()}
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
@@ -232,12 +221,10 @@ class OptimizerMemory:
 
     def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer with the kept moments of its purpose, if there are any."""
-        packed = self._memory.states.get(_OPTIMIZER + purpose)
-        if packed is not None:
+        if (packed := self._memory.states.get(_OPTIMIZER + purpose)) is not None:
             unpack_optimizer(optimizer, packed)
         return optimizer
 
     def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
         """Keep the optimizer's moments."""
-        packed = pack_optimizer(optimizer)
-        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in packed.items()}
+        self._memory.states[_OPTIMIZER + purpose] = pack_optimizer(optimizer)
