@@ -36,16 +36,13 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer]":
 def build_optimizer(
     settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, norm: float | None = None, value: float | None = None
 ) -> "Optimizer":
-    """torch's optimizer of `parameters`.
+    """torch's optimizer of `parameters`; ConfigError for an unknown name, or an argument or value that torch's class does not accept.
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         place: the beginning of a message, for example "task brain_lgg".
         norm: maximum norm of all gradients together, before every step; None: no maximum.
         value: maximum absolute value of each number of a gradient; None: no maximum.
-
-    Raises:
-        ConfigError: an unknown name, or an argument or value that torch's class does not accept.
     """
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
