@@ -37,20 +37,15 @@ class FeatureNetwork(nn.Module):
 
     Segmentation: features (N, D, H, W), the last decoder map at the image's size; logits (N, outputs, H, W).
     Classification: features (N, D), the pooled vector before the last layer; logits (N, outputs).
-
-    Attributes:
-        settings: the arguments of `catalogue.build_network` that build an equal network; empty if it was built otherwise.
-        precision: dtype of autocast (the weights stay float32); None: no autocast.
-        has_features: whether `features_and_output` works.
     """
 
-    precision: torch.dtype | None = None
-    has_features = True
+    precision: torch.dtype | None = None  # of autocast (the weights stay float32); None: no autocast
+    has_features = True  # whether `features_and_output` works
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
         self.body, self.head = body, head
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # arguments of `catalogue.build_network` for an equal network; empty if it was built otherwise
         self._frozen: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
