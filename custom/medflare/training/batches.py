@@ -86,11 +86,6 @@ def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]
     return task.classes, targets.reshape(-1, 1) == torch.arange(len(task.classes))
 
 
-def _pinned(batch: Any) -> Any:
-    """Whole images and targets in pinned memory, from which the copy to a GPU does not wait; images to be cut are not copied as a whole."""
-    return tuple(part.pin_memory() for part in batch) if isinstance(batch, tuple) else batch
-
-
 def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]) -> Iterator[tuple[Tensor, T]]:
     """Batches of rows with what `read` returns for them, in order; images on disk, or for a GPU, are read by a thread ahead of their use.
 
@@ -105,11 +100,17 @@ def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], 
     if data.in_memory and not on_gpu:
         yield from ((rows, read(rows)) for rows in batches)
         return
+
+    def load(rows: Tensor) -> Any:
+        """Whole images and targets in pinned memory, from which the copy to a GPU does not wait; images to be cut as they are."""
+        batch: Any = read(rows)
+        return tuple(part.pin_memory() for part in batch) if on_gpu and isinstance(batch, tuple) else batch
+
     waiting: deque[tuple[Tensor, Future[T]]] = deque()
     reader = ThreadPoolExecutor(1, "read-ahead")
     try:
         for rows in batches:
-            waiting.append((rows, reader.submit(lambda part: _pinned(read(part)) if on_gpu else read(part), rows)))
+            waiting.append((rows, reader.submit(load, rows)))
             if len(waiting) > _AHEAD:
                 first, future = waiting.popleft()
                 yield first, future.result()
