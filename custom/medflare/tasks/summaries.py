@@ -26,19 +26,13 @@ _DIGITS: Final = 7
 
 @dataclass(frozen=True)
 class Summary:
-    """A model on one split.
+    """A model on one split."""
 
-    Attributes:
-        metrics: metric -> value; None where it is undefined.
-        cases: predictions of single patients; they stay at the site.
-        by_label: structure or class -> metric -> value. Of a structure the metrics of the task, of a class those of
-            `class_metrics.ONE_CLASS`; empty with more than `MOST_LABELS` of them.
-        intervals: structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
-    """
-
-    metrics: Values
-    cases: Cases = field(default_factory=Cases, repr=False)
+    metrics: Values  # metric -> value; None where it is undefined
+    cases: Cases = field(default_factory=Cases, repr=False)  # predictions of single patients; they stay at the site
+    # Structure -> the task's metrics, class -> those of `class_metrics.ONE_CLASS`; empty with more than `MOST_LABELS` of them.
     by_label: Mapping[str, Values] = field(default_factory=dict)
+    # Structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
     intervals: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
 
 
