@@ -8,7 +8,7 @@ from torch import nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
-from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model, signed
+from medflare.inference.deployed import build, load_model, network_with, plain_message, save_model, signed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 
@@ -62,7 +62,7 @@ def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="doubled"):
         stored.build()
     with pytest.raises(StateError, match="model"):
-        plain_model(TASK, stored.message)
+        build(TASK, Message(stored.message.states, {"kind": "plain"}))
 
 
 def test_weights_of_another_network_are_refused_by_name(message: Message) -> None:

@@ -14,7 +14,7 @@ from medflare.data.reading import label_values, read_image, read_stored
 from medflare.data.targets import encode_mask
 from medflare.inference import masks
 from medflare.inference.inputs import Input
-from medflare.inference.masks import label_map, pixels, restored, write_masks
+from medflare.inference.masks import label_map, restored, sizes, write_masks
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import foreground
 
@@ -47,7 +47,7 @@ def test_masks_read_back_are_what_the_metrics_count(task: TaskConfig, tmp_path: 
     if task.target == "multiclass":
         target = torch.stack([target[0] == 1, target[0] == 2]).long()
     assert torch.equal(target, kept) and 0 < kept.sum() < kept.numel()
-    assert list(pixels(masks, task).values()) == kept.flatten(1).sum(dim=1).tolist()
+    assert list(sizes(masks, task).values()) == kept.flatten(1).sum(dim=1).tolist()
 
 
 def test_one_mask_for_several_structures() -> None:
@@ -56,7 +56,7 @@ def test_one_mask_for_several_structures() -> None:
     assert label_map(p, PHANTOM).tolist() == [[[2, 1, 0, 2, 2, 0]]]
     products = [(0.8 * 0.1, 0), (0.2 * 0.1, 1), (0.2 * 0.9, 2)]
     assert max(products)[1] == 2, "the fourth pixel by hand"
-    assert pixels(label_map(p, PHANTOM), PHANTOM) == {"disc": 4, "cup": 3}
+    assert sizes(label_map(p, PHANTOM), PHANTOM) == {"pixels_disc": 4, "pixels_cup": 3}
 
 
 def test_size_is_restored() -> None:

@@ -13,7 +13,7 @@ from sklearn import metrics
 from helpers.small_tasks import score, small_task
 from medflare.core.errors import ConfigError
 from medflare.tasks import metrics_table
-from medflare.tasks.class_metrics import by_class, of_outputs, quadratic_kappa, unweighted
+from medflare.tasks.class_metrics import by_class, of_outputs, quadratic_kappa
 from medflare.tasks.classes import Cases
 from medflare.tasks.metrics_table import METRICS, Metric, metric_table
 from medflare.tasks.summaries import summarize
@@ -103,13 +103,7 @@ def test_kappa_by_hand() -> None:
     assert of_outputs(quadratic_kappa, answers, np.arange(3), np.ones(3)) == pytest.approx(1 - 1 / 5)
 
 
-def test_an_unweighted_function_counts_images_as_often_as_they_weigh() -> None:
-    scores, targets, weights = drawn("multiclass")
-    plain = unweighted(lambda probabilities, truth: float((probabilities.argmax(1) == truth).mean()))
-    assert of_outputs(plain, scores, targets, weights) == pytest.approx(of_outputs(METRICS["accuracy"].compute, scores, targets, weights))
-
-
-MINE = Metric("classes", "top probability", unweighted(lambda probabilities, targets: float(probabilities.max(1).mean())), "never")
+MINE = Metric("classes", "top", lambda p, targets, weights, target: weights @ p.max(1) / weights.sum(axis=-1), "never")
 MASKS = Metric("masks", "overlap", lambda predicted, truth, spacing, task: (predicted & truth).flatten(2).any(2).double(), "never")
 
 

@@ -28,11 +28,7 @@ _PREDICTED = "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @n
 
 
 def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> Callable[[Tensor], Tensor]:
-    """Write the bundle to an empty folder, and load its network: images (N, C, H, W) -> probabilities.
-
-    Raises:
-        ExportError: a text of the card that MONAI would run as code, or a module that no configuration can describe.
-    """
+    """Write the bundle to an empty folder, and load its network: images (N, C, H, W) -> probabilities; ExportError: see `definition`."""
     from monai import bundle
     from monai.data.torchscript_utils import save_net_with_metadata
 
@@ -52,8 +48,7 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
 def definition(value: Any) -> Any:
     """MONAI's `network_def`: networks and tasks by their function, other modules by their constructor, whose arguments are attributes.
 
-    Raises:
-        ExportError: a module without such attributes, or a text that MONAI would run as code.
+    ExportError: a module without such attributes, or a text of the card that MONAI would run as code.
     """
     if isinstance(value, TaskConfig):
         return {"_target_": "medflare.tasks.config.load_task", "source": as_data(value.to_dict())}
@@ -84,9 +79,6 @@ def as_data(value: Any) -> Any:
     if not isinstance(value, str | int | float | None):
         raise ExportError(f"{type(value).__name__} cannot be written into a MONAI bundle; export torchscript or onnx")
     return value
-
-
-# -- configs/inference.json --------------------------------------------------------------------------------------------------------
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
@@ -158,35 +150,19 @@ def _read_volumes(task: TaskConfig) -> list[Any]:
     return steps
 
 
-# -- configs/metadata.json and docs ------------------------------------------------------------------------------------------------
-
-
 def metadata(stored: StoredModel) -> dict[str, Any]:
     """configs/metadata.json by MONAI's schema."""
     task, card, versions = stored.task, stored.card, installed_versions()
     classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
     colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
     channels = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
-    common = {"dtype": "float32", "is_patch_data": task.image_mode == "patch"}
-    image = {
-        **common,
-        "type": "image",
-        "format": "magnitude",
-        "modality": "n/a",
-        "num_channels": task.image_channels,
-        "spatial_shape": list(task.size),
-        "value_range": [],
-        "channel_def": as_data({str(number): name for number, name in enumerate(channels)}),
-    }
-    output = {
-        **common,
-        "type": "image" if task.kind == "segmentation" else "probabilities",
-        "format": "segmentation" if task.kind == "segmentation" else "classes",
-        "num_channels": task.outputs,
-        "spatial_shape": list(task.size) if task.kind == "segmentation" else [],
-        "value_range": [0, 1],
-        "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
-    }
+    segments = task.kind == "segmentation"
+    common: dict[str, Any] = {"dtype": "float32", "is_patch_data": task.image_mode == "patch", "type": "image"}
+    image = {**common, "format": "magnitude", "modality": "n/a", "num_channels": task.image_channels, "spatial_shape": list(task.size)}
+    image |= {"value_range": [], "channel_def": as_data({str(number): name for number, name in enumerate(channels)})}
+    output = {**common, "format": "segmentation"} if segments else {**common, "type": "probabilities", "format": "classes"}
+    output |= {"num_channels": task.outputs, "spatial_shape": list(task.size) if segments else [], "value_range": [0, 1]}
+    output["channel_def"] = {"0": task.labels[0]} if task.target == "binary" else classes
     return _TEMPLATE["metadata"] | {
         "monai_version": versions["monai"],
         "pytorch_version": versions["torch"],

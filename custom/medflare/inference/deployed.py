@@ -42,13 +42,13 @@ T = TypeVar("T")
 def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = lambda kind: None) -> nn.Module:
     """The module of a delivered model, in evaluation mode on the CPU; `builder_of`: kind -> its builder, or None.
 
-    Raises:
-        ConfigError: an unknown kind.
-        StateError: weights that do not fit the task.
+    ConfigError for an unknown kind, StateError for weights that do not fit the task.
     """
     kind = message.meta.get("kind", "plain")
     if kind == "plain":
-        return plain_model(task, message)
+        if MODEL not in message.states:
+            raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
+        return Probabilities(network_with(task, message.states[MODEL]), task).eval()
     if kind in ADAPTATIONS:
         return adapted_model(task, message, lambda base: build(task, base, builder_of))
     builder = builder_of(kind)
@@ -62,24 +62,15 @@ def plain_message(state: StateDict, **meta: Any) -> Message:
     return Message({MODEL: state}, {"kind": "plain", **meta})
 
 
-def plain_model(task: TaskConfig, message: Message) -> nn.Module:
-    """As `build`, of kind "plain"; raises StateError if there are no weights, or if they do not fit."""
-    if MODEL not in message.states:
-        raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
-    return Probabilities(network_with(task, message.states[MODEL]), task).eval()
-
-
 def network_with(
     task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
 ) -> nn.Module:
     """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode; raises StateError if names or shapes do not fit."""
-    chosen = task.network if spec is None else spec
     with seeded(0, "deployed"):  # leaves torch's global generator unchanged
-        network = task_network(task, chosen, outputs)
+        network = task_network(task, spec, outputs)
     if reason := misfit(state, network.state_dict()):
-        raise StateError(
-            f"the weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; use the task of the training"
-        )
+        name = (spec or task.network)["name"]
+        raise StateError(f"the weights do not fit the network '{name}' of task {task.name}: {reason}; use the task of the training")
     network.load_state_dict(state)
     return network.eval()
 
@@ -174,33 +165,31 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
             and weights do not belong together.
         ConfigError: the task's images are larger than the bounds.
     """
-    folder = Path(folder)
+    folder, place = Path(folder), Path(folder) / CARD_FILE
     if missing := [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]:
-        below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), folder / CARD_FILE).parent
+        below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), place).parent
         remedy = "give the folder that holds both files" + (f", for example {below}" if below != folder else "")
         raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}")
     try:
-        card = json.loads((folder / CARD_FILE).read_text())
+        card = json.loads(place.read_text())
         schema, checksum, described = card["schema"], card["sha256"], card["task"]
         shown = printable_json(card)
         signature = signed(card)[SEAL]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StateError(f"{folder / CARD_FILE}: not a model card ({one_line(error)}); fetch the model again") from error
+        raise StateError(f"{place}: not a model card ({one_line(error)}); fetch the model again") from error
     if schema != CARD_SCHEMA:
-        raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
+        raise StateError(f"{place}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
     if SEAL not in card and not unsigned:
-        raise StateError(
-            f"{folder / CARD_FILE}: has no {SEAL}; fetch the model again, or for a model of medflare before 0.3 use --unsigned"
-        )
+        raise StateError(f"{place}: has no {SEAL}; fetch the model again, or for a model of medflare before 0.3 use --unsigned")
     if card.get(SEAL, signature) != signature:
-        raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its signature does not fit; fetch the model again")
+        raise StateError(f"{place}: was changed after it was written, its signature does not fit; fetch the model again")
     if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
     try:
         task = load_task(described)
     except ConfigError as error:
         remedy = f"use the medflare that wrote it ({(card.get('versions') or {}).get('medflare', 'no release is named')})"
-        raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
-    bounds.check_task(task, str(folder / CARD_FILE))
-    try_transforms(replace(task, augment=()), _TRIAL, str(folder / CARD_FILE))
+        raise StateError(f"{place}: its task cannot be used here, {remedy}: {error}") from error
+    bounds.check_task(task, str(place))
+    try_transforms(replace(task, augment=()), _TRIAL, str(place))
     return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

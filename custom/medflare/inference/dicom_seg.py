@@ -43,9 +43,8 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
 
     volume = np.stack(list(structures.values()), axis=-1)
     sources, order = _sources(series, affine, volume.shape[2])
-    algorithm = highdicom.AlgorithmIdentificationSequence(
-        name=f"medflare {task.name}"[:64], version=medflare.__version__, family=codes.DCM.ArtificialIntelligence
-    )
+    name, family = f"medflare {task.name}"[:64], codes.DCM.ArtificialIntelligence
+    algorithm = highdicom.AlgorithmIdentificationSequence(name, family, version=medflare.__version__)
     described = []
     for number, label in enumerate(structures, start=1):
         code = task.codes.get(label) or Structure(label[:16], label[:64], _SCHEME)

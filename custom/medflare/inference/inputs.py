@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
@@ -12,17 +12,11 @@ from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, su
 
 @dataclass(frozen=True)
 class Input:
-    """One image or volume.
+    """One image or volume."""
 
-    Attributes:
-        path: a file, or a folder with one DICOM series; with a file for every channel, the first of them.
-        name: path of its outputs in the output folder: unique, without suffix, with its subfolders.
-        channels: a file for every channel, None for a missing one; empty if one file has all channels.
-    """
-
-    path: Path
-    name: str
-    channels: tuple[Path | None, ...] = ()
+    path: Path  # a file, or a folder with one DICOM series; with a file for every channel, the first of them
+    name: str  # path of its outputs in the output folder: unique, without suffix, with its subfolders
+    channels: tuple[Path | None, ...] = ()  # a file for every channel, None for a missing one; empty if one file has all channels
 
 
 def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
@@ -30,13 +24,9 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
 
     A folder is searched with its subfolders except `out`, without segmentation objects. Its DICOM files are one volume if they are the
     slices of one series. With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image,
-    P07.
-
-    Raises:
-        ConfigError: an input folder is the output folder.
+    P07. ConfigError if an input folder is the output folder.
     """
-    inputs: dict[Path, Input] = {}
-    parts: dict[Path, dict[str, Path]] = {}
+    found: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
     problems, names = [], set[str]()
     prefixed = sum(path.is_dir() for path in paths) > 1
     for path in paths:
@@ -47,15 +37,14 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
             problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
         for image in images:
             whole, channel = _part_of(image, channels)
-            parts.setdefault(whole.resolve(), {}).setdefault(channel, image)
-            if whole.resolve() not in inputs:
-                name = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names)
-                inputs[whole.resolve()] = Input(image, name)
-    for whole, files in parts.items():
-        if set(files) != {""}:
-            listed = tuple(files.get(name) for name in channels)
-            inputs[whole] = Input(next(filter(None, listed)), inputs[whole].name, listed)
-    return list(inputs.values()), problems
+            if (key := whole.resolve()) not in found:
+                found[key] = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names), {}
+            found[key][1].setdefault(channel, image)
+    inputs = []
+    for name, files in found.values():
+        listed = tuple(files.get(channel) for channel in channels) if set(files) != {""} else ()
+        inputs.append(Input(next(filter(None, (*listed, *files.values()))), name, listed))
+    return inputs, problems
 
 
 def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
@@ -80,23 +69,19 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
 
 def is_series(files: Sequence[Path]) -> bool:
     """Whether these DICOM files are the slices of one volume: one series, one size, different numbers and positions."""
-    headers = [header for header in map(_header, files) if header is not None]
-    if len(headers) < max(2, len(files)):
-        return False
-    return len({header[:3] for header in headers}) == 1 and len({header[3:] for header in headers}) == len(headers)
-
-
-def _header(file: Path) -> tuple[Any, ...] | None:
-    """(series, rows, columns, number, position); None if one of them is missing or the file cannot be read."""
     from pydicom import dcmread
 
     tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
-    try:
-        header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
-        *fixed, position = (header[tag].value for tag in tags)
-        return (*map(str, fixed), tuple(map(float, position)))
-    except Exception:  # the reader reports the problem
-        return None
+    series, places = set(), set()
+    for file in files:
+        try:
+            header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
+            *same, number, position = (header[tag].value for tag in tags)
+            places.add((str(number), *map(float, position)))
+        except Exception:  # an attribute is missing, or the file cannot be read: the reader reports the problem
+            return False
+        series.add(tuple(map(str, same)))
+    return len(files) > 1 and len(series) == 1 and len(places) == len(files)
 
 
 def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
@@ -109,9 +94,6 @@ def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
 
 def _unique(name: Path, used: set[str]) -> str:
     """The name, with a number if it is in use."""
-    chosen, number = str(name), 1
-    while chosen in used:
-        number += 1
-        chosen = f"{name}-{number}"
+    chosen = next(text for number in count(1) if (text := str(name) if number == 1 else f"{name}-{number}") not in used)
     used.add(chosen)
     return chosen

@@ -76,13 +76,9 @@ def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
     return dict(list(masks.items())[task.target == "multiclass" :])  # without the background
 
 
-def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
-    """Number of pixels of every foreground label, see `label_masks`."""
-    return {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
-
-
-def sizes(counts: dict[str, int], grid: Grid | None) -> dict[str, Any]:
+def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> dict[str, Any]:
     """Columns of the table: pixels of every label; of a volume voxels, and millilitres if its spacing is known."""
+    counts = {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
     if grid is None:
         return {f"pixels_{label}": count for label, count in counts.items()}
     voxel = math.prod(grid.spacing or ()) / 1000

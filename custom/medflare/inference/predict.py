@@ -30,7 +30,7 @@ from medflare.data.reading import ImageBounds, channel_files, read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.masks import in_place, label_map, pixels, sizes, write_masks
+from medflare.inference.masks import in_place, label_map, sizes, write_masks
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import usable_device
 from medflare.training.patches import windows_of
@@ -52,61 +52,42 @@ class Choosing(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """One input as the network sees it.
-
-    Attributes:
-        images: float32 (S, C, ...); S = 1, or the slices of a volume.
-        size: of a picture, slice or volume before it was resized.
-        volume: whether it was cut into slices.
-        grids: for a 3-D task: as stored, and along the task's axes.
-    """
+    """One input as the network sees it."""
 
     source: Input
-    images: Tensor
-    size: tuple[int, ...]
-    volume: bool
+    images: Tensor  # float32 (S, C, ...); S = 1, or the slices of a volume
+    size: tuple[int, ...]  # of a picture, slice or volume before it was resized
+    volume: bool  # whether it was cut into slices
     acquired: Acquisition
-    grids: tuple[Grid, Grid] | None = None
+    grids: tuple[Grid, Grid] | None = None  # for a 3-D task: as stored, and along the task's axes
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one input.
-
-    Attributes:
-        probabilities: (S, outputs, ...) on the network's grid, or (S, outputs).
-        answered: for a super model, the network of each picture or slice; else "".
-    """
+    """The prediction for one input."""
 
     prepared: Prepared
-    probabilities: Tensor
-    answered: tuple[str, ...]
+    probabilities: Tensor  # (S, outputs, ...) on the network's grid, or (S, outputs)
+    answered: tuple[str, ...]  # for a super model, the network of each picture or slice; else ""
 
 
 @dataclass
 class Summary:
-    """The result of a call of `predict`.
-
-    Attributes:
-        images, pictures: predicted inputs; their pictures, counting every slice of a volume.
-        failed: one line for each input that could not be predicted.
-        outside: image -> its differences from the training images, see `acquisition.outside`; None: the card has no training range.
-        answered: for a super model, the number of pictures of each network.
-        adapted: how the model adapted to the images; "" if it did not.
-    """
+    """The result of a call of `predict`."""
 
     table: Path
     say: Callable[[str], None]
-    images: int = 0
-    pictures: int = 0
-    failed: list[str] = field(default_factory=list)
-    outside: dict[str, dict[str, str]] | None = None
-    answered: Counter[str] = field(default_factory=Counter)
-    adapted: str = ""
+    images: int = 0  # predicted inputs
+    pictures: int = 0  # the same, counting every slice of a volume
+    failed: list[str] = field(default_factory=list)  # one line for each input that could not be predicted
+    outside: dict[str, dict[str, str]] | None = None  # image -> see `acquisition.outside`; None: the card has no training range
+    answered: Counter[str] = field(default_factory=Counter)  # for a super model, the number of pictures of each network
+    adapted: str = ""  # how the model adapted to the images; "" if it did not
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
-        """Record an input outside the training range; the first ones are printed one by one."""
-        assert self.outside is not None
+        """Record an input's differences from the training range, if any; the first ones are printed one by one."""
+        if not differences or self.outside is None:
+            return
         self.outside[image] = dict(differences)
         if len(self.outside) <= _LISTED:
             self.say(f"{image}: {_UNSEEN}: {_listed(differences)}")
@@ -180,22 +161,19 @@ def predict(
         summary.adapted = "tent, batch by batch while they were predicted"
     rows: list[dict[str, Any]] = []
     for prediction in predictions(model, prepared, task, device):
-        if torch.isfinite(prediction.probabilities).all():
-            try:
-                written = _written(prediction, task, out, seg)
-                summary.images += 1
-                summary.pictures += len(prediction.answered)
-                summary.answered.update(filter(None, prediction.answered))
-                if trained is not None:
-                    differences = outside(prediction.prepared.acquired, trained, task.channel_names)
-                    if differences:
-                        summary.differs(str(prediction.prepared.source.path), differences)
-                    written = [{**row, OUTSIDE: _listed(differences)} for row in written]
-                rows += written
-            except DataError as error:
-                summary.fail(str(error))
-        else:
-            summary.fail(f"{prediction.prepared.source.path}: the prediction is NaN or infinite; check the image's intensities")
+        try:
+            written = _written(prediction, task, out, seg)
+        except DataError as error:
+            summary.fail(str(error))
+            continue
+        summary.images += 1
+        summary.pictures += len(prediction.answered)
+        summary.answered.update(filter(None, prediction.answered))
+        if trained is not None:
+            differences = outside(prediction.prepared.acquired, trained, task.channel_names)
+            summary.differs(str(prediction.prepared.source.path), differences)
+            written = [{**row, OUTSIDE: _listed(differences)} for row in written]
+        rows += written
     columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
     write_atomically(summary.table, csv_text(rows, columns).encode())
     return summary
@@ -294,20 +272,28 @@ def _readable(
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
     """The prediction of every input, in order, with probabilities on the CPU: in batches of `scoring_batch` across inputs, or by the
     sliding window. A model of whole patients gets all slices of a volume together."""
-    size, answers = scoring_batch(task), _Answers(model)
+    size = scoring_batch(task)
     if task.image_mode == "patch":
         for whole in prepared:
             slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
             yield Prediction(whole, torch.stack(slid), ("",) * len(slid))
         return
+    selected: list[str] = []  # the networks of a super model, of the last batch
+    for module in model.modules():  # it may be inside an adapted model
+        if isinstance(module, Choosing):
+            module.register_forward_hook(lambda module, _images, _output: selected.extend(module.answered))
     for volumes, parts in groupby(prepared, lambda part: part.volume and predicts_by_patient(model, images=1)):
-        if volumes:
-            yield from (Prediction(part, *answers.together(part.images.to(device).split(size))) for part in parts)
-        else:
-            yield from _in_batches(answers, parts, size, device)
+        if not volumes:
+            yield from _in_batches(model, parts, size, device, selected)
+            continue
+        assert isinstance(model, PatientPredictor)
+        for part in parts:
+            with torch.no_grad():
+                outputs = model.predict_patient(part.images.to(device).split(size)).float().cpu()
+            yield Prediction(part, outputs, tuple(model.answered if isinstance(model, Choosing) else [""] * len(outputs)))
 
 
-def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, device: str) -> Iterator[Prediction]:
+def _in_batches(model: nn.Module, prepared: Iterable[Prepared], size: int, device: str, selected: list[str]) -> Iterator[Prediction]:
     """Predictions by batches of `size` that run across inputs."""
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []
@@ -317,7 +303,11 @@ def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, de
             waiting.append(part)
             rows.extend(part.images)
         while len(rows) >= size or (part is None and rows):
-            done += answers.to(torch.stack(rows[:size]).to(device))
+            selected.clear()
+            with torch.no_grad():
+                batch = model(torch.stack(rows[:size]).to(device)).float().cpu()
+            known = len(selected) == len(batch)  # Tent runs a batch several times
+            done += zip(batch, selected if known else [""] * len(batch), strict=True)
             del rows[:size]
         while waiting and len(done) >= len(waiting[0].images):
             first = waiting.popleft()
@@ -326,36 +316,11 @@ def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, de
             yield Prediction(first, torch.stack(outputs), names)
 
 
-class _Answers:
-    """Runs a model and records the networks that a super model selects."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.selected: list[str] = []
-        for part in model.modules():  # a super model may be inside an adapted model
-            if isinstance(part, Choosing):
-                part.register_forward_hook(lambda module, _images, _output: self.selected.extend(module.answered))
-
-    @torch.no_grad()
-    def to(self, images: Tensor) -> list[tuple[Tensor, str]]:
-        """Probabilities on the CPU and the network of every image; "" if it is not known."""
-        self.selected.clear()
-        outputs = self.model(images).float().cpu()
-        names = self.selected if len(self.selected) == len(images) else [""] * len(images)  # Tent runs a batch several times
-        return list(zip(outputs, names, strict=True))
-
-    @torch.no_grad()
-    def together(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[str, ...]]:
-        """The same for all slices of one volume, by a model of whole patients."""
-        assert isinstance(self.model, PatientPredictor)
-        outputs = self.model.predict_patient(parts).float().cpu()
-        names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
-        return outputs, tuple(names)
-
-
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
-    """Writes the masks of an input, and returns its rows of the table: one per picture or slice."""
+    """Writes the masks of an input, and returns its rows of the table: one per picture or slice; DataError for NaN or infinity."""
     prepared = prediction.prepared
+    if not torch.isfinite(prediction.probabilities).all():
+        raise DataError(f"{prepared.source.path}: the prediction is NaN or infinite; check the image's intensities")
     grid = None if prepared.grids is None else prepared.grids[0]
     if task.kind == "classification":
         results = [_classified(p, task) for p in prediction.probabilities]
@@ -364,7 +329,7 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
         whole = np.stack(masks, axis=task.slices.axis + 1) if prepared.volume else masks[0]
         files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
-        results = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
+        results = [{"mask": named, **sizes(mask, task, grid)} for mask in masks]
     models = [{"model": name} if name else {} for name in prediction.answered]
     numbers = range(len(results)) if prepared.volume else [""]
     image = str(prepared.source.path)

@@ -83,7 +83,7 @@ _OUTPUTS: Final = ("out_channels", "num_classes", "classes")
 _SIZES: Final = ("img_size", "input_image_size")
 _SHAPE: Final = "in_shape"  # (channels, ...)
 # Random weights without a download, a classification head, no activation after the logits.
-_FIXED: Final = {"pretrained": False, "progress": False, "classification": True}
+_FIXED: Final[dict[str, Any]] = {"pretrained": False, "progress": False, "classification": True}
 
 
 @cache
@@ -132,13 +132,12 @@ def _theirs(
     if build is None:
         raise unknown("network", name, {*NETWORKS, *monai_networks()}, "network")
     fixed = {
+        **_FIXED,
         **dict.fromkeys(_CHANNELS, in_channels),
         **dict.fromkeys(_OUTPUTS, out_channels),
-        "spatial_dims": spatial_dims,
         **dict.fromkeys(_SIZES, tuple(size)),
-        _SHAPE: (in_channels, *size),
-        **_FIXED,
     }
+    fixed |= {"spatial_dims": spatial_dims, _SHAPE: (in_channels, *size)}
     parameters = parameters_of(build)
     for argument in settings:
         if argument not in parameters or argument in fixed:
@@ -176,9 +175,6 @@ def _on_meta(build: Callable[[], nn.Module]) -> Any:
     except (ConfigError, RuntimeError):
         with seeded(0, "shapes"):
             return build().to("meta")
-
-
-# -- networks of a task --------------------------------------------------------------------------------------------------------
 
 
 def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:

@@ -17,15 +17,9 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
     Features are the 4096 activations before the last layer. Images need at least 32 pixels a side.
     """
     stages = _convolutions(in_channels, [[64], [128], [256, 256], [512, 512], [512, 512]], batch_norm=False)
-    body = nn.Sequential(
-        stages,
-        nn.AdaptiveAvgPool2d(7),
-        nn.Flatten(),
-        *(nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(dropout)),
-        *(nn.Linear(4096, 4096), nn.ReLU()),
-    )
-    network = FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(4096, out_channels)))
-    return _initialized(network)
+    layers = (nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU())
+    body = nn.Sequential(stages, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *layers)
+    return _initialized(FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(4096, out_channels))))
 
 
 def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64, spatial_dims: int = 2) -> FeatureNetwork:
@@ -111,12 +105,21 @@ def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> Feat
 
 def resnet18(in_channels: int, out_channels: int, small_images: bool = False, spatial_dims: int = 2) -> FeatureNetwork:
     """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling."""
-    return _resnet("basic", [2, 2, 2, 2], 512, in_channels, out_channels, small_images, spatial_dims)
+    return FeatureNetwork(resnet_body(in_channels, "basic", [2, 2, 2, 2], small_images, spatial_dims), nn.Linear(512, out_channels))
 
 
 def resnet50(in_channels: int, out_channels: int, small_images: bool = False, spatial_dims: int = 2) -> FeatureNetwork:
     """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling."""
-    return _resnet("bottleneck", [3, 4, 6, 3], 2048, in_channels, out_channels, small_images, spatial_dims)
+    return FeatureNetwork(resnet_body(in_channels, "bottleneck", [3, 4, 6, 3], small_images, spatial_dims), nn.Linear(2048, out_channels))
+
+
+def resnet_body(in_channels: int, block: str, layers: list[int], small_images: bool = False, spatial_dims: int = 2) -> Any:
+    """MONAI's ResNet without its last layer."""
+    from monai.networks.nets.resnet import ResNet
+
+    stem = {"n_input_channels": in_channels, "conv1_t_size": 3 if small_images else 7, "conv1_t_stride": 1 if small_images else 2}
+    kept = {"no_max_pool": small_images, "feed_forward": False, "bias_downsample": False}
+    return ResNet(block, layers, [64, 128, 256, 512], spatial_dims=spatial_dims, **stem, **kept)
 
 
 def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2, spatial_dims: int = 2) -> FeatureNetwork:
@@ -154,26 +157,6 @@ def _pooled_efficientnet(body: Any, out_channels: int, dropout: float) -> Featur
     features = body._fc.in_features
     body._dropout, body._fc = nn.Identity(), nn.Identity()
     return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
-
-
-def _resnet(
-    block: str, layers: list[int], features: int, in_channels: int, out_channels: int, small_images: bool, spatial_dims: int
-) -> FeatureNetwork:
-    from monai.networks.nets.resnet import ResNet
-
-    body = ResNet(
-        block,
-        layers,
-        [64, 128, 256, 512],
-        spatial_dims=spatial_dims,
-        n_input_channels=in_channels,
-        conv1_t_size=3 if small_images else 7,
-        conv1_t_stride=1 if small_images else 2,
-        no_max_pool=small_images,
-        feed_forward=False,
-        bias_downsample=False,
-    )
-    return FeatureNetwork(body, nn.Linear(features, out_channels))
 
 
 def _convolutions(in_channels: int, stages: Sequence[Sequence[int]], batch_norm: bool) -> nn.Sequential:

@@ -20,8 +20,7 @@ _COPIES: Final = 4  # of the weights: themselves, their gradients and Adam's two
 def check_network(task: TaskConfig) -> FeatureNetwork:
     """The task's network on the meta device, if it accepts the task's images and returns logits of the task's shape.
 
-    Raises:
-        ConfigError: otherwise; for a wrong image size, with a larger size that works.
+    ConfigError otherwise; for a wrong image size, with a larger size that works.
     """
     try:
         return _checked(task)

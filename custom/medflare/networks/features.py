@@ -19,7 +19,7 @@ _SHAPING = ("Alias", "AsStrided", "Clone", "Permute", "Select", "Slice", "Squeez
 
 
 def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
-    """Decorator of a network's method (images -> one or several tensors): it computes in the network's `precision` and returns float32."""
+    """Decorator of a network's `forward` and `features_and_output`: they compute in the network's `precision` and return float32."""
 
     @wraps(compute)
     def run(network: Any, images: Tensor) -> T:
@@ -37,26 +37,15 @@ class FeatureNetwork(nn.Module):
 
     Segmentation: features (N, D, H, W), the last decoder map at the image's size; logits (N, outputs, H, W).
     Classification: features (N, D), the pooled vector before the last layer; logits (N, outputs).
-
-    Attributes:
-        settings: the arguments of `catalogue.build_network` that build an equal network; empty if it was built otherwise.
-        precision: dtype of autocast (the weights stay float32); None: no autocast.
-        has_features: whether `features_and_output` works.
     """
 
-    precision: torch.dtype | None = None
-    has_features = True
-
-    def __init_subclass__(cls, **options: Any):
-        """Decorates what a subclass overrides."""
-        super().__init_subclass__(**options)
-        for name in {"forward", "features_and_output"} & vars(cls).keys():
-            setattr(cls, name, in_precision(vars(cls)[name]))
+    precision: torch.dtype | None = None  # of autocast (the weights stay float32); None: no autocast
+    has_features = True  # whether `features_and_output` works
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
         self.body, self.head = body, head
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # arguments of `catalogue.build_network` for an equal network; empty if it was built otherwise
         self._frozen: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
@@ -119,9 +108,6 @@ def example(in_channels: int, size: Sequence[int], device: torch.device | str) -
     return torch.zeros(2, in_channels, *size, device=device)
 
 
-# -- modules that were not written as body and head ----------------------------------------------------------------------------
-
-
 class WholeNetwork(FeatureNetwork):
     """A network of another library. It runs unchanged; its last layer is the head, the rest is the body.
 
@@ -140,16 +126,14 @@ class WholeNetwork(FeatureNetwork):
             parent, _, name = last.rpartition(".")
             setattr(network.get_submodule(parent), name, _LastLayer(layer))
 
+    @in_precision
     def forward(self, images: Tensor) -> Tensor:
         """The network's main output."""
         return main_output(self.body(images), images)
 
+    @in_precision
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the last layer, and the network's output.
-
-        Raises:
-            ConfigError: there is no last layer.
-        """
+        """The input of the last layer, and the network's output; ConfigError if there is no last layer."""
         if self.last is None:
             name = self.settings.get("spec", {}).get("name")
             raise ConfigError(f"network {name} has no feature layer (its output is not that of one layer); use another network")
@@ -185,11 +169,7 @@ class _LastLayer(nn.Module):
 def main_output(output: Any, images: Tensor) -> Tensor:
     """The logits (N, outputs, ...) in the output of a network for images (N, C, ...).
 
-    Args:
-        output: a tensor, or a list or tuple that begins with it; (N, heads, outputs, ...) is stacked deep supervision.
-
-    Raises:
-        ConfigError: any other output.
+    `output` is a tensor, or a list or tuple that begins with it, else ConfigError; (N, heads, outputs, ...) is stacked deep supervision.
     """
     if isinstance(output, list | tuple) and output:
         output = output[0]

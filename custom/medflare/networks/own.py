@@ -38,11 +38,7 @@ def trust(module: str) -> None:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The class or registered function of "package.module:name"; it is not called.
-
-    Raises:
-        ConfigError: the module is not trusted, or has no such class or registered function.
-    """
+    """The class or registered function of "package.module:name", not called; ConfigError if its module is not trusted, or has none."""
     module, _, attribute = name.partition(":")
     package = module.split(".")[0]
     named = [word.strip().rstrip(".") for word in os.environ.get(VARIABLE, "").split(",")]

@@ -1,11 +1,13 @@
 """Segmentation networks: MONAI's U-Net and DeepLab-v2 on MONAI's ResNet-18."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from medflare.networks.classifiers import resnet_body
 from medflare.networks.features import FeatureNetwork
 
 
@@ -21,11 +23,8 @@ def unet(
 
     Args:
         channels: feature maps by level; the image's sides must be multiples of 2 ** (levels - 1).
-        norm: "instance" (no state, as FedSM) or "batch".
+        norm: "instance" (no state, as FedSM) or "batch"; ValueError for another.
         num_res_units: residual units per level, 0 for plain convolutions.
-
-    Raises:
-        ValueError: another norm.
     """
     from monai.networks.blocks.acti_norm import ADN
     from monai.networks.layers.factories import Conv
@@ -39,20 +38,12 @@ def unet(
     return FeatureNetwork(nn.Sequential(body, last), Conv["conv", spatial_dims](channels[0], out_channels, kernel_size=1))
 
 
-class _DilatedResNet(nn.Module):
+def _dilated_resnet(in_channels: int) -> nn.Module:
     """MONAI's ResNet-18 without the last pooling; the last two stages have dilation instead of stride: output at 1/8 of the size."""
-
-    def __init__(self, in_channels: int):
-        super().__init__()
-        from monai.networks.nets.resnet import ResNet
-
-        layout = {"block": "basic", "layers": [2, 2, 2, 2], "block_inplanes": [64, 128, 256, 512]}
-        resnet = ResNet(**layout, spatial_dims=2, n_input_channels=in_channels, conv1_t_stride=2, feed_forward=False, bias_downsample=False)
-        self.stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.act, resnet.maxpool)
-        self.stages = nn.Sequential(resnet.layer1, resnet.layer2, _dilated(resnet.layer3, 2), _dilated(resnet.layer4, 4))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.stages(self.stem(images))
+    resnet = resnet_body(in_channels, "basic", [2, 2, 2, 2])
+    stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.act, resnet.maxpool)
+    stages = nn.Sequential(resnet.layer1, resnet.layer2, _dilated(resnet.layer3, 2), _dilated(resnet.layer4, 4))
+    return nn.Sequential(OrderedDict(stem=stem, stages=stages))
 
 
 def _dilated(stage: nn.Module, dilation: int) -> nn.Module:
@@ -84,4 +75,4 @@ def deeplab(in_channels: int, out_channels: int, width: int = 64, rates: Sequenc
     In the paper every branch has its own 1 x 1 convolutions before the sum; here the branches share one after it, so that there is one
     feature map to align. Interpolation and a 1 x 1 convolution commute. `rates` are the dilations of the branches.
     """
-    return FeatureNetwork(_AtrousPyramid(_DilatedResNet(in_channels), width, rates), nn.Conv2d(width, out_channels, kernel_size=1))
+    return FeatureNetwork(_AtrousPyramid(_dilated_resnet(in_channels), width, rates), nn.Conv2d(width, out_channels, kernel_size=1))

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, StateError
@@ -52,7 +54,10 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     path, network = find_weights(settings["file"], place), initial_network(task, seed)
     if (digest := file_digest(path)) != settings["sha256"]:
         raise ConfigError(f"weights {path}: sha256 is {digest[:16]}..., task {task.name} has {settings['sha256'][:16]}...")
-    state, template = _FORMATS[settings["format"]](path), network.state_dict()
+    try:
+        state, template = _FORMATS[settings["format"]](path), network.state_dict()
+    except (StateError, SafetensorError, OSError) as error:
+        raise ConfigError(f"weights {path}: {error}") from error
     from monai.networks.nets.efficientnet import EfficientNet
 
     # The first layer of torchvision's EfficientNets has this name.
@@ -74,44 +79,27 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
 
 
 def find_weights(file: str, place: Path | None = None) -> Path:
-    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file itself, or its folder), else that of an installed package.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file or its folder), else of a package; else ConfigError."""
     packaged = [weights for weights in PACKAGED.values() if weights.file == file]
     candidates: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT), *(weights.path for weights in packaged)]
     for folder in [Path(candidate).expanduser() for candidate in candidates if candidate]:
         path = folder if folder.is_file() else folder / file
         if path.is_file():
             return path
-    raise ConfigError(
-        f"weights {file}: not found; set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
-        f"{f', or {INSTALL}' if packaged else ''}"
-    )
-
-
-# -- packages ------------------------------------------------------------------------------------------------------------------
+    remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights){f', or {INSTALL}' if packaged else ''}"
+    raise ConfigError(f"weights {file}: not found; {remedy}")
 
 
 @dataclass(frozen=True)
 class Packaged:
-    """Weights of an installed package, and the images on which they were trained.
-
-    Attributes:
-        file, format: as in `network.weights`.
-        channels: of the images.
-        low, high: range of the scaled intensities.
-        step: the sides of the images are multiples of it.
-    """
+    """Weights of an installed package, in the format "torchvision", and the images on which they were trained."""
 
     package: str
-    file: str
-    format: str
+    file: str  # as in `network.weights`
     channels: int
-    low: float
+    low: float  # range of the scaled intensities
     high: float
-    step: int
+    step: int  # the sides of the images are multiples of it
 
     @property
     def path(self) -> Path | None:
@@ -121,30 +109,23 @@ class Packaged:
         return next((path for folder in folders if (path := Path(folder) / "models" / self.file).is_file()), None)
 
 
-PACKAGED: Final = {
-    "efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-57934424.pth", "torchvision", channels=3, low=-1.0, high=1.0, step=32)
-}
+PACKAGED: Final = {"efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-57934424.pth", channels=3, low=-1.0, high=1.0, step=32)}
 
 
 def packaged_weights(network: str) -> dict[str, Any]:
-    """The setting `network.weights` for the weights of an installed package.
-
-    Raises:
-        ConfigError: no package has weights for the network, or it is not installed.
-    """
+    """The setting `network.weights` for the weights of an installed package; ConfigError if there are none, or it is not installed."""
     if network not in PACKAGED:
         raise ConfigError(f"--pretrained: there are no weights for network {network}; use --network {', '.join(PACKAGED)}")
     packaged = PACKAGED[network]
     if packaged.path is None:
         raise ConfigError(f"--pretrained: the weights of {network} are not installed; {INSTALL}")
-    return {"file": packaged.file, "sha256": file_digest(packaged.path), "format": packaged.format, "part": "body"}
+    return {"file": packaged.file, "sha256": file_digest(packaged.path), "format": "torchvision", "part": "body"}
 
 
 def pretrained_settings(task: TaskConfig) -> dict[str, Any]:
     """The settings "network" and "intensity" of a 2-D task that starts from the weights of an installed package.
 
-    Raises:
-        ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of the weights.
+    ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of the weights.
     """
     name = task.network["name"]
     weights, packaged = packaged_weights(name), PACKAGED[name]
@@ -162,28 +143,11 @@ def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any
     return {**intensity, **ranged}
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------------
-
-
 def _read_delivered(path: Path) -> StateDict:
-    try:
-        message = read_message(path)
-    except StateError as error:
-        raise ConfigError(f"weights {path}: {error}") from error
+    message = read_message(path)
     if message.meta.get("kind") != "plain" or set(message.states) != {"model"}:
-        kind = message.meta.get("kind")
-        raise ConfigError(f"weights {path}: a model of kind {kind!r} has several networks; use a plain one (role global)")
+        raise StateError(f"a model of kind {message.meta.get('kind')!r} has several networks; use a plain one (role global)")
     return message.states["model"]
-
-
-def _read_safetensors(path: Path) -> StateDict:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"weights {path}: not a safetensors file ({error})") from error
 
 
 def _read_torch(path: Path) -> StateDict:
@@ -192,16 +156,16 @@ def _read_torch(path: Path) -> StateDict:
             warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error below says more
             content: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # of many kinds; its text may name functions chosen by the file
-        raise ConfigError(f"weights {path}: not a file of tensors only (other pickles could run code); save the state dict") from error
+        raise StateError("not a file of tensors only (other pickles could run code); save the state dict") from error
     content = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(content, Mapping) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ConfigError(f"weights {path}: holds no state dict (name -> tensor)")
+        raise StateError("holds no state dict (name -> tensor)")
     return dict(content)
 
 
 _FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
     "medflare": _read_delivered,
-    "safetensors": _read_safetensors,
+    "safetensors": load_file,
     "torch": _read_torch,
     "torchvision": _read_torch,
 }
@@ -217,10 +181,9 @@ def _by_name(state: Mapping[str, Tensor], network: FeatureNetwork) -> StateDict:
 def _by_order(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> StateDict:
     """The file's weights under our names, by their order; without its head, which is last, if only the body is required."""
     theirs, names = list(_without_counters(state).items()), list(_without_counters(required))
-    head = len(_without_counters(ours)) - len(names)
-    theirs = theirs[: len(theirs) - head] if len(theirs) > len(names) else theirs
-    matched = {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)}
-    return {**matched, **dict(theirs[len(names) :])}
+    if len(theirs) > len(names):
+        theirs = theirs[: len(theirs) + len(names) - len(_without_counters(ours))]
+    return {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)} | dict(theirs[len(names) :])
 
 
 def _without_counters(state: Mapping[str, Tensor]) -> StateDict:

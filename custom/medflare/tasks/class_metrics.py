@@ -183,14 +183,3 @@ def calibration_error(probabilities: Floats, targets: Array, weights: Floats, ta
         return ece(probabilities[:, 1], targets == 1, targets == 1, weights)
     correct = probabilities.argmax(axis=1) == targets
     return ece(probabilities.max(axis=1), correct, correct, weights)
-
-
-def unweighted(metric: Callable[[Floats, Array], float]) -> ClassMetric:
-    """A function of probabilities and targets, for example of scikit-learn, as a metric here: images repeat as often as they count."""
-
-    def weighted(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
-        rows = [np.repeat(np.arange(len(targets)), counts.astype(int)) for counts in weights.reshape(-1, len(targets))]
-        values = [metric(probabilities[row], targets[row]) for row in rows]
-        return np.array(values, dtype=float).reshape(weights.shape[:-1])
-
-    return weighted

@@ -27,20 +27,14 @@ _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: a
 
 @dataclass(frozen=True)
 class Cases:
-    """A model's predictions on one split. They are of single patients: they stay at the site.
+    """A model's predictions on one split. They are of single patients: they stay at the site."""
 
-    Attributes:
-        patients: segmentation: every patient once; classification: the patient of every image.
-        values: segmentation: metric -> float64 (patients,), the mean over a patient's defined classes, NaN where there is none.
-        probabilities: classification: float64 (images, outputs); None for segmentation.
-        targets: classification: long (images,), multilabel float (images, labels); None for segmentation.
-        structures: segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
-    """
-
-    patients: Sequence[str] = ()
+    patients: Sequence[str] = ()  # segmentation: every patient once; classification: the patient of every image
+    # Segmentation: metric -> float64 (patients,), the mean over a patient's defined classes, NaN where there is none.
     values: "Mapping[str, Tensor]" = field(default_factory=dict)
-    probabilities: "Tensor | None" = None
-    targets: "Tensor | None" = None
+    probabilities: "Tensor | None" = None  # classification: float64 (images, outputs); None for segmentation
+    targets: "Tensor | None" = None  # classification: long (images,), multilabel float (images, labels); None for segmentation
+    # Segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
     structures: "Mapping[str, Mapping[str, Tensor]]" = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,14 +100,12 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
         return {}
     from sklearn.metrics import confusion_matrix
 
-    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
-    if target == "multiclass":
-        matrices = [confusion_matrix(truth, probabilities.argmax(axis=1), labels=range(len(labels))).tolist()]
-    else:
-        pairs = zip(probabilities.T, truth.reshape(probabilities.shape).T, strict=True)
-        matrices = [confusion_matrix(t, p > 0.5, labels=range(2)).tolist() for p, t in pairs]
-    independent = len(set(cases.patients)) == len(cases.patients)
     curves = one_against_rest(cases, target, labels).values()
+    if target == "multiclass":
+        matrices = [confusion_matrix(cases.targets, cases.probabilities.argmax(dim=1), labels=range(len(labels))).tolist()]
+    else:
+        matrices = [confusion_matrix(positive, scores > 0.5, labels=[False, True]).tolist() for scores, positive in curves]
+    independent = len(set(cases.patients)) == len(cases.patients)
     return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
 
 

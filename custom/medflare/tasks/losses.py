@@ -74,62 +74,76 @@ class CrossEntropy(nn.Module):
         return functional.binary_cross_entropy_with_logits(logits, like_logits(targets, logits, multiclass=False), pos_weight=positive)
 
 
-class SoftDice(nn.Module):
-    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5.
+@cache
+def monai_losses() -> dict[str, Any]:
+    """Name -> class of every loss in `monai.losses`; those with a pretrained network would download its weights and are left out."""
+    from monai import losses
+
+    classes = [cls for name, cls in vars(losses).items() if inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__name__ == name]
+    return {cls.__name__: cls for cls in classes if "pretrained" not in inspect.signature(cls).parameters}
+
+
+class MonaiLoss(nn.Module):
+    """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions follow from the task.
+
+    Logits and targets of a classification task are passed as images of one pixel.
+    """
+
+    def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):
+        super().__init__()
+        cls = monai_losses()[name]
+        self._multiclass, self._dims = task.target == "multiclass", task.spatial_dims
+        defaults: dict[str, Any] = {"spatial_dims": task.spatial_dims}
+        if not any(activation in arguments for activation in _ACTIVATIONS):
+            defaults |= {"use_softmax": self._multiclass, "softmax": self._multiclass, "sigmoid": not self._multiclass}
+        if not self._multiclass:
+            defaults["include_background"] = True  # the first output is a label like the others
+        accepted = inspect.signature(cls).parameters
+        values = {argument: value for argument, value in defaults.items() if argument in accepted} | dict(arguments)
+        if isinstance(values.get("weight"), list):
+            values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
+        self._loss = cls(**values)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        truth = like_logits(targets, logits, multiclass=self._multiclass)
+        if logits.ndim == 2:
+            logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))
+        return self._loss(logits, truth)
+
+
+class SoftDice(MonaiLoss):
+    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5; ConfigError for a classification.
 
     Args:
         batch: pool the pixels of a batch, so that an image without foreground does not count as a miss.
         squared: square the denominator's terms (V-Net).
         include_background: whether class 0 of a multiclass task counts.
-
-    Raises:
-        ConfigError: a classification task.
     """
 
     def __init__(self, task: TaskConfig, batch: bool = False, squared: bool = False, include_background: bool = True):
-        super().__init__()
         if task.kind != "segmentation":
             raise ConfigError(f"loss dice: task {task.name} is a classification; use ce or focal")
-        from monai.losses.dice import DiceLoss
-
-        multiclass = task.target == "multiclass"
-        self._loss = DiceLoss(
-            include_background=include_background or not multiclass,
-            sigmoid=not multiclass,
-            softmax=multiclass,
-            squared_pred=squared,
-            batch=batch,
-        )
-        self._multiclass = multiclass
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
+        background = include_background or task.target != "multiclass"
+        super().__init__(task, "DiceLoss", {"include_background": background, "squared_pred": squared, "batch": batch})
 
 
-class Focal(nn.Module):
+class Focal(MonaiLoss):
     """Focal loss (Lin et al., 2017): cross entropy times (1 - p)^gamma, mean over images (and pixels).
 
     Multiclass uses the softmax probability of the true class, binary and multilabel one sigmoid per output.
 
     Args:
         gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass: not between 0 and 1, where the slope of (1 - p)^gamma is
-            infinite at p = 1.
-        weights: factor of every class (multiclass) or of every output, where there are several.
-
-    Raises:
-        ConfigError: weights for a task with one output, or a gamma without a gradient.
+            infinite at p = 1. Otherwise ConfigError.
+        weights: factor of every class (multiclass) or of every output, where there are several; ConfigError where there is one.
     """
 
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
-        super().__init__()
         if weights is not None and task.outputs == 1:
             raise ConfigError(f"loss focal: task {task.name} has one output, so weights would only scale the loss; leave them out")
-        self._multiclass = task.target == "multiclass"
-        if gamma < 0 or (self._multiclass and 0 < gamma < 1):
+        if gamma < 0 or (task.target == "multiclass" and 0 < gamma < 1):
             raise ConfigError(f"loss focal: gamma {gamma:g} has no gradient where the network is certain; take 0, or 1 or more")
-        from monai.losses.focal_loss import FocalLoss
-
-        self._loss = FocalLoss(gamma=gamma, use_softmax=self._multiclass, weight=_weights(task, weights))
+        super().__init__(task, "FocalLoss", {"gamma": gamma, "weight": _weights(task, weights)})
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         value: Tensor = self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
@@ -169,61 +183,17 @@ def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-@cache
-def monai_losses() -> dict[str, Any]:
-    """Name -> class of every loss in `monai.losses`; those with a pretrained network would download its weights and are left out."""
-    from monai import losses
-
-    classes = {name: cls for name, cls in vars(losses).items() if inspect.isclass(cls) and issubclass(cls, nn.Module)}
-    usable = {name: cls for name, cls in classes.items() if "pretrained" not in inspect.signature(cls).parameters}
-    return {name: cls for name, cls in usable.items() if cls.__name__ == name}
-
-
-class MonaiLoss(nn.Module):
-    """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions follow from the task.
-
-    Logits and targets of a classification task are passed as images of one pixel.
-    """
-
-    def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):
-        super().__init__()
-        cls = monai_losses()[name]
-        self._multiclass, self._dims = task.target == "multiclass", task.spatial_dims
-        defaults: dict[str, Any] = {"spatial_dims": task.spatial_dims}
-        if not any(activation in arguments for activation in _ACTIVATIONS):
-            defaults |= {"use_softmax": self._multiclass, "softmax": self._multiclass, "sigmoid": not self._multiclass}
-        if not self._multiclass:
-            defaults["include_background"] = True  # the first output is a label like the others
-        accepted = inspect.signature(cls).parameters
-        values = {argument: value for argument, value in defaults.items() if argument in accepted} | dict(arguments)
-        if isinstance(values.get("weight"), list):
-            values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
-        self._loss = cls(**values)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        truth = like_logits(targets, logits, multiclass=self._multiclass)
-        if logits.ndim == 2:
-            logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))
-        return self._loss(logits, truth)
-
-
 def example(task: TaskConfig) -> tuple[Tensor, Tensor]:
-    """Logits (2, outputs, ...) and targets of two small images with different class frequencies."""
+    """Logits (2, outputs, ...) and targets of two small images."""
     sides = [_SIDE] * task.spatial_dims if task.kind == "segmentation" else []
-    logits = torch.linspace(-2, 2, 2 * task.outputs * _SIDE ** len(sides)).reshape(2, task.outputs, *sides)
-    if task.target == "multiclass":
-        fractions = torch.linspace(0, 0.99, 2 * _SIDE ** len(sides)).square() * len(task.labels)
-        return logits, fractions.long().reshape(2, *sides)
-    return logits, (torch.arange(logits.numel()).reshape(logits.shape) % 3 == 0).long()
+    logits = torch.arange(2 * task.outputs * _SIDE ** len(sides)).sin().reshape(2, task.outputs, *sides)
+    return logits, logits.argmax(dim=1) if task.target == "multiclass" else (logits > 0).long()
 
 
 def pools_images(task: TaskConfig) -> str | None:
-    """Why the loss of a batch is not the mean of its images' losses (as DP-SGD needs), with the remedy; None if it is that mean."""
+    """Why the loss of a batch may not be the mean of its images' losses (as DP-SGD needs), with the remedy; None if it is that mean."""
     if task.loss["name"] not in LOSSES:
-        loss, (logits, targets) = build_loss(task), example(task)
-        single = torch.stack([loss(logits[row : row + 1], targets[row : row + 1]) for row in range(2)]).mean()
-        if not torch.allclose(loss(logits, targets), single, rtol=1e-4):
-            return "the loss of a batch is not the mean of its images' losses; use ce, dice or focal, or other arguments"
+        return "MONAI's losses may pool the images of a batch; use ce, dice or focal"
     if task.loss.get("batch"):
         return "batch=true pools the pixels of a batch; set task.loss.batch=false"
     if task.loss.get("weights") and task.target == "multiclass" and task.loss["name"] in ("ce", "dice_ce"):

@@ -24,31 +24,16 @@ _COUNTS: Final = "counts"  # entry of `Measured.parts` beside the metrics of mas
 
 @dataclass
 class Scores:
-    """Metrics of one model on one split.
+    """Metrics of one model on one split; (patient, class) pairs are left out where a metric is undefined."""
 
-    Attributes:
-        values: metric -> value; None where it is undefined.
-        undefined: metric -> why it is None.
-        left_out: (patient, class) pairs whose Dice and IoU are 0/0: neither truth nor prediction has a pixel.
-        hd95_left_out: (patient, class) pairs without an image in which truth and prediction both have pixels.
-        cases: the values of single patients; empty where nothing could be scored.
-    """
-
-    values: dict[str, float | None]
-    undefined: dict[str, str] = field(default_factory=dict)
-    left_out: int = 0
-    hd95_left_out: int = 0
-    cases: Cases = field(default_factory=Cases, repr=False, compare=False)
+    values: dict[str, float | None]  # None where it is undefined
+    undefined: dict[str, str] = field(default_factory=dict)  # metric -> why it is None
+    left_out: int = 0  # pairs whose Dice and IoU are 0/0: neither truth nor prediction has a pixel
+    hd95_left_out: int = 0  # pairs without an image in which truth and prediction both have pixels
+    cases: Cases = field(default_factory=Cases, repr=False, compare=False)  # single patients; empty where nothing could be scored
 
     def set(self, metric: str, value: float) -> None:
-        """Record a value; for NaN, None and the reason.
-
-        Examples:
-            >>> scores = Scores({})
-            >>> scores.set("auc_macro", math.nan)
-            >>> scores
-            Scores(values={'auc_macro': None}, undefined={'auc_macro': 'the true labels hold a single class'}, left_out=0, hd95_left_out=0)
-        """
+        """Record a value; for NaN, None and the reason."""
         self.values[metric] = None if math.isnan(value) else value
         if math.isnan(value):
             self.undefined[metric] = metric_table()[metric].undefined
@@ -56,21 +41,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class Measured:
-    """What metrics are computed from, image by image: counts and distances of masks, probabilities of classes. It holds no mask.
-
-    Attributes:
-        task: the images' task.
-        metrics: names, of `TaskConfig.metrics`.
-        parts: name -> a row (N, ...) for every image.
-        finite: bool (N,), whether the model's output is finite.
-        structures: names of the measured structures; empty for classification.
-    """
+    """What metrics are computed from, image by image: counts and distances of masks, probabilities of classes. It holds no mask."""
 
     task: TaskConfig
-    metrics: Sequence[str]
-    parts: dict[str, Tensor]
-    finite: Tensor
-    structures: tuple[str, ...] = ()
+    metrics: Sequence[str]  # names, of `TaskConfig.metrics`
+    parts: dict[str, Tensor]  # name -> a row (N, ...) for every image
+    finite: Tensor  # bool (N,), whether the model's output is finite
+    structures: tuple[str, ...] = ()  # names of the measured structures; empty for classification
 
     def of(self, rows: Sequence[int] | Tensor) -> "Measured":
         """Some of the images, in this order."""
@@ -126,14 +103,11 @@ class Measured:
 
 
 def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str], annotation: Annotation | None = None) -> Measured:
-    """What the named metrics are computed from; only one portion of images is in memory.
+    """What the named metrics are computed from (ConfigError for an unknown one); only one portion of images is in memory.
 
     Args:
         portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
         annotation: the structures that count; None: all of the task.
-
-    Raises:
-        ConfigError: an unknown metric.
     """
     annotation = annotation or Annotation(task)
     table = metric_table()

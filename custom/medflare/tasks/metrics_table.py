@@ -174,47 +174,41 @@ def _of_masks(measure: Callable[..., "Tensor"], *settings: str, millimetres: boo
     return compute
 
 
-_in_millimetres: Final = partial(_of_masks, millimetres=True)
+_in_mm: Final = partial(_of_masks, millimetres=True)
 _EMPTY: Final = "no image has a foreground pixel, true or predicted (0/0)"
 _NOT_BOTH: Final = "no image has both true and predicted foreground"
 _ONE_CLASS: Final = "the true labels hold a single class"
 _NO_LABEL: Final = "no image has a label"
-_NO_SPACING: Final = ", or the voxel spacing is unknown"
+_EMPTY_MM: Final = f"{_EMPTY}, or the voxel spacing is unknown"
+_NOT_BOTH_MM: Final = f"{_NOT_BOTH}, or the voxel spacing is unknown"
 _ERROR: Final[Mapping[str, Any]] = {"lower_is_better": True, "bounds": (0.0, 1e6)}
 _DISTANCE: Final[Mapping[str, Any]] = {**_ERROR, "digits": 1}
+_of_classes: Final = partial(Metric, "classes")
 METRICS: Final[Mapping[str, Metric]] = {
     "dice": Metric("counts", "Dice", dice, _EMPTY, default=True),
     "iou": Metric("counts", "IoU", iou, _EMPTY, default=True),
     "hd95": Metric("masks", "HD95 (px)", _of_masks(boundary_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2, default=True),
-    "hd95_mm": Metric(
-        "masks", "HD95 (mm)", _in_millimetres(boundary_distance), _NOT_BOTH + _NO_SPACING, **_DISTANCE, spatial_dims=3, default=True
-    ),
-    "surface_dice": Metric(
-        "masks", "surface Dice", _in_millimetres(surface_dice, "surface_tolerance"), _EMPTY + _NO_SPACING, spatial_dims=3, default=True
-    ),
+    "hd95_mm": Metric("masks", "HD95 (mm)", _in_mm(boundary_distance), _NOT_BOTH_MM, **_DISTANCE, spatial_dims=3, default=True),
+    "surface_dice": Metric("masks", "surface Dice", _in_mm(surface_dice, "surface_tolerance"), _EMPTY_MM, spatial_dims=3, default=True),
     "assd": Metric("masks", "ASSD (px)", _of_masks(average_surface_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2),
-    "assd_mm": Metric(
-        "masks", "ASSD (mm)", _in_millimetres(average_surface_distance), _NOT_BOTH + _NO_SPACING, **_DISTANCE, spatial_dims=3
-    ),
+    "assd_mm": Metric("masks", "ASSD (mm)", _in_mm(average_surface_distance), _NOT_BOTH_MM, **_DISTANCE, spatial_dims=3),
     "volume_error": Metric("counts", "volume error", volume_error, "no image has a true foreground pixel", **_ERROR),
     "lesion_f1": Metric("masks", "lesion F1", _of_masks(lesion_f1), _EMPTY),
-    "accuracy": Metric("classes", "accuracy", classes.accuracy, _ONE_CLASS, default=True),
-    "balanced_accuracy": Metric(
-        "classes", "balanced accuracy", classes.macro(classes.sensitivity, negative_of=("binary", "multilabel")), _ONE_CLASS, default=True
+    "accuracy": _of_classes("accuracy", classes.accuracy, _ONE_CLASS, default=True),
+    "balanced_accuracy": _of_classes(
+        "balanced accuracy", classes.macro(classes.sensitivity, ("binary", "multilabel")), _ONE_CLASS, default=True
     ),
-    "f1_macro": Metric(
-        "classes", "F1 (macro)", classes.macro(classes.f1, negative_of=("binary",)), "no label occurs or is predicted (0/0)", default=True
+    "f1_macro": _of_classes("F1 (macro)", classes.macro(classes.f1, ("binary",)), "no label occurs or is predicted (0/0)", default=True),
+    "auc_macro": _of_classes("AUC (macro)", classes.macro(classes.auc), _ONE_CLASS, default=True),
+    "auprc_macro": _of_classes("AUPRC (macro)", classes.macro(classes.auprc), _NO_LABEL),
+    "sensitivity_macro": _of_classes("sensitivity (macro)", classes.macro(classes.sensitivity), _NO_LABEL),
+    "specificity_macro": _of_classes("specificity (macro)", classes.macro(classes.specificity), _ONE_CLASS),
+    "ppv_macro": _of_classes("positive predictive value (macro)", classes.macro(classes.ppv), "no label is predicted"),
+    "quadratic_kappa": _of_classes(
+        "quadratic weighted kappa", classes.quadratic_kappa, "truth and prediction hold a single class", bounds=(-1.0, 1.0)
     ),
-    "auc_macro": Metric("classes", "AUC (macro)", classes.macro(classes.auc), _ONE_CLASS, default=True),
-    "auprc_macro": Metric("classes", "AUPRC (macro)", classes.macro(classes.auprc), _NO_LABEL),
-    "sensitivity_macro": Metric("classes", "sensitivity (macro)", classes.macro(classes.sensitivity), _NO_LABEL),
-    "specificity_macro": Metric("classes", "specificity (macro)", classes.macro(classes.specificity), _ONE_CLASS),
-    "ppv_macro": Metric("classes", "positive predictive value (macro)", classes.macro(classes.ppv), "no label is predicted"),
-    "quadratic_kappa": Metric(
-        "classes", "quadratic weighted kappa", classes.quadratic_kappa, "truth and prediction hold a single class", bounds=(-1.0, 1.0)
-    ),
-    "brier": Metric("classes", "Brier score", classes.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)),
-    "ece": Metric("classes", "calibration error", classes.calibration_error, "no image", lower_is_better=True),
+    "brier": _of_classes("Brier score", classes.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)),
+    "ece": _of_classes("calibration error", classes.calibration_error, "no image", lower_is_better=True),
 }
 
 

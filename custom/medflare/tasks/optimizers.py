@@ -36,16 +36,13 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer]":
 def build_optimizer(
     settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, norm: float | None = None, value: float | None = None
 ) -> "Optimizer":
-    """torch's optimizer of `parameters`.
+    """torch's optimizer of `parameters`; ConfigError for an unknown name, or an argument or value that torch's class does not accept.
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         place: the beginning of a message, for example "task brain_lgg".
         norm: maximum norm of all gradients together, before every step; None: no maximum.
         value: maximum absolute value of each number of a gradient; None: no maximum.
-
-    Raises:
-        ConfigError: an unknown name, or an argument or value that torch's class does not accept.
     """
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -71,21 +68,16 @@ def build_optimizer(
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
-    """Raises ConfigError as `build_optimizer` does, before the run starts.
-
-    torch validates the values before it reads the parameters. No optimizer is built, because torch's first one takes a second (imports).
-    """
+    """Raises ConfigError as `build_optimizer` does, before the run starts; no optimizer is built: torch's first one takes a second."""
     with suppress(_ValuesValid):
-        build_optimizer(settings, _no_parameters(), place)
+        build_optimizer(settings, _ValuesValid(), place)
 
 
 class _ValuesValid(Exception):
-    """torch has validated all values and reads the parameters."""
+    """In place of parameters: raised when torch, which has validated all values by then, reads them."""
 
-
-def _no_parameters() -> "Iterator[nn.Parameter]":
-    raise _ValuesValid
-    yield
+    def __iter__(self) -> "Iterator[nn.Parameter]":
+        raise self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -153,11 +145,7 @@ SCHEDULES: Final[dict[str, type[Schedule]]] = {"constant": Schedule, "step": Ste
 
 
 def build_schedule(settings: Any) -> Any:
-    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; as a pydantic validator.
-
-    Raises:
-        ValueError: an unknown name, or a setting or value that the schedule does not have.
-    """
+    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; a pydantic validator, ValueError for what is wrong in it."""
     if not isinstance(settings, Mapping):
         return settings
     name = str(settings.get("name"))

@@ -26,19 +26,13 @@ _DIGITS: Final = 7
 
 @dataclass(frozen=True)
 class Summary:
-    """A model on one split.
+    """A model on one split."""
 
-    Attributes:
-        metrics: metric -> value; None where it is undefined.
-        cases: predictions of single patients; they stay at the site.
-        by_label: structure or class -> metric -> value. Of a structure the metrics of the task, of a class those of
-            `class_metrics.ONE_CLASS`; empty with more than `MOST_LABELS` of them.
-        intervals: structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
-    """
-
-    metrics: Values
-    cases: Cases = field(default_factory=Cases, repr=False)
+    metrics: Values  # metric -> value; None where it is undefined
+    cases: Cases = field(default_factory=Cases, repr=False)  # predictions of single patients; they stay at the site
+    # Structure -> the task's metrics, class -> those of `class_metrics.ONE_CLASS`; empty with more than `MOST_LABELS` of them.
     by_label: Mapping[str, Values] = field(default_factory=dict)
+    # Structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
     intervals: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
 
 
@@ -60,9 +54,7 @@ def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[s
         return {}
     random = numpy_generator(0, "bootstrap over patients")
     counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    batches = [
-        _values(cases, metrics, task, counts[start : start + _BATCH][:, rows].astype(float)) for start in range(0, RESAMPLES, _BATCH)
-    ]
+    batches = [_values(cases, metrics, task, part[:, rows].astype(float)) for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH))]
     intervals: dict[str, dict[str, Interval]] = {}
     for label, values in batches[0].items():
         for metric in values:

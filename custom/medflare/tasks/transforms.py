@@ -24,51 +24,43 @@ def is_usual(settings: Mapping[str, Any]) -> bool:
     return settings["name"] in frozenset.union(*_USUAL.values()) and not SIZING & settings.keys()
 
 
-@cache
 def intensity_transforms() -> tuple[str, ...]:
     """Names of MONAI's deterministic intensity transforms."""
     return tuple(name for name in _dictionary_forms("intensity") if not name.startswith("Rand") and name not in _NOT_INTENSITY)
 
 
-@cache
 def spatial_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms that move pixels, and the mask with them."""
     names = tuple(name for name in _dictionary_forms("spatial") if name.startswith("Rand") and name not in _NOT_SPATIAL)
     return (*names, "RandSmoothDeform")
 
 
-@cache
 def photometric_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms of intensities only."""
     smooth = (name for name in smooth_augmentations() if name not in spatial_augmentations())
     return ("RandSimulateLowResolution", *(name for name in _dictionary_forms("intensity") if name.startswith("Rand")), *smooth)
 
 
-@cache
 def smooth_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms by a smooth field, which depend on the image size."""
-    return tuple(_dictionary_forms("smooth_field"))
+    return _dictionary_forms("smooth_field")
 
 
-def _dictionary_forms(package: str) -> list[str]:
+@cache
+def _dictionary_forms(package: str) -> tuple[str, ...]:
     """Names, without the d, of the dictionary transforms of a package in monai.transforms, sorted."""
     module = import_module(f"monai.transforms.{package}.dictionary")
     names = [name for name, cls in vars(module).items() if getattr(cls, "__module__", "") == module.__name__ and name == cls.__name__]
-    return sorted(name.removesuffix("d") for name in names if name.endswith("d"))
+    return tuple(sorted(name.removesuffix("d") for name in names if name.endswith("d")))
 
 
 def check_transforms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Validate the names of transforms, {"name": ..., arguments} each; `place` is the beginning of a message.
-
-    Raises:
-        ConfigError: a name that MONAI does not have there, or the argument keys, which follows from the task.
-    """
-    for setting, transforms in (("intensity", [intensity]), ("augment", augment)):
-        for settings in transforms:
-            name = settings["name"]
-            if "keys" in settings:
-                raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
-            if name not in _USUAL[setting]:
-                names = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
-                if name not in names:
-                    raise unknown("transform", name, names, f"{place}: {setting}")
+    """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there, or with the argument keys."""
+    for setting, settings in [("intensity", intensity), *(("augment", transform) for transform in augment)]:
+        name = settings["name"]
+        if "keys" in settings:
+            raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
+        if name not in _USUAL[setting]:
+            names = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
+            if name not in names:
+                raise unknown("transform", name, names, f"{place}: {setting}")

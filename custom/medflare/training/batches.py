@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def in_order(count: int, size: int) -> list[Tensor]:
     """The rows of `count` images in batches of `size`, long (<= size,) each."""
-    return _batches(torch.arange(count), size)
+    return list(torch.arange(count).split(size)) if count else []
 
 
 def samples_in(count: int, size: int) -> int:
@@ -45,15 +45,11 @@ def in_random_order(count: int, size: int, seed: int, *keys: Key, weights: Tenso
         order = torch.randperm(count, generator=generator)
     else:
         order = torch.multinomial(weights, count, replacement=True, generator=generator)
-    batches = _batches(order, size)
+    batches = list(order.split(size)) if count else []
     if size > 1 and batches and len(batches[-1]) == 1:
         last = batches.pop()
         batches.append(torch.cat([batches.pop(), last]) if batches else last.repeat(samples_in(1, size)))
     return batches
-
-
-def _batches(order: Tensor, size: int) -> list[Tensor]:
-    return list(order.split(size)) if len(order) else []
 
 
 def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
@@ -90,11 +86,6 @@ def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]
     return task.classes, targets.reshape(-1, 1) == torch.arange(len(task.classes))
 
 
-def _pinned(batch: Any) -> Any:
-    """Whole images and targets in pinned memory, from which the copy to a GPU does not wait; images to be cut are not copied as a whole."""
-    return tuple(part.pin_memory() for part in batch) if isinstance(batch, tuple) else batch
-
-
 def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]) -> Iterator[tuple[Tensor, T]]:
     """Batches of rows with what `read` returns for them, in order; images on disk, or for a GPU, are read by a thread ahead of their use.
 
@@ -109,11 +100,17 @@ def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], 
     if data.in_memory and not on_gpu:
         yield from ((rows, read(rows)) for rows in batches)
         return
+
+    def load(rows: Tensor) -> Any:
+        """Whole images and targets in pinned memory, from which the copy to a GPU does not wait; images to be cut as they are."""
+        batch: Any = read(rows)
+        return tuple(part.pin_memory() for part in batch) if on_gpu and isinstance(batch, tuple) else batch
+
     waiting: deque[tuple[Tensor, Future[T]]] = deque()
     reader = ThreadPoolExecutor(1, "read-ahead")
     try:
         for rows in batches:
-            waiting.append((rows, reader.submit(lambda part: _pinned(read(part)) if on_gpu else read(part), rows)))
+            waiting.append((rows, reader.submit(load, rows)))
             if len(waiting) > _AHEAD:
                 first, future = waiting.popleft()
                 yield first, future.result()

@@ -16,19 +16,12 @@ _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}  # d
 
 @dataclass(frozen=True)
 class Computing:
-    """Device, precision and memory format of a site's networks and batches.
-
-    Attributes:
-        device: of networks and batches.
-        precision: the task's, one of `PRECISIONS`.
-        channels_last: use torch's channels-last memory format; sums are in another order.
-        compiled: whether torch compiles networks at their first use.
-    """
+    """Device, precision and memory format of a site's networks and batches."""
 
     device: torch.device
-    precision: str = "fp32"
-    channels_last: bool = False
-    compiled: bool = False
+    precision: str = "fp32"  # the task's, one of `PRECISIONS`
+    channels_last: bool = False  # use torch's channels-last memory format; sums are in another order
+    compiled: bool = False  # whether torch compiles networks at their first use
 
     def placed(self, network: FeatureNetwork) -> FeatureNetwork:
         """The network, changed in place; names and values of its state stay the same."""
@@ -51,11 +44,7 @@ class Computing:
 
 
 def check_precision(precision: str, device: torch.device, place: str) -> None:
-    """Refuse bf16 on a GPU that only emulates it.
-
-    Raises:
-        ConfigError: the device does not have the task's precision.
-    """
+    """Raises ConfigError for bf16 on a GPU that only emulates it."""
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"{place}: device {str(device)!r} ({name}) has no bf16, which the task asks for; set precision 'fp16' or 'fp32'")
@@ -71,13 +60,9 @@ def be_deterministic() -> None:
 
 
 def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.device:
-    """The torch device of that name.
+    """The torch device of that name; ConfigError if torch does not know it, or this machine does not have it.
 
-    Args:
-        initialize: try it; a process that has initialized a GPU cannot be forked any more. Otherwise GPUs are only counted.
-
-    Raises:
-        ConfigError: torch does not know it, or this machine does not have it.
+    `initialize`: try it; a process that has initialized a GPU cannot be forked any more. Otherwise GPUs are only counted.
     """
     try:
         device = torch.device(name)
@@ -89,7 +74,5 @@ def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.de
         try:
             torch.zeros(1, device=device).item()
         except Exception as error:  # torch accepts names of devices that its build lacks; every backend raises its own exception
-            raise ConfigError(
-                f"{place}: device {name!r} is not available here ({one_line(error)}); use cpu, or install a driver"
-            ) from error
+            raise ConfigError(f"{place}: device {name!r} is not usable here ({one_line(error)}); use cpu, or install a driver") from error
     return device

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +21,6 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets)
 _OPTIMIZER = "optimizer/"  # prefix of states in an algorithm's memory
 _SCALER = "scaler."  # prefix of the scaler's numbers in an optimizer's state
 _SCALERS: WeakKeyDictionary[torch.optim.Optimizer, GradScaler] = WeakKeyDictionary()
-
-
-# -- epochs ----------------------------------------------------------------------------------------------------------------
 
 
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
@@ -128,9 +126,6 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-# -- steps -----------------------------------------------------------------------------------------------------------------
-
-
 class Steps:
     """An optimizer's steps at a site.
 
@@ -181,21 +176,13 @@ class Steps:
 
 def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
     """The scaler of an optimizer's losses; made at its first use."""
-    if optimizer not in _SCALERS:
-        _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
-    return _SCALERS[optimizer]
-
-
-# -- the optimizer's memory ------------------------------------------------------------------------------------------------
+    return _SCALERS.setdefault(optimizer, GradScaler(optimizer.param_groups[0]["params"][0].device.type))
 
 
 @contextmanager
 def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restores the optimizer's moments afterwards."""
-    before = {
-        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
-        for weight, slots in optimizer.state.items()
-    }
+    before = {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
     try:
         yield
     finally:
@@ -204,27 +191,22 @@ def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
-    """The optimizer's tensors (Adam's moments and step, momentum) as "index of the parameter.slot"; and its scaler's numbers, if any."""
+    """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the parameter.slot"; of its scaler the numbers."""
     scaler = _SCALERS[optimizer].state_dict() if optimizer in _SCALERS else {}
     packed = {f"{_SCALER}{name}": torch.tensor(float(value)) for name, value in scaler.items()}
     for index, slots in optimizer.state_dict()["state"].items():
         packed |= {f"{index}.{slot}": torch.as_tensor(value) for slot, value in slots.items() if value is not None}
-    return packed
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in packed.items()}
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
     """Restore what `pack_optimizer` returned, into an optimizer of the same parameters; its learning rate is kept."""
     slots: dict[int, dict[str, Tensor]] = {}
-    numbers: dict[str, float] = {}
-    for key, value in packed.items():
-        if key.startswith(_SCALER):
-            numbers[key.removeprefix(_SCALER)] = value.item()
-            continue
-        index, slot = key.split(".", 1)
-        slots.setdefault(int(index), {})[slot] = value.clone()
-    if numbers:
+    for index, slot in (key.split(".", 1) for key in packed if not key.startswith(_SCALER)):
+        slots.setdefault(int(index), {})[slot] = packed[f"{index}.{slot}"].clone()
+    if any(key.startswith(_SCALER) for key in packed):
         scaler = scaler_of(optimizer)
-        scaler.load_state_dict({name: type(value)(numbers[name]) for name, value in scaler.state_dict().items()})
+        scaler.load_state_dict({name: type(value)(packed[_SCALER + name].item()) for name, value in scaler.state_dict().items()})
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -239,12 +221,10 @@ class OptimizerMemory:
 
     def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer with the kept moments of its purpose, if there are any."""
-        packed = self._memory.states.get(_OPTIMIZER + purpose)
-        if packed is not None:
+        if (packed := self._memory.states.get(_OPTIMIZER + purpose)) is not None:
             unpack_optimizer(optimizer, packed)
         return optimizer
 
     def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
         """Keep the optimizer's moments."""
-        packed = pack_optimizer(optimizer)
-        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in packed.items()}
+        self._memory.states[_OPTIMIZER + purpose] = pack_optimizer(optimizer)

@@ -89,8 +89,6 @@ class Site:
         patients = len(set(self.data.train.patients))
         return range_of(self.data.acquired, patients, self.task.spatial_dims, minimum_patients)
 
-    # -- training ----------------------------------------------------------------------------------------------------------------
-
     def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`."""
         return self.computing.placed(initial_network(self.task, self.seed, purpose, spec, outputs, self.start))
@@ -138,8 +136,6 @@ class Site:
         if self.abort():
             raise Aborted(f"site {self.name}: stopped on request")
         return Batch(self.computing.moved(images), self.computing.moved(targets), index)
-
-    # -- scoring -----------------------------------------------------------------------------------------------------------------
 
     def predictor(self, model: nn.Module) -> Probabilities:
         """A model of logits as a model of the task's probabilities."""
