@@ -61,7 +61,9 @@ def add_commands(app: typer.Typer) -> None:
 def init(
     root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images, unpacked")],
     kind: Annotated[Kind | None, typer.Option(help="(default: by the folder)")] = None,
-    table: Annotated[Path | None, typer.Option(metavar="CSV", help="With a row per image, CSV or TSV (default: the folder's)")] = None,
+    table: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="CSV or TSV with a row per image (default: the one in the folder)")
+    ] = None,
     image_column: Annotated[str, typer.Option(metavar="NAME", help="File of the image: path, name, or name without suffix")] = "",
     label_column: Annotated[str, typer.Option(metavar="NAMES", help="Class; or several columns of 0 and 1, separated by commas")] = "",
     mask_column: Annotated[str, typer.Option(metavar="NAMES", help="Mask file; or several columns, one per structure")] = "",
@@ -103,7 +105,9 @@ def init(
 def phantom(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist")],
     kind: Annotated[Kind, typer.Option(help="segmentation: images/ and masks/; classification: a folder per grade")] = "segmentation",
-    layout: Annotated[Layout, typer.Option("--format", help="PNG; PNG of three hospitals in a table; DICOM (masks stay PNG)")] = "png",
+    layout: Annotated[
+        Layout, typer.Option("--format", help="PNG files; PNG files of three hospitals in a table; DICOM files (masks stay PNG)")
+    ] = "png",
 ) -> int:
     """Write synthetic photographs of the optic disc, to try the other commands without images of your own."""
     from medflare.core.store import make_folder

@@ -51,7 +51,9 @@ def create_job(
     out: Annotated[Path, typer.Option(help="Job folder to write")],
     track: Track = None,
     no_byoc: Annotated[bool, typer.Option("--no-byoc", help="Without app/custom/: for hospitals that reject jobs with code")] = False,
-    embed_code: Annotated[bool, typer.Option("--embed-code", help="app/custom/ holds medflare; sites need torch, monai, nvflare")] = False,
+    embed_code: Annotated[
+        bool, typer.Option("--embed-code", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
+    ] = False,
 ) -> int:
     """Write a FLARE job folder for the simulator, POC or production; `medflare job METHOD` is short for it."""
     from medflare.evaluation.presentation import format_bytes

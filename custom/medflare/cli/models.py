@@ -32,10 +32,13 @@ def predict(
     images: Annotated[list[Path], typer.Argument(help="PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them")],
     out: Annotated[Path, typer.Option(help="Folder for masks and predictions.csv")],
     adapt: Annotated[
-        Literal["auto", "none", "tent", "dsbn"], typer.Option(help="Test-time adaptation; auto: that of the method; none: as delivered")
+        Literal["auto", "none", "tent", "dsbn"],
+        typer.Option(help="Test-time adaptation to these images; auto: that of the model's method; none: as delivered"),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    max_pixels: Annotated[int | None, typer.Option(help="Maximum pixels of an image, before decoding (default: 8192 x 8192)")] = None,
+    max_pixels: Annotated[
+        int | None, typer.Option(help="Maximum pixels of an image, checked before decoding (default: 8192 x 8192)")
+    ] = None,
     max_voxels: Annotated[int | None, typer.Option(help="Maximum voxels of a volume (default: 512 x 512 x 1024)")] = None,
     unsigned: Unsigned = False,
     strict: Annotated[bool, typer.Option("--strict", help="Images outside the range of the training images fail")] = False,

@@ -26,14 +26,21 @@ TASK: Final = "task."  # prefix of a task's setting in --set
 SET_HELP: Final = "a setting of the task (task.batch_size=8); may be repeated"
 
 DataRoot = Annotated[
-    Path | None, typer.Option(help="Folder with a folder per site (default: MEDFLARE_DATA_ROOT, else embedded images)", metavar="DATA")
+    Path | None,
+    typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
 ]
 Device = Annotated[str | None, typer.Option(help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)")]
 Track = Annotated[
     str | None,
-    typer.Option(help="Where curves and metrics go (default: TensorBoard files)", metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none"),
+    typer.Option(
+        help="Where the run's curves, test metrics and settings go (default: TensorBoard files beside results.json)",
+        metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none",
+    ),
 ]
-CsvFile = Annotated[Path | None, typer.Option(help="Write the test metrics: a row per site, model, structure or class, and metric")]
+CsvFile = Annotated[
+    Path | None,
+    typer.Option(help="Write the test metrics into this file: a row per site, model, structure or class, and metric, with intervals"),
+]
 _Command = Callable[..., Any]
 
 

@@ -24,7 +24,10 @@ EVALUATE: Final = "evaluate"  # the method that tests the model of --model
 _OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
 Workers = Annotated[
     int | None,
-    typer.Option(help="Sites that train at once in the plain loop, each with OMP_NUM_THREADS threads (default: one, on all cores)"),
+    typer.Option(
+        help="Sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); the models do "
+        "not depend on it (default: one site after the other, on all cores)"
+    ),
 ]
 
 
@@ -64,20 +67,32 @@ def add_commands(app: typer.Typer) -> None:
 class Federation:
     """The method with its algorithms and hyper-parameters, and the task."""
 
-    method: Annotated[str, typer.Argument(help="A method (`medflare methods`), or without training: evaluate (with --model), fingerprint")]
+    method: Annotated[
+        str, typer.Argument(help="fedavg, fedsm, ... (see `medflare methods`), or without training: evaluate (with --model), fingerprint")
+    ]
     site_algorithm: Annotated[str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")] = None
     server_algorithm: Annotated[str | None, typer.Option(help="Use the server algorithm of another method", metavar="METHOD")] = None
-    task: Annotated[str | None, typer.Option(help="Preset name or JSON file, see app_configs/ (default: MODEL's, else phantom)")] = None
+    task: Annotated[
+        str | None,
+        typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: that of MODEL, else {options.PHANTOM}, synthetic)"),
+    ] = None
     set: Annotated[
         list[str],
-        typer.Option(help=f"A hyper-parameter (lam=0.3; site.beta=1 if both have it) or {options.SET_HELP}", metavar="NAME=VALUE"),
+        typer.Option(
+            help=f"A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms have it) or {options.SET_HELP}",
+            metavar="NAME=VALUE",
+        ),
     ] = ()  # type: ignore[assignment]
     lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None
     epochs: Annotated[int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")] = None
     batch_size: Annotated[int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")] = None
     network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/task.md)")] = None
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from weights of a package (efficientnet_lite0)")] = False
-    model: Annotated[Path | None, typer.Option("--from", "--model", help="Start from a final model (a folder) and its task")] = None
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Start from pretrained weights of an installed package (efficientnet_lite0)")
+    ] = False
+    model: Annotated[
+        Path | None, typer.Option("--from", "--model", help="Start from a final model (its folder), with its task if --task is missing")
+    ] = None
     resplit: Annotated[int | None, typer.Option(help="Draw a new training / validation / test split by patient", metavar="SEED")] = None
 
 
@@ -146,7 +161,9 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
 def run(
     federation: Federation,
     settings: dict[str, Any],
-    sites: Annotated[str | None, typer.Option(help="Number of sites or comma-separated names (default: the data root's, else 4)")] = None,
+    sites: Annotated[
+        str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names (default: the data root's folders, else 4)")
+    ] = None,
     engine: Annotated[Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")] = "flare",
     data_root: options.DataRoot = None,
     weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,

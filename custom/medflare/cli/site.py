@@ -46,7 +46,9 @@ def setup(kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT
 
 def doctor(
     kit: KitFolder,
-    task: Annotated[str | None, typer.Option(help="Read every image for it, as data check does (default: look for the datalist)")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Read every image for it, as medflare data check does (default: only look for the datalist)")
+    ] = None,
 ) -> int:
     """Check data, kit, certificate, clock, server, disk and device, without joining the federation."""
     from medflare.cli.doctor import examine

@@ -39,7 +39,11 @@ def add_commands(app: typer.Typer) -> None:
 def run_study(
     out: Annotated[Path, typer.Option(help="Folder for table.md, study.html and study.zip (all results, and scores of single patients)")],
     candidates: Annotated[
-        list[str] | None, typer.Argument(metavar="METHOD[:NAME=VALUE,...]", help="A method with hyper-parameters, or a reference (below)")
+        list[str] | None,
+        typer.Argument(
+            metavar="METHOD[:NAME=VALUE,...]",
+            help="A method with its hyper-parameters (and site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)",
+        ),
     ] = None,
     reference: Annotated[
         str,
@@ -54,20 +58,35 @@ def run_study(
     ] = "",
     suite: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A paper's table, with its numbers beside ours: a name or JSON file, see app_configs/suites/"),
+        typer.Option(
+            metavar="NAME",
+            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; --task, "
+            "--set, --sites, --rounds and --seeds change it, and the output lists what differs",
+        ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Preset name or JSON file, see app_configs/ (default: SUITE's, else phantom)")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: the suite's, else {options.PHANTOM}, synthetic)"),
+    ] = None,
     set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())] = (),  # type: ignore[assignment]
     sites: Annotated[str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names")] = None,
     rounds: Annotated[int | None, typer.Option(help=f"Federation rounds (default: the suite's, else {options.DEFAULT_ROUNDS})")] = None,
     seeds: Annotated[str | None, typer.Option(help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})")] = None,
-    leave_one_out: Annotated[bool, typer.Option("--leave-one-out", help="Each site in turn is outside: it only gets final models")] = False,
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="Each site in turn is outside: it does not train and gets the final models")
+    ] = False,
     leave_out: Annotated[str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")] = "",
     selection: Annotated[
         str | None,
-        typer.Option(metavar="best|last|METRIC", help="Round that rows deploy by default: best by the task's metric, last, best by METRIC"),
+        typer.Option(
+            metavar="best|last|METRIC",
+            help="How rows without a selection of their own select the deployed round: the best by the task's metric on validation images "
+            "(best), the last, or the best by another metric, which becomes the task's",
+        ),
     ] = None,
-    cross_site: Annotated[bool, typer.Option("--cross-site", help="Also test every site's model on every site's test images")] = False,
+    cross_site: Annotated[
+        bool, typer.Option("--cross-site", help="Also test every site's model (personal, else deployed) on every site's test images")
+    ] = False,
     data_root: options.DataRoot = None,
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
     device: options.Device = None,

@@ -156,13 +156,26 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
     classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
     colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
     channels = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
-    segments = task.kind == "segmentation"
-    common: dict[str, Any] = {"dtype": "float32", "is_patch_data": task.image_mode == "patch", "type": "image"}
-    image = {**common, "format": "magnitude", "modality": "n/a", "num_channels": task.image_channels, "spatial_shape": list(task.size)}
-    image |= {"value_range": [], "channel_def": as_data({str(number): name for number, name in enumerate(channels)})}
-    output = {**common, "format": "segmentation"} if segments else {**common, "type": "probabilities", "format": "classes"}
-    output |= {"num_channels": task.outputs, "spatial_shape": list(task.size) if segments else [], "value_range": [0, 1]}
-    output["channel_def"] = {"0": task.labels[0]} if task.target == "binary" else classes
+    common = {"dtype": "float32", "is_patch_data": task.image_mode == "patch"}
+    image = {
+        **common,
+        "type": "image",
+        "format": "magnitude",
+        "modality": "n/a",
+        "num_channels": task.image_channels,
+        "spatial_shape": list(task.size),
+        "value_range": [],
+        "channel_def": as_data({str(number): name for number, name in enumerate(channels)}),
+    }
+    output = {
+        **common,
+        "type": "image" if task.kind == "segmentation" else "probabilities",
+        "format": "segmentation" if task.kind == "segmentation" else "classes",
+        "num_channels": task.outputs,
+        "spatial_shape": list(task.size) if task.kind == "segmentation" else [],
+        "value_range": [0, 1],
+        "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
+    }
     return _TEMPLATE["metadata"] | {
         "monai_version": versions["monai"],
         "pytorch_version": versions["torch"],

@@ -19,7 +19,7 @@ _SHAPING = ("Alias", "AsStrided", "Clone", "Permute", "Select", "Slice", "Squeez
 
 
 def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
-    """Decorator of a network's `forward` and `features_and_output`: they compute in the network's `precision` and return float32."""
+    """Decorator of a network's method (images -> one or several tensors): it computes in the network's `precision` and returns float32."""
 
     @wraps(compute)
     def run(network: Any, images: Tensor) -> T:
@@ -41,6 +41,12 @@ class FeatureNetwork(nn.Module):
 
     precision: torch.dtype | None = None  # of autocast (the weights stay float32); None: no autocast
     has_features = True  # whether `features_and_output` works
+
+    def __init_subclass__(cls, **options: Any):
+        """Decorates what a subclass overrides."""
+        super().__init_subclass__(**options)
+        for name in {"forward", "features_and_output"} & vars(cls).keys():
+            setattr(cls, name, in_precision(vars(cls)[name]))
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
@@ -126,12 +132,10 @@ class WholeNetwork(FeatureNetwork):
             parent, _, name = last.rpartition(".")
             setattr(network.get_submodule(parent), name, _LastLayer(layer))
 
-    @in_precision
     def forward(self, images: Tensor) -> Tensor:
         """The network's main output."""
         return main_output(self.body(images), images)
 
-    @in_precision
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The input of the last layer, and the network's output; ConfigError if there is no last layer."""
         if self.last is None:
