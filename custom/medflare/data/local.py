@@ -21,7 +21,6 @@ FOLDER: Final = "medflare"  # see `private_folder`; at the server also the resul
 CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
 PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
-MODELS_GB: Final = 2.0
 _CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
 DEVICE_VARIABLE: Final = "MEDFLARE_DEVICE"
 
@@ -125,9 +124,6 @@ class LocalSettings:
     # the model that is deployed here in the end, "global" or "personal"; None: the method's choice
     keep: Literal["global", "personal"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0  # metrics of fewer patients do not leave the site
-    # at the server: gigabytes up to which the models of all sites are kept in memory; larger tensors are memory-mapped files beside the
-    # checkpoints
-    models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     # installed packages whose networks ("package.module:name") and methods a job may name
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()

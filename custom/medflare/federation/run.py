@@ -1,9 +1,7 @@
 """One run from settings to results, for the plain loop and the FLARE controller."""
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +9,8 @@ from typing import Any
 
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
-from medflare.core.states import memory_mapped, state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
-from medflare.data.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.report import LiveReport, write_results
 from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
@@ -50,7 +46,6 @@ class Run:
         checkpoints: folder of the checkpoint if it is not `folder`.
         pictures: title -> PNG for the report; only the plain loop has the sites' images.
         weights: file of the initial weights, or its folder; None: see `networks.weights.find_weights`.
-        models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
         about: further settings for the results, for example the engine.
         say: called with progress lines.
         observe: called after every step.
@@ -66,7 +61,6 @@ class Run:
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
-    models_gb: float = MODELS_GB
     pictures: dict[str, bytes] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
@@ -100,16 +94,14 @@ class Run:
             settings = self.settings
             check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=self.outside, cross_site=settings.cross_site)
             plan = self.method.plan(self.task, self.sites, self.hyper)
-            mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
-            with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
-                federation = self._federation(plan, exchange, outcome, tracker)
-                finished = 0
-                if resume:
-                    if self._checkpoint is None:
-                        raise StateError("a run without a folder cannot be resumed")
-                    finished = self._checkpoint.restore(federation)
-                federation.run(finished)
-                self._store(federation.server, outcome)
+            federation = self._federation(plan, exchange, outcome, tracker)
+            finished = 0
+            if resume:
+                if self._checkpoint is None:
+                    raise StateError("a run without a folder cannot be resumed")
+                finished = self._checkpoint.restore(federation)
+            federation.run(finished)
+            self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
             reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
             self.events.add("aborted", str(error) or reason)

@@ -198,7 +198,6 @@ class MedflareController(Controller):
             aggregation=aggregator.aggregation,
             folder=self._results_folder(fl_ctx),
             weights=Path(local.weights).expanduser() if local.weights else None,
-            models_gb=local.models_gb,
             checkpoints=checkpoints,
             about={"engine": "flare"},
             say=self._progress.say,

@@ -18,9 +18,9 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from medflare.core.errors import Aborted, ConfigError, StateError, UpdateError
+from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply, mapped_reply
+from medflare.federation.exchange import Reply
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, RunSettings
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
@@ -230,13 +230,13 @@ def read_reply(shareable: Shareable) -> Reply:
     """What a site sent, as the schedule uses it: a message, or why there is none.
 
     Raises:
-        StateError, Aborted, MemoryError: the server is at fault.
+        MemoryError: the server is at fault.
     """
     try:
         if (problem := error_of(shareable)) is not None:
             return Reply(problem=problem, kind="failed")
-        return mapped_reply(Reply(to_message(shareable)))
-    except (StateError, Aborted, MemoryError):
+        return Reply(to_message(shareable))
+    except MemoryError:
         raise
     except UpdateError as error:
         return Reply(problem=str(error), kind="rejected")

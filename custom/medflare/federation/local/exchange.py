@@ -23,7 +23,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import SEPARATOR, flat
-from medflare.federation.exchange import Reply, mapped_reply
+from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
 
@@ -67,7 +67,7 @@ class LocalExchange:
             raise
         except MedflareError as error:
             return Reply(problem=str(error), seconds=time.monotonic() - started)
-        return mapped_reply(Reply(message, seconds=time.monotonic() - started))
+        return Reply(message, seconds=time.monotonic() - started)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -176,7 +176,7 @@ class ForkedExchange(LocalExchange):
         for title, png in message.states.pop(_PICTURES, {}).items():
             self._pictures[title] = png.numpy().tobytes()
         problem, seconds = words["problem"], words["seconds"]
-        return Reply(problem=problem, seconds=seconds) if problem else mapped_reply(Reply(message, seconds=seconds))
+        return Reply(problem=problem, seconds=seconds) if problem else Reply(message, seconds=seconds)
 
     def _fork(self, site: str) -> None:
         here, there = Pipe()

@@ -10,7 +10,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.core.text import is_name
-from medflare.data.local import MODELS_GB, Bounds
+from medflare.data.local import Bounds
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
@@ -52,7 +52,6 @@ def run_local(
     out: Path | str | None = None,
     resume: bool = False,
     workers: int | None = None,
-    models_gb: float = MODELS_GB,
     track: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
@@ -80,7 +79,6 @@ def run_local(
         resume: continue an interrupted run in `out`; everything else must be as before.
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS threads (default 1); any number
             gives the same models. None: one after the other in this process, on all of torch's threads.
-        models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
         track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files in `out`, where it is installed.
         say: called with a progress line after every step.
         observe: called after every step.
@@ -107,7 +105,7 @@ def run_local(
     check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site)
     check_track(track)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
     run.weights, run.track = None if weights is None else Path(weights), track
 
     def participant(name: str) -> Participant:
@@ -154,7 +152,6 @@ def resume_local(
     *,
     data_root: Path | str | None = None,
     workers: int | None = None,
-    models_gb: float = MODELS_GB,
     weights: Path | str | None = None,
     device: str | None = None,
     track: str | None = None,
@@ -180,7 +177,6 @@ def resume_local(
         out=folder,
         resume=True,
         workers=workers,
-        models_gb=models_gb,
         track=track,
         say=say,
         **settings,
