@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from nvflare.apis.shareable import Shareable
-
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.local import CACHE, local_settings, read_local
 from medflare.flare.components import foreign_module
@@ -125,7 +123,6 @@ class SiteTask:
 
     phase: str
     round: int
-    incoming: Shareable
     spec: ParticipantSpec
 
 
