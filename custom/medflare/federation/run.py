@@ -12,8 +12,8 @@ from medflare.core.events import EventLog
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.evaluation.console import round_line
-from medflare.evaluation.report import LiveReport, write_results
-from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
+from medflare.evaluation.report import write_results
+from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
@@ -86,7 +86,7 @@ class Run:
         started, outcome, reason = time.monotonic(), Outcome(), ""
         if self.folder is not None:
             make_folder(self.folder, public=True)  # others may read its report, not the folders in it
-            for name in () if resume else (RESULTS_FILE, ROUNDS_FILE):
+            for name in () if resume else (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE):
                 (self.folder / name).unlink(missing_ok=True)
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
@@ -137,15 +137,12 @@ class Run:
             start=starting_state(self.task, seed, self.weights),
             weights=self.weights,
         )
-        live = LiveReport()
 
         def after_step(report: StepReport) -> None:
             step = report.step.phase, report.step.round, context.rounds
             self.say(round_line(*step, report.meta, report.rejected, report.seconds, report.aggregation))
             if self.folder is not None:
                 append_round(self.folder, report.line())
-                if problem := live.refresh(self.folder, lambda: self._record(outcome, running=True)):
-                    self.events.add("warning", f"the report is no longer updated during the run: {problem}")
             tracker.step(report, self.task.optimizer["lr"] * self.task.schedule.rate_factor(report.step.round, context.rounds))
             self.observe(report)
 
@@ -187,7 +184,7 @@ class Run:
         for name, content in server.documents().items():
             write_json(self.folder / name, content, public=True)
 
-    def _record(self, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:
+    def _record(self, outcome: Outcome, reason: str) -> RunRecord:
         """The record of the run so far; `reason` why it failed."""
 
         def site_record(site: str) -> SiteRecord:
@@ -217,5 +214,4 @@ class Run:
             pictures=self.pictures,
             costs={site: asdict(cost) for site, cost in outcome.costs.items()},
             citation=self.method.paper,
-            running=running,
         )
