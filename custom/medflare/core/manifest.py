@@ -32,9 +32,9 @@ class StateSpec:
     nonnegative: frozenset[str] = frozenset()
 
     @classmethod
-    def like(cls, state: Mapping[str, Tensor], purpose: str, nonnegative: bool = False) -> "StateSpec":
+    def like(cls, state: Mapping[str, Tensor], purpose: str) -> "StateSpec":
         """The spec of `state` (any device, meta included); running variances are always nonnegative."""
-        squares = frozenset(name for name in state if nonnegative or name.rpartition(".")[2] == "running_var")
+        squares = frozenset(name for name in state if name.rpartition(".")[2] == "running_var")
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose, squares)
 
 
@@ -69,7 +69,6 @@ class TensorSpec(_Declared):
         purpose: why it leaves the site; may be empty if only the server sends it.
         template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's network.
         when: plan -> whether it is sent with these settings.
-        nonnegative: whether no value is below 0.
         optional: whether the server's message may lack it.
         measured: the split whose images it was measured on ("train", "validation"); "" for weights and their updates. The participant sends
             zeros if the split has fewer patients than the site's `minimum_patients`.
@@ -85,18 +84,16 @@ class TensorSpec(_Declared):
         template: Callable[[Any], Mapping[str, Tensor]] = lambda plan: plan.template(),
         when: Callable[[Any], bool] = lambda plan: True,
         *,
-        nonnegative: bool = False,
         optional: bool = False,
         measured: str = "",
         per_class: PerClass = "",
     ):
         self.purpose, self.template, self.when = purpose, template, when
-        self.nonnegative, self.optional = nonnegative, optional
-        self.measured, self.per_class = measured, per_class
+        self.optional, self.measured, self.per_class = optional, measured, per_class
 
     def spec(self, plan: Any) -> StateSpec:
         """Names, shapes and dtypes of the state with a plan's settings."""
-        return StateSpec.like(self.template(plan), self.purpose, self.nonnegative)
+        return StateSpec.like(self.template(plan), self.purpose)
 
     def covers(self, name: str) -> bool:
         """Whether a name in a message is this state or a member of this family."""
