@@ -68,12 +68,9 @@ class Transport:
         missing = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
         valid = {site: _validated(replies.get(site, missing), site, step.phase) for site in sorted(outgoing)}
         for site, reply in valid.items():
-            down, up = outgoing[site].nbytes, 0 if reply.message is None else reply.message.nbytes
             cost = self.outcome.costs.setdefault(site, Cost())
-            self.outcome.down_bytes += down
-            self.outcome.up_bytes += up
-            cost.down_bytes += down
-            cost.up_bytes += up
+            cost.down_bytes += outgoing[site].nbytes
+            cost.up_bytes += 0 if reply.message is None else reply.message.nbytes
             cost.seconds += reply.seconds
         return valid
 

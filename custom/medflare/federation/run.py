@@ -17,6 +17,7 @@ from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROUNDS_FILE, 
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
+from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
@@ -32,6 +33,7 @@ from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
 
 MODELS = "models"
+SITES = "sites"  # folder of the sites' folders, in the plain loop
 
 
 @dataclass
@@ -44,7 +46,6 @@ class Run:
         aggregation: the formula of FLARE's aggregator component; None: that of the server algorithm.
         folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only the returned dict.
         checkpoints: folder of the checkpoint if it is not `folder`.
-        pictures: title -> PNG for the report; only the plain loop has the sites' images.
         weights: file of the initial weights, or its folder; None: see `networks.weights.find_weights`.
         about: further settings for the results, for example the engine.
         say: called with progress lines.
@@ -61,17 +62,11 @@ class Run:
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
-    pictures: dict[str, bytes] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     track: str | None = None
     events: EventLog = field(default_factory=EventLog)
-
-    @property
-    def outside(self) -> tuple[str, ...]:
-        """Sites that do not train."""
-        return self.settings.outside
 
     def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
         """Run to the end and return the results dict; after a MedflareError its status is FAILED, with the reason.
@@ -86,13 +81,15 @@ class Run:
         started, outcome, reason = time.monotonic(), Outcome(), ""
         if self.folder is not None:
             make_folder(self.folder, public=True)  # others may read its report, not the folders in it
-            for name in () if resume else (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE):
-                (self.folder / name).unlink(missing_ok=True)
+            for path in () if resume else (*(self.folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)), *self._pictures()):
+                path.unlink(missing_ok=True)
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
             settings = self.settings
-            check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=self.outside, cross_site=settings.cross_site)
+            check_run(
+                self.method, self.task, self.hyper, rounds=settings.rounds, outside=self.settings.outside, cross_site=settings.cross_site
+            )
             plan = self.method.plan(self.task, self.sites, self.hyper)
             federation = self._federation(plan, exchange, outcome, tracker)
             finished = 0
@@ -130,7 +127,7 @@ class Run:
             plan,
             seed,
             self.settings.rounds,
-            self.outside,
+            self.settings.outside,
             phases=self.method.site_class.phases,
             aggregation=self.aggregation,
             events=self.events,
@@ -184,6 +181,10 @@ class Run:
         for name, content in server.documents().items():
             write_json(self.folder / name, content, public=True)
 
+    def _pictures(self) -> list[Path]:
+        """The pictures in the sites' folders, which only the plain loop has here."""
+        return [] if self.folder is None else sorted(self.folder.glob(f"{SITES}/*/{PICTURES}/*.png"))
+
     def _record(self, outcome: Outcome, reason: str) -> RunRecord:
         """The record of the run so far; `reason` why it failed."""
 
@@ -191,27 +192,24 @@ class Run:
             delivered = outcome.delivered.get(site, {})
             names = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
             parts = {name: delivered[name] for name in names if name in delivered}
-            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), **parts)
+            return SiteRecord(
+                "outside" if site in self.settings.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), **parts
+            )
 
         return RunRecord(
             method=self.method.name,
             task=self.task,
             seed=self.settings.seed,
             rounds=self.settings.rounds if outcome.rounds is None else outcome.rounds,
-            sites={site: site_record(site) for site in (*self.sites, *self.outside)},
+            sites={site: site_record(site) for site in (*self.sites, *self.settings.outside)},
             reason=reason,
             events=self.events.to_list(),
-            down_bytes=outcome.down_bytes,
-            up_bytes=outcome.up_bytes,
-            seconds=outcome.seconds,
+            down_bytes=sum(cost.down_bytes for cost in outcome.costs.values()),
+            up_bytes=sum(cost.up_bytes for cost in outcome.costs.values()),
             hyper=self.method.effective(self.hyper),
             settings={**self.settings.to_dict(), **self.about},
-            history=outcome.history,
-            model_selection=outcome.model_selection,
-            tables=outcome.tables,
-            cross_site=outcome.cross_site,
-            selector=outcome.selector,
-            pictures=self.pictures,
+            pictures={f"{path.parts[-3]}: {path.stem}": path.read_bytes() for path in self._pictures()},
             costs={site: asdict(cost) for site, cost in outcome.costs.items()},
             citation=self.method.paper,
+            **{name: getattr(outcome, name) for name in ("seconds", "history", "model_selection", "tables", "cross_site", "selector")},
         )

@@ -27,8 +27,6 @@ from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
 
-_PICTURES = "pictures of this site"  # an entry beside those of the message; entries of methods have no blanks
-
 
 class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
@@ -98,19 +96,13 @@ class ForkedExchange(LocalExchange):
 
     Args:
         workers: how many sites work at the same time.
-        pictures: title -> PNG, filled with the pictures of the sites' processes.
 
     Raises:
         ConfigError: this process cannot be forked.
     """
 
     def __init__(
-        self,
-        sites: Sequence[str],
-        open_participant: Callable[[str], Participant],
-        absent: Mapping[int, Iterable[str]] | None,
-        workers: int,
-        pictures: dict[str, bytes],
+        self, sites: Sequence[str], open_participant: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None, workers: int
     ):
         super().__init__(sites, open_participant, absent)
         if not hasattr(os, "fork"):
@@ -118,7 +110,7 @@ class ForkedExchange(LocalExchange):
         if torch.cuda.is_initialized():
             raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or remove 'workers'")
         import_ahead()
-        self._workers, self._pictures = workers, pictures
+        self._workers = workers
         self._forks: dict[str, tuple[BaseProcess, Connection]] = {}
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
@@ -173,8 +165,6 @@ class ForkedExchange(LocalExchange):
             raise RuntimeError(f"site {site} failed in '{step.phase}' of round {step.round}:\n{trace}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        for title, png in message.states.pop(_PICTURES, {}).items():
-            self._pictures[title] = png.numpy().tobytes()
         problem, seconds = words["problem"], words["seconds"]
         return Reply(problem=problem, seconds=seconds) if problem else Reply(message, seconds=seconds)
 
@@ -191,18 +181,12 @@ class ForkedExchange(LocalExchange):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         for of_the_parent in inherited:
             of_the_parent.close()
-        sent = set(self._pictures)
         with suppress(BaseException):
             while True:
                 request, message = receive(connection)
                 if os.getppid() != parent:
                     break
-                words, reply = self._answered(site, Step(request["phase"], request["round"]), message)
-                if new := sorted(self._pictures.keys() - sent):
-                    pictures = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
-                    reply = Message({**reply.states, _PICTURES: pictures}, reply.meta)
-                    sent |= pictures.keys()
-                send(connection, words, reply)
+                send(connection, *self._answered(site, Step(request["phase"], request["round"]), message))
         os._exit(0)
 
     def _answered(self, site: str, step: Step, message: Message) -> tuple[dict[str, Any], Message]:

@@ -17,7 +17,7 @@ from medflare.federation.local.exchange import ForkedExchange, LocalExchange, th
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.preflight import check_run
-from medflare.federation.run import Run
+from medflare.federation.run import SITES, Run
 from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
 from medflare.federation.tracking import check_track
 from medflare.methods.catalogue import get_method
@@ -28,7 +28,6 @@ from medflare.tasks.summaries import Summary
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-SITES = "sites"  # folder in `out`: the folders of the sites
 STATE = "state"  # folder in a site's folder: its state between two steps
 Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, final model, its test scores by patient)
 
@@ -114,23 +113,22 @@ def run_local(
 
         home = None if folder is None else SiteFolder(folder / SITES / name, name, chosen, config, seed)
         store = None if home is None else StateStore(home.folder / STATE)
-        artifacts = _Shown(run, name, delivered, home or ArtifactStore())
+        artifacts = _Shown(name, delivered, home or ArtifactStore())
         return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, minutes=Bounds().minutes, shares=True)
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():
         exchange = LocalExchange(names, participant, absent)
         if workers is not None and workers > 1:
-            exchange = ForkedExchange(names, participant, absent, workers, run.pictures)
+            exchange = ForkedExchange(names, participant, absent, workers)
         with closing(exchange):
             return run.execute(exchange, resume=resume)
 
 
 @dataclass(frozen=True)
 class _Shown(ArtifactStore):
-    """The store of a site's folder, which also passes models and pictures to the caller of `run_local`."""
+    """The store of a site's folder, which also passes models to the caller of `run_local`."""
 
-    run: Run
     name: str
     delivered: Delivered
     home: ArtifactStore
@@ -140,7 +138,6 @@ class _Shown(ArtifactStore):
         self.home.keep(role, model, summary)
 
     def show(self, title: str, png: bytes) -> None:
-        self.run.pictures[f"{self.name}: {title}"] = png
         self.home.show(title, png)
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
