@@ -163,8 +163,6 @@ class Participant:
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
 
-    # -- enrollment ------------------------------------------------------------------------------------------------------------
-
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, store the membership, and report the site's data."""
         self._validator.check_invitation(round, incoming)
@@ -227,8 +225,6 @@ class Participant:
         algorithm = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
         algorithm.account, algorithm.minimum_patients = self.account, self.minimum_patients
         return algorithm
-
-    # -- final models ----------------------------------------------------------------------------------------------------------
 
     def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None, share: bool) -> Message:
         """Make, evaluate and store the final models and pictures; `trained_on` goes into the models' cards.

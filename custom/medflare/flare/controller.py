@@ -84,8 +84,6 @@ class MedflareController(Controller):
         share_cleanup_thread()
         keep_ports_apart()
 
-    # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
-
     def start_controller(self, fl_ctx: FLContext) -> None:
         """FLARE calls this before `control_flow`."""
         survive_resends(self.communicator)
@@ -160,8 +158,6 @@ class MedflareController(Controller):
         for folder in self._checkpoints(fl_ctx):  # those of a failed run stay: it may be resumed
             shutil.rmtree(folder, ignore_errors=True)
 
-    # -- the run -----------------------------------------------------------------------------------------------------------
-
     def _run(self, fl_ctx: FLContext) -> "Run":
         """The run that the job describes.
 
@@ -234,8 +230,6 @@ class MedflareController(Controller):
         self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
         self.system_panic(reason, fl_ctx)
 
-    # -- parts -------------------------------------------------------------------------------------------------------------
-
     def _aggregator(self, fl_ctx: FLContext) -> Any:
         return fl_ctx.get_engine().get_component(self.aggregator_id)
 
@@ -270,8 +264,6 @@ class MedflareController(Controller):
             SimulatorHost(os.getpid()).start(self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
         except OSError as error:
             self.log_warning(fl_ctx, f"medflare: each site's process imports what it needs: {error}")
-
-    # -- messages from the sites -------------------------------------------------------------------------------------------
 
     def _on_heartbeat(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
         if self._exchange is not None:

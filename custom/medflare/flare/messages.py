@@ -110,9 +110,6 @@ def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
     return state
 
 
-# -- serialisation -------------------------------------------------------------------------------------------------------------
-
-
 def register_decomposers() -> None:
     """Let FLARE serialise messages in a process that FLARE did not start."""
     from nvflare.apis.utils.decomposers import flare_decomposers
@@ -137,9 +134,6 @@ def to_bytes(shareable: Shareable) -> bytes:
 def from_bytes(content: bytes) -> Shareable:
     """Inverse of `to_bytes`."""
     return fobs.loads(content)
-
-
-# -- errors --------------------------------------------------------------------------------------------------------------------
 
 
 def error_reply(text: str, code: str = ReturnCode.EXECUTION_EXCEPTION) -> Shareable:

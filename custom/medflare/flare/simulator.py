@@ -46,9 +46,6 @@ _IDLE = 60.0  # seconds without a task after which a worker ends, so that with m
 _log = logging.getLogger(__name__)
 
 
-# -- FLARE's processes ---------------------------------------------------------------------------------------------------------
-
-
 class SimulatorHost:
     """The host of one simulator, as the simulator's processes see it.
 
@@ -134,9 +131,6 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """
     if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         environment["GOMP_SPINCOUNT"] = "1000"  # GNU OpenMP's own value if there are more threads than cores
-
-
-# -- the host and its workers --------------------------------------------------------------------------------------------------
 
 
 class Host:

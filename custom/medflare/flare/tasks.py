@@ -149,8 +149,6 @@ class TaskExchange:
         timeout = self.settings.enrol_timeout
         return timeout if self._step is None else min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
-    # -- FLARE's tasks -----------------------------------------------------------------------------------------------------
-
     def _send(self, step: Step, site: str, message: Message) -> _SiteTask:
         data = to_shareable(message)
         data.set_header(AppConstants.CURRENT_ROUND, step.round)
@@ -178,8 +176,6 @@ class TaskExchange:
         """The site's task, or None for a reply to an earlier step."""
         site_task = self._tasks.get(client_task.client.name)
         return site_task if site_task is not None and site_task.task is client_task.task else None
-
-    # -- waiting -----------------------------------------------------------------------------------------------------------
 
     def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
         """Return when each site has replied or is given up; site -> the reply that says why there is none."""

@@ -186,9 +186,6 @@ def _progress(stats: Mapping[str, Any]) -> Mapping[str, Any]:
     return progress if isinstance(progress, Mapping) else {}
 
 
-# -- why a job did not complete ------------------------------------------------------------------------------------------------
-
-
 def explained(connection: Session, job: str) -> list[str]:
     """The reasons for the end of a job, each once; never empty."""
     reasons = list(dict.fromkeys(explanations(_texts(connection, job))))
