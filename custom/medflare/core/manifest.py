@@ -169,9 +169,9 @@ def text(*choices: str) -> Any:
     return Literal[choices] if choices else Annotated[str, Field(strict=True, max_length=1000)]
 
 
-def table(values: Any = Any) -> Any:
-    """Tables, name -> value."""
-    return dict[str, values]
+def table(values: Any = Any, most: int | None = None) -> Any:
+    """Tables, name -> value, of up to `most` names."""
+    return Annotated[dict[str, values], Field(max_length=most)]
 
 
 def models(values: Any = Any, most: int = 16) -> Any:

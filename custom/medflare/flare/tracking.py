@@ -1,7 +1,6 @@
 """The progress of a run: lines for the job's log and FLARE's job statistics, and the MLflow server that a job names."""
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,8 +25,7 @@ class Progress:
         self.log = log
         self._events = events
         self._taken = 0  # events that are among the lines
-        self._lines: deque[str] = deque(maxlen=_LINES)
-        self._count = 0
+        self._lines: list[str] = []
         self._lock = threading.RLock()
 
     def say(self, line: str) -> None:
@@ -48,12 +46,11 @@ class Progress:
         """`count` of all lines so far, and the last of them as `lines`."""
         with self._lock:
             self.take_events()
-            return {"count": self._count, "lines": list(self._lines)}
+            return {"count": len(self._lines), "lines": self._lines[-_LINES:]}
 
     def _add(self, line: str, prefix: str) -> None:
         self.log(f"{prefix}{line}")
         self._lines.append(line)
-        self._count += 1
 
 
 def event_line(event: Event) -> str:

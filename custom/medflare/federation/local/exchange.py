@@ -21,7 +21,6 @@ from safetensors.torch import load, save
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
-from medflare.core.states import copy_state
 from medflare.core.store import SEPARATOR, flat
 from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, import_ahead
@@ -48,7 +47,7 @@ class LocalExchange:
         return [site for site in self.sites if site not in self.absent.get(round, ())]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        return {site: self.answer(site, step, copied(outgoing[site])) for site in sorted(outgoing)}
+        return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
         """One site's reply, or its MedflareError as a problem.
@@ -69,11 +68,6 @@ class LocalExchange:
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def copied(message: Message) -> Message:
-    """The message with tensors that share no memory with the sender's."""
-    return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.meta)
 
 
 def send(connection: Connection, words: dict[str, Any], message: Message) -> None:
@@ -209,11 +203,10 @@ def threads_of_a_site() -> Iterator[None]:
         ConfigError: OMP_NUM_THREADS is not a number of threads.
     """
     value = os.environ.get("OMP_NUM_THREADS") or "1"
-    first = value.split(",")[0].strip()  # it may list a number for each level of nested regions
-    if not first.isdecimal() or int(first) < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"OMP_NUM_THREADS is {value!r}: give the number of threads of a site, for example 1")
     before = torch.get_num_threads()
-    torch.set_num_threads(int(first))
+    torch.set_num_threads(int(value))
     try:
         yield
     finally:
