@@ -44,9 +44,6 @@ Manifest = dict[str, StateSpec]
 PerClass = Literal["", "values", "counts"]
 
 
-# -- declarations ------------------------------------------------------------------------------------------------------------
-
-
 class _Declared(str):
     """A name with its declaration as attributes."""
 
@@ -149,9 +146,6 @@ class MetaSpec(_Declared):
         return TypeAdapter(kind)
 
 
-# -- types of metadata -------------------------------------------------------------------------------------------------------
-
-
 def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Any:
     """Finite numbers; None as well if `optional`: a value that is not defined."""
     kind = Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
@@ -188,9 +182,6 @@ def models(values: Any = Any, most: int = 16) -> Any:
 def listing(items: Any = Any, most: int | None = None) -> Any:
     """Lists of up to `most` items."""
     return Annotated[list[items], Field(max_length=most)]
-
-
-# -- phases ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -236,9 +227,6 @@ def merged_phases(first: tuple[Phase, ...], second: tuple[Phase, ...]) -> tuple[
             earlier.reply_meta + phase.reply_meta,
         )
     return tuple(merged.values())
-
-
-# -- checks of states --------------------------------------------------------------------------------------------------------
 
 
 def violation(message: Message, manifest: Manifest) -> str | None:

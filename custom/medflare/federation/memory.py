@@ -88,10 +88,10 @@ class StoredAlgorithm:
     def _save(self, step: int, memory: Message) -> None:
         """Store what `step` starts from, and keep the newest earlier one."""
         self.store.save(f"{_PREFIX}{step}", memory)
-        earlier = [stored for stored in self._stored_steps() if stored < step]
-        for stored in self._stored_steps():
-            if stored != step and stored not in earlier[-1:]:
-                self.store.delete(f"{_PREFIX}{stored}")
+        steps = self._stored_steps()
+        earlier = [stored for stored in steps if stored < step]
+        for stored in set(steps) - {step, *earlier[-1:]}:
+            self.store.delete(f"{_PREFIX}{stored}")
 
     def _stored_steps(self) -> list[int]:
         return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
@@ -108,8 +108,7 @@ class WorkingTime:
 
     def __init__(self, name: str, store: Store, minutes: float | None = None, hours: float | None = None):
         self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
-        self._began = time.monotonic()
-        self._before, self._limited = 0.0, False
+        self._began, self._before, self._limited = time.monotonic(), 0.0, False
 
     def clear(self) -> None:
         """A new run begins with this step."""
@@ -125,7 +124,7 @@ class WorkingTime:
         self._began, self._limited = time.monotonic(), limited
         if self.hours is not None and (stored := self.store.load(_WORK)) is not None:
             self._before = stored.meta["seconds"]
-        self._check_hours()
+        self.check()
         try:
             yield
         finally:
@@ -141,10 +140,6 @@ class WorkingTime:
         seconds = time.monotonic() - self._began
         if self.minutes is not None and seconds > 60 * self.minutes:
             raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
-        self._check_hours()
-
-    def _check_hours(self) -> None:
-        seconds = time.monotonic() - self._began
         if self.hours is not None and self._limited and self._before + seconds > 3600 * self.hours:
             raise ConfigError(f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours of its bounds.hours")
 

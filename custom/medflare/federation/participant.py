@@ -227,11 +227,7 @@ class Participant:
         return algorithm
 
     def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None, share: bool) -> Message:
-        """Make, evaluate and store the final models and pictures; `trained_on` goes into the models' cards.
-
-        Args:
-            share: whether the server asks for the personal model.
-        """
+        """Make, evaluate and store the final models; `trained_on` goes into their cards, `share`: the server asks for the personal one."""
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
         for model in models.values():
             model.meta.update({} if trained_on is None else {RANGE: trained_on})

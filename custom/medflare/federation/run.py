@@ -87,9 +87,7 @@ class Run:
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
             settings = self.settings
-            check_run(
-                self.method, self.task, self.hyper, rounds=settings.rounds, outside=self.settings.outside, cross_site=settings.cross_site
-            )
+            check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=settings.outside, cross_site=settings.cross_site)
             plan = self.method.plan(self.task, self.sites, self.hyper)
             federation = self._federation(plan, exchange, outcome, tracker)
             finished = 0
@@ -148,8 +146,7 @@ class Run:
                 self._checkpoint.save(finished, federation)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
-        server = self.method.make_server(context)
-        federation = Federation(server, exchange, self.settings, identity, after_step, save_checkpoint, outcome)
+        federation = Federation(self.method.make_server(context), exchange, self.settings, identity, after_step, save_checkpoint, outcome)
         return federation
 
     @cached_property

@@ -110,12 +110,9 @@ class Federation:
         return shorter
 
     def _participants(self, step: Step, members: list[str], attempt: int, failed: Collection[str]) -> list[str]:
-        """The sites to ask, sorted: all members or, with `sites_per_round`, those drawn for the round.
+        """The sites to ask, sorted: all members that are present or, with `sites_per_round`, those drawn for the round.
 
-        Args:
-            members: sites that are present.
-            attempt: how often the request of the step was sent before.
-            failed: sites without a usable reply to the step; they are not drawn if there are enough others.
+        Sites that `failed` in an earlier attempt at the step are not drawn if there are enough others.
         """
         count = self.rules.sites_per_round
         if step.everyone or count is None or count >= len(members):

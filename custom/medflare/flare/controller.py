@@ -98,8 +98,8 @@ class MedflareController(Controller):
         """Listen to the sites when the job starts; report the progress; remember why FLARE stops the job."""
         if event_type == EventType.START_RUN:
             engine = fl_ctx.get_engine()
-            engine.register_aux_message_handler(ALIVE, self._on_heartbeat)
-            engine.register_aux_message_handler(WORK, self._on_work_request)
+            for topic in (ALIVE, WORK):
+                engine.register_aux_message_handler(topic, self._on_message)
             if isinstance(engine, SimulatorServerEngine):
                 self._start_host(fl_ctx)
         elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
@@ -159,11 +159,7 @@ class MedflareController(Controller):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, fl_ctx: FLContext) -> "Run":
-        """The run that the job describes.
-
-        Raises:
-            MedflareError: the job's task, method, aggregator or settings are wrong or not allowed here, or there is nothing to resume.
-        """
+        """The run that the job describes; MedflareError: any part of it is wrong or not allowed here, or there is nothing to resume."""
         from medflare.federation.checkpoint import take_up
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
@@ -265,17 +261,12 @@ class MedflareController(Controller):
         except OSError as error:
             self.log_warning(fl_ctx, f"medflare: each site's process imports what it needs: {error}")
 
-    def _on_heartbeat(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+    def _on_message(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        """A site is alive, or asks for work: then the answer waits until there is some (long polling)."""
         if self._exchange is not None:
-            self._exchange.heard_from(_sender(fl_ctx))
+            site = fl_ctx.get_peer_context().get_identity_name()
+            if topic == WORK:
+                self._exchange.wait_for_task(site, LONG_POLL)
+            else:
+                self._exchange.heard_from(site)
         return make_reply(ReturnCode.OK)
-
-    def _on_work_request(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Answer when there is work for the site (long polling)."""
-        if self._exchange is not None:
-            self._exchange.wait_for_task(_sender(fl_ctx), LONG_POLL)
-        return make_reply(ReturnCode.OK)
-
-
-def _sender(fl_ctx: FLContext) -> str:
-    return fl_ctx.get_peer_context().get_identity_name()

@@ -1,6 +1,7 @@
 """The progress of a run: lines for the job's log and FLARE's job statistics, and the MLflow server that a job names."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ class Progress:
         self.log = log
         self._events = events
         self._taken = 0  # events that are among the lines
-        self._lines: list[str] = []
+        self._lines: deque[str] = deque(maxlen=_LINES)
         self._lock = threading.RLock()
 
     def say(self, line: str) -> None:
@@ -43,10 +44,10 @@ class Progress:
                 self._add(event_line(event), NOTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """`count` of all lines so far, and the last of them as `lines`."""
+        """The last lines as `lines`."""
         with self._lock:
             self.take_events()
-            return {"count": len(self._lines), "lines": self._lines[-_LINES:]}
+            return {"lines": list(self._lines)}
 
     def _add(self, line: str, prefix: str) -> None:
         self.log(f"{prefix}{line}")

@@ -33,8 +33,6 @@ _LONGEST_NAME: Final = 500  # characters; tensors deep in a network have long na
 _LONGEST_REASON: Final = 2_000  # characters of an event or an error
 _REQUEST_LIMIT: Final = 2**18  # bytes of metadata of a request: names of all sites and their rounds
 
-# -- the form of any message -------------------------------------------------------------------------------------------------
-
 
 def message_problem(message: Message, site: str) -> str | None:
     """Why a site's reply cannot be used, whatever its phase, in words, or None."""
@@ -125,8 +123,6 @@ def declaration_problem(message: Message, declared: tuple[MetaSpec, ...], requir
             return f"{item}: {problem}"
     return None
 
-
-# -- metadata of every run ---------------------------------------------------------------------------------------------------
 
 _FORBID: Final = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
@@ -226,8 +222,6 @@ SHARED: Final = TensorSpec("personal", "personal model, to be tested at the othe
 _Tested = table(number(0.0, 1.0, optional=True))
 _TESTED: Final = MetaSpec(CROSS_SITE, "site of the model -> the task's metric on test images", _Tested, "test")
 CROSS: Final = Phase(CROSS_SITE, request=(TensorSpec(f"{SHARED}/"),), reply_meta=(_TESTED,))
-
-# -- the server's requests at a site -----------------------------------------------------------------------------------------
 
 START: Final = "start"  # entry of an invitation: the initial weights, if the task names a weights file
 ROLE, SITES, FINISHED, STEP, RUN_ROUNDS = "role", "sites", "finished", "step", "run_rounds"
