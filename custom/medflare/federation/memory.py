@@ -102,11 +102,11 @@ class WorkingTime:
 
     Args:
         store: keeps the seconds; those of a step in which a process was killed are lost.
-        minutes: limit of one step; None: no limit.
+        minutes: limit of one step.
         hours: limit of the run; None: no limit.
     """
 
-    def __init__(self, name: str, store: Store, minutes: float | None = None, hours: float | None = None):
+    def __init__(self, name: str, store: Store, minutes: float, hours: float | None):
         self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
         self._began, self._before, self._limited = time.monotonic(), 0.0, False
 
@@ -124,7 +124,7 @@ class WorkingTime:
         self._began, self._limited = time.monotonic(), limited
         if self.hours is not None and (stored := self.store.load(_WORK)) is not None:
             self._before = stored.meta["seconds"]
-        self.check()
+        self._check_hours()
         try:
             yield
         finally:
@@ -138,8 +138,12 @@ class WorkingTime:
             ConfigError: the step or the run takes longer than the site's limits.
         """
         seconds = time.monotonic() - self._began
-        if self.minutes is not None and seconds > 60 * self.minutes:
+        if seconds > 60 * self.minutes:
             raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
+        self._check_hours()
+
+    def _check_hours(self) -> None:
+        seconds = time.monotonic() - self._began
         if self.hours is not None and self._limited and self._before + seconds > 3600 * self.hours:
             raise ConfigError(f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours of its bounds.hours")
 

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,10 +101,7 @@ class ParticipantSpec:
             store=StateStore(self.state_folder),
             artifacts=SiteFolder(Path(self.folder), self.name, method, task, self.seed),
             budget=budget_of(local.privacy, self.name, Path(self.local_file).with_name(_LEDGER)),
-            minimum_patients=local.minimum_patients,
-            chosen=local.keep,
-            shares=shares or local.share_model,
-            minutes=local.bounds.minutes,
+            local=replace(local, share_model=shares or local.share_model),
             hours=local.bounds.hours,
         )
 

@@ -203,10 +203,11 @@ def threads_of_a_site() -> Iterator[None]:
         ConfigError: OMP_NUM_THREADS is not a number of threads.
     """
     value = os.environ.get("OMP_NUM_THREADS") or "1"
-    if not value.isdecimal() or int(value) < 1:
+    first = value.split(",")[0].strip()  # it may list a number for each level of nested regions
+    if not first.isdecimal() or int(first) < 1:
         raise ConfigError(f"OMP_NUM_THREADS is {value!r}: give the number of threads of a site, for example 1")
     before = torch.get_num_threads()
-    torch.set_num_threads(int(value))
+    torch.set_num_threads(int(first))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.core.text import is_name
-from medflare.data.local import Bounds
+from medflare.data.local import LocalSettings
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
@@ -114,7 +114,7 @@ def run_local(
         home = None if folder is None else SiteFolder(folder / SITES / name, name, chosen, config, seed)
         store = None if home is None else StateStore(home.folder / STATE)
         artifacts = _Shown(name, delivered, home or ArtifactStore())
-        return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, minutes=Bounds().minutes, shares=True)
+        return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, local=LocalSettings(share_model=True))
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():
