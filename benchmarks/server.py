@@ -2,16 +2,14 @@
 
     python benchmarks/server.py                      # VGG-16 (138 million weights), 4 sites: up to 16 GB of disk
     python benchmarks/server.py --width 16           # a sixteenth of its widths
-    python benchmarks/server.py --models-gb 100      # all in memory
     OMP_NUM_THREADS=2 python benchmarks/server.py --clock wall
 
 Every method has a process of its own. Nobody trains: sites answer with stored weights. A round is what the schedule does with the answers:
 their screening, and the aggregation. Reading is that of all answers of the round, once: as the server reads any state, from its file and
 with its checksum, and beside that a bare sum of all their numbers. Seconds are processor time, since a busy machine lengthens all others,
 of one thread unless OMP_NUM_THREADS says otherwise; what several threads are worth `--clock wall` tells, on an idle machine. Memory is what
-cannot be given back to the system (anonymous memory) above what the process had before the server was made; "with files" adds the pages of
-files that happened to be in memory. Both are counted in models. Everything lies in a temporary folder (TMPDIR, which must be on a disk) and
-is removed.
+cannot be given back to the system (anonymous memory) above what the process had before the server was made, counted in models. The answers
+lie in a temporary folder (TMPDIR, which must be on a disk), which is removed.
 """
 
 import argparse
@@ -24,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +83,7 @@ class Stored:
     def __call__(self, step: Any, outgoing: Mapping[str, Any]) -> dict[str, Any]:
         from medflare.core.message import Message
         from medflare.core.store import read_message
-        from medflare.federation.exchange import Reply, mapped_reply
+        from medflare.federation.exchange import Reply
 
         replies = {}
         for site in outgoing:
@@ -95,7 +92,7 @@ class Stored:
             states = {
                 entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in states.items()
             }  # as from the wire
-            replies[site] = mapped_reply(Reply(Message(states, meta)))
+            replies[site] = Reply(Message(states, meta))
         if step.phase == "finalize":
             tensors = [tensor for message in outgoing.values() for state in message.states.values() for tensor in state.values()]
             self.sent, self.distinct = (
@@ -152,29 +149,27 @@ class Watched:
     """The most memory that this process has had since it was asked to look, in GB."""
 
     def __init__(self) -> None:
-        self.most = {"RssAnon": 0.0, "RssFile": 0.0}
+        self.most = 0.0
         self.before, self._over = self._now(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def _now(self) -> dict[str, float]:
+    def _now(self) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
-        found = {line.split(":")[0]: float(line.split()[1]) * 1024 / GB for line in lines if line.startswith("Rss")}
-        return {"RssAnon": found["RssAnon"], "RssFile": found["RssFile"] + found["RssShmem"]}
+        return next(float(line.split()[1]) * 1024 / GB for line in lines if line.startswith("RssAnon"))
 
     def _watch(self) -> None:
         while not self._over.wait(0.01):
-            self.most = {kind: max(self.most[kind], value - self.before[kind]) for kind, value in self._now().items()}
+            self.most = max(self.most, self._now() - self.before)
 
-    def finish(self) -> dict[str, float]:
+    def finish(self) -> float:
         self._over.set()
         self._thread.join()
         return self.most
 
 
-def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Path, clock: str = "processor") -> dict[str, float]:
+def measure(method: str, sites: int, narrow: int, scratch: Path, clock: str = "processor") -> dict[str, float]:
     """One round of a method in this process."""
-    from medflare.core.states import memory_mapped
     from medflare.federation.schedule import Federation
     from medflare.methods.base import ServerContext
     from medflare.methods.catalogue import get_method
@@ -201,10 +196,8 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
         seconds[report.step.phase] = exchange.now() - exchange.left
 
     watched = Watched()
-    with memory_mapped(scratch) if model * sites > models_gb * GB else nullcontext():
-        server = chosen.make_server(ServerContext(plan, 0, 1, phases=chosen.site_class.phases))
-        federation = Federation(server, exchange, on_step=after_step)
-        federation.run()
+    server = chosen.make_server(ServerContext(plan, 0, 1, phases=chosen.site_class.phases))
+    Federation(server, exchange, on_step=after_step).run()
     memory = watched.finish()
     whole = sum(seconds[phase] for phase in seconds if phase in ("train", "score"))
     return {
@@ -213,8 +206,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
         "reading": reading,
         "summing": summing,
         "round": whole,
-        "memory": memory["RssAnon"],
-        "files": memory["RssAnon"] + memory["RssFile"],
+        "memory": memory,
         "sent": exchange.sent,
         "distinct": exchange.distinct,
     }
@@ -224,23 +216,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--width", type=int, default=1, help="by how much the widths of VGG-16 are divided")
-    parser.add_argument("--models-gb", type=float, default=0.0, help="a model of every site may take so much for models to lie in memory")
     parser.add_argument("--clock", choices=list(CLOCKS), default="processor")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         method, folder = options.one
-        print(json.dumps(measure(method, options.sites, options.width, options.models_gb, Path(folder), options.clock)))
+        print(json.dumps(measure(method, options.sites, options.width, Path(folder), options.clock)))
         return
-    print("| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | with files | delivery sent | held |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | delivery sent | held |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for method in options.methods.split(","):
         found = _one(method, options)
         size = found["model"]
         cells = [f"{found[name]:.2f}" for name in ("answers", "reading", "summing", "round")]
         cells += [f"{found['round'] / found['reading']:.1f}"]
-        cells += [f"{found[name] / size:.1f}" for name in ("memory", "files", "sent", "distinct")]
+        cells += [f"{found[name] / size:.1f}" for name in ("memory", "sent", "distinct")]
         print(f"| `{method}` | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -250,7 +241,7 @@ def _one(method: str, options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", str(HERE / "server.py"), "--one", method, folder]
         command += ["--sites", str(options.sites), "--width", str(options.width)]
-        command += ["--models-gb", str(options.models_gb), "--clock", options.clock]
+        command += ["--clock", options.clock]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found

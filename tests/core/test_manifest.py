@@ -22,13 +22,10 @@ def test_a_running_variance_below_zero_is_detected() -> None:
     assert negative(Message({"model": state}), manifest) is None and negative(Message(), {}) is None
     state["1.running_var"] = torch.tensor([0.5, -1e-6])
     assert "model/1.running_var" in str(negative(Message({"model": state}), manifest))
-    squares = TensorSpec("squares", "", lambda plan: {"w": torch.zeros(1)}, nonnegative=True)
-    for entry in (squares, squares.as_optional()):
-        assert negative(Message({"squares": {"w": torch.tensor([-1.0])}}), {"squares": entry.spec(None)}) is not None
 
 
 def test_an_optional_declaration_keeps_everything_else() -> None:
-    entry = TensorSpec("a", "why", nonnegative=True, measured="train", per_class="values")
+    entry = TensorSpec("a", "why", measured="train", per_class="values")
     assert vars(entry.as_optional()) == {**vars(entry), "optional": True} and entry.as_optional() == "a"
     item = MetaSpec("b", "what", count(), "train", per_class="counts")
     assert vars(item.as_optional()) == {**vars(item), "optional": True}

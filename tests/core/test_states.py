@@ -1,29 +1,11 @@
-import errno
 import itertools
 import math
-import os
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from medflare.core.errors import StateError
-from medflare.core.states import (
-    StateDict,
-    allocate,
-    batch_norm_entries,
-    blend,
-    copy_state,
-    difference,
-    is_memory_mapped,
-    memory_mapped,
-    moved,
-    split_state,
-    weighted_mean,
-)
-from medflare.methods.fedsm.formulas import soft_pull
+from medflare.core.states import StateDict, batch_norm_entries, blend, copy_state, difference, moved, split_state, weighted_mean
 
 
 def state(weight: list[float], count: int = 0) -> dict[str, torch.Tensor]:
@@ -139,42 +121,3 @@ def test_batch_norm_is_selected_by_type_also_where_a_layer_has_two_names() -> No
     assert not set(local) & set(shared)
     assert batch_norm_entries(nn.BatchNorm1d(2)) == bn
     assert batch_norm_entries(nn.Linear(2, 2)) == frozenset()
-
-
-LARGE = 40_002  # values; more bytes than the limit for small tensors
-
-
-def test_only_large_tensors_inside_the_block_are_mapped(tmp_path: Path) -> None:
-    assert not is_memory_mapped() and not allocate((LARGE,), torch.float32).is_shared()
-    with memory_mapped(tmp_path / "new"):
-        assert is_memory_mapped() and allocate((2, LARGE), torch.float32).is_shared()
-        assert not allocate((3,), torch.float32).is_shared() and not allocate((0,), torch.float32).is_shared()
-    assert not is_memory_mapped()
-
-
-def test_mapped_files_have_no_names_and_no_descriptors(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with memory_mapped(tmp_path):
-        kept = [allocate((LARGE,), torch.float32) for _ in range(5)]
-    assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before and len(kept) == 5
-
-
-def test_formulas_give_the_same_bits_with_mapped_tensors(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    states = {site: {"w": torch.randn(3, LARGE, generator=generator), "n": torch.tensor(place)} for place, site in enumerate("ABC")}
-
-    def results() -> list[StateDict]:
-        return [weighted_mean(states, {"A": 3.0, "B": 1.0, "C": 2.0}), *soft_pull(states, 0.3).values()]
-
-    in_memory = results()
-    with memory_mapped(tmp_path):
-        mapped = results()
-    assert all(result["w"].is_shared() for result in mapped)
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(in_memory, mapped, strict=True) for name in a)
-
-
-def test_a_full_disk_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with memory_mapped(tmp_path), pytest.raises(StateError, match="No space"):
-        allocate((LARGE,), torch.float32)
-    assert not list(tmp_path.iterdir())

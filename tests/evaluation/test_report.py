@@ -100,11 +100,8 @@ def test_pages_are_well_formed_and_fetch_nothing(record: RunRecord, history: His
     rich = dataclasses.replace(record, model_selection=MODEL_SELECTION, tables={"Training images": {"A": {"images": 4}}})
     html = render_report(build_results(rich), history, {"Generated images": b"\x89PNG"})
     failed = RunRecord("fedavg", record.task, 0, 5, {}, reason="site B: <empty> split")
-    pages = [
-        html,
-        *(render_report(build_results(run)) for run in (classified, selecting, failed, dataclasses.replace(record, running=True))),
-    ]
-    assert [faults(page) for page in pages] == [[], [], [], [], []]
+    pages = [html, *(render_report(build_results(run)) for run in (classified, selecting, failed))]
+    assert [faults(page) for page in pages] == [[], [], [], []]
     assert html.count("<svg") == 2 and len(html) < 200_000
     assert "FAILED" in Page(pages[3]).text and "site B: <empty> split" in Page(pages[3]).text
 
@@ -134,13 +131,6 @@ def test_synthetic_images_are_marked(record: RunRecord, task: TaskConfig) -> Non
 def test_names_are_escaped(record: RunRecord, history: History) -> None:
     named = dataclasses.replace(record, sites={"<script>alert(1)</script>": record.sites["B"]})
     assert "<script" not in render_report(build_results(named), history)
-
-
-def test_the_page_reloads_only_during_the_run(record: RunRecord, history: History) -> None:
-    html = render_report(build_results(dataclasses.replace(record, sites={}, running=True)), history[:1])
-    assert ("meta", {"http-equiv": "refresh", "content": "10"}) in Page(html).tags
-    assert "RUNNING" in Page(html).text and "1 of 2 rounds" in Page(html).text and "COMPLETED" not in html
-    assert "http-equiv" not in render_report(build_results(record), history)
 
 
 def text_of(svg: str | None) -> str:

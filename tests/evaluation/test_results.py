@@ -7,15 +7,13 @@ import math
 import os
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from evaluation.conftest import History
 from medflare.core.errors import StateError
-from medflare.evaluation import report
-from medflare.evaluation.report import LiveReport, write_results
+from medflare.evaluation.report import write_results
 from medflare.evaluation.results import (
     RunRecord,
     append_round,
@@ -155,29 +153,6 @@ def test_steps_are_appended_and_read(tmp_path: Path, history: History) -> None:
     for line in ({**history[1], "seconds": 9.0}, *history[1:]):
         append_round(folder, line)
     assert read_rounds(folder) == history
-
-
-def test_a_live_report_is_written_when_due_and_replaced_at_the_end(
-    tmp_path: Path, record: RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = dataclasses.replace(record, running=True)
-    assert LiveReport().refresh(tmp_path, lambda: running) == "" and not any(tmp_path.iterdir()), "not in the first seconds"
-    monkeypatch.setattr(report, "_PAUSE", 0.0)
-    live = LiveReport()
-    assert live.refresh(tmp_path, lambda: running) == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"], "no results.json"
-    written = (tmp_path / "report.html").read_text()
-    assert "RUNNING" in written and 'http-equiv="refresh"' in written
-    assert live.refresh(tmp_path, lambda: pytest.fail("not due")) == "", "at most a fiftieth of the run's time"
-    write_results(tmp_path, record)
-    assert "RUNNING" not in (tmp_path / "report.html").read_text()
-
-
-def test_a_live_report_that_fails_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_PAUSE", 0.0)
-    live, broken = LiveReport(), Mock(side_effect=ValueError("odd"))
-    assert live.refresh(tmp_path, broken) == "ValueError: odd"
-    assert live.refresh(tmp_path, broken) == ""
 
 
 def test_metrics_of_structures_and_classes_stand_beside_the_means(record: RunRecord, classified: RunRecord, task: TaskConfig) -> None:

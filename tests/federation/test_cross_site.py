@@ -9,6 +9,7 @@ from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.core.errors import ConfigError, MessageError
 from medflare.core.message import Message
+from medflare.data.local import LocalSettings
 from medflare.evaluation.presentation import method_tables
 from medflare.evaluation.results import validate_results
 from medflare.federation.exchange import Reply
@@ -107,11 +108,11 @@ def finished(*, share: bool | None = True, hyper: dict[str, Any] | None = None, 
 @pytest.mark.parametrize(
     ("share", "settings", "leaves", "named"),
     [
-        (True, {"shares": True}, True, ""),
+        (True, {"local": LocalSettings(share_model=True)}, True, ""),
         (True, {}, False, "share_model"),
-        (None, {"shares": True}, False, ""),
-        (False, {"shares": True}, False, ""),
-        (True, {"shares": True, "hyper": {"site": {"dp_noise": 1.0}}}, False, "privacy"),
+        (None, {"local": LocalSettings(share_model=True)}, False, ""),
+        (False, {"local": LocalSettings(share_model=True)}, False, ""),
+        (True, {"local": LocalSettings(share_model=True), "hyper": {"site": {"dp_noise": 1.0}}}, False, "privacy"),
     ],
 )
 def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings: dict[str, Any], leaves: bool, named: str) -> None:
@@ -123,7 +124,7 @@ def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings
 
 @pytest.mark.parametrize(("minimum", "sent"), [(5, True), (6, False)])
 def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> None:
-    participant, reply = finished(shares=True, minimum_patients=minimum)
+    participant, reply = finished(local=LocalSettings(share_model=True, minimum_patients=minimum))
     request = Message({f"{SHARED}/B": reply.states[SHARED]}, {"step": 1, "run_rounds": 1})
     value = participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
     assert (value is not None) == sent
@@ -132,7 +133,7 @@ def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> No
 
 
 def test_a_site_takes_models_of_members_that_fit() -> None:
-    participant, reply = finished(shares=True)
+    participant, reply = finished(local=LocalSettings(share_model=True))
     state = reply.states[SHARED]
     for states in ({f"{SHARED}/stranger": state}, {str(SHARED): state}, {f"{SHARED}/B": {"other": torch.ones(3)}}):
         with pytest.raises(MessageError):

@@ -10,6 +10,7 @@ from helpers.small_tasks import small_task
 from medflare.core.events import DOUBTS
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
+from medflare.data.local import LocalSettings
 from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
@@ -42,7 +43,7 @@ def federated(
     members = {}
     for name, split in data.items():
         site = Site(name, task, split)
-        members[name] = Participant(name, lambda role, site=site: site, chosen, options, minimum_patients=minimum)  # type: ignore[misc]
+        members[name] = Participant(name, lambda role, site=site: site, chosen, options, local=LocalSettings(minimum_patients=minimum))  # type: ignore[misc]
     run = Run(chosen, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data)))
     results = run.execute(LocalExchange(tuple(members), members.__getitem__))
     assert results["status"] == "COMPLETED", results["reason"]
@@ -83,7 +84,7 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] is None
     assert not doubts(results).keys() & {"constant_output", "at_chance"}
     artifacts = SiteFolder(tmp_path, "A", FEDAVG, task, 0)
-    site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, artifacts=artifacts, minimum_patients=7)
+    site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, artifacts=artifacts, local=LocalSettings(minimum_patients=7))
     site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
     site.answer("finalize", 0, Message({"model": Site("A", task, split).network().state_dict()}, {"step": 0, "run_rounds": 1}))
     assert "status doubtful" in (tmp_path / "report.html").read_text()

@@ -44,7 +44,7 @@ def test_bytes_and_seconds_are_counted() -> None:
     transport = Transport(Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome)
     for calls in (1, 2):
         transport.ask(STEP, {"A": message(10), "B": message(5)})
-        assert (outcome.down_bytes, outcome.up_bytes) == (calls * 15 * 4, calls * 2 * 4)
+        assert outcome.costs["A"].down_bytes == calls * 10 * 4 and outcome.costs["A"].up_bytes == calls * 2 * 4
     assert outcome.costs == {"A": Cost(80, 16, 3.0), "B": Cost(40, 0, 1.0)}, "work that came to nothing took its time too"
 
 
@@ -67,4 +67,4 @@ def test_tensors_in_a_phase_without_tensors_are_rejected(phase: str) -> None:
     meta = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
     outcome = Outcome()
     (reply,) = Transport(Answering(A=Reply(message(9, **meta))), outcome).ask(Step(phase, 0), {"A": Message()}).values()
-    assert (reply.kind, reply.problem, outcome.up_bytes) == ("rejected", "unexpected tensors", 0)
+    assert (reply.kind, reply.problem, outcome.costs["A"].up_bytes) == ("rejected", "unexpected tensors", 0)

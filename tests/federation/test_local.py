@@ -12,7 +12,7 @@ from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
-from medflare.data.local import Bounds
+from medflare.data.local import Bounds, LocalSettings
 from medflare.evaluation.results import load_results, validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import SITES, STATE, resume_local
@@ -135,7 +135,7 @@ def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(tmp_path: Path
 
 
 def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Bounds", lambda: Bounds(minutes=1e-9))
+    monkeypatch.setattr(loop, "LocalSettings", lambda **more: LocalSettings(**more, bounds=Bounds(minutes=1e-9)))
     results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=0)
     assert results["status"] == "FAILED" and "bounds.minutes" in results["reason"]
 

@@ -11,6 +11,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
+from medflare.data.local import LocalSettings
 from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
@@ -52,7 +53,7 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
 @pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
 def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, test: bool) -> None:
     site = squares.site("A")
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, minimum_patients=minimum)
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, local=LocalSettings(minimum_patients=minimum))
     replies = [participant.answer(ENROL, 0, Message({}, dict(INVITATION))), asked(participant, "train"), asked(participant, FINALIZE, 1)]
     enrolment, trained, delivered = (reply.meta for reply in replies)
     assert (trained["validation"]["global"] is not None) == validation and trained["loss"] is not None
@@ -182,7 +183,7 @@ def test_without_a_choice_nothing_changes(models: dict[str, Message]) -> None:
 def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
     site = squares.site("A")
     folder = SiteFolder(tmp_path, "A", get_method("ditto"), site.task, squares.SEED)
-    participant = enrolled(site, "ditto", artifacts=folder, chosen="global")
+    participant = enrolled(site, "ditto", artifacts=folder, local=LocalSettings(keep="global"))
     asked(participant, "train")
     reply = asked(participant, FINALIZE, 1)
     weights = {role: load_model(tmp_path / role).message.states["model"] for role in ("global", "personal", "deployed")}
@@ -195,6 +196,6 @@ def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
 
 
 def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
-    participant = Participant("A", lambda role: squares.site("A"), get_method("ditto"), {}, chosen="personal")
+    participant = Participant("A", lambda role: squares.site("A"), get_method("ditto"), {}, local=LocalSettings(keep="personal"))
     with pytest.raises(ConfigError, match="personal"):
         participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))

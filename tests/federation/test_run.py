@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from helpers.small_tasks import tiny_phantom
-from medflare.evaluation import report
 from medflare.evaluation.results import load_results, read_rounds
 from medflare.federation.local.loop import run_local
 from medflare.federation.run import Run
@@ -37,29 +36,6 @@ def test_aggregation_weights_are_recorded(method: str, phase: str, numbers: set[
     assert "Aggregation weight" in (tmp_path / "report.html").read_text()
 
 
-def test_the_report_is_updated_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medflare.evaluation.report._PAUSE", 0.0)
-    monkeypatch.setattr("medflare.evaluation.report._PAUSES", 0)
-    seen: list[str] = []
-    run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path, observe=lambda step: seen.append((tmp_path / "report.html").read_text()))
-    assert len(seen) == 3 and all("RUNNING" in page for page in seen), "two rounds and the look at the last models"
-    assert "1 of 2 rounds" in seen[0] and "2 of 2 rounds" in seen[1]
-    assert "RUNNING" not in (tmp_path / "report.html").read_text()
-
-
-def test_a_failed_report_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> str:
-        raise ValueError("odd")
-
-    monkeypatch.setattr("medflare.evaluation.report._PAUSE", 0.0)
-    draw, monkeys = report.render_report, iter([broken])
-    monkeypatch.setattr(report, "render_report", lambda *arguments: next(monkeys, draw)(*arguments))
-    results = run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path)
-    assert results["status"] == "COMPLETED"
-    told = [event["message"] for event in results["events"] if event["kind"] == "warning"]
-    assert len(told) == 1 and "ValueError: odd" in told[0]
-
-
 def test_a_run_may_be_resumed_with_other_timeouts(tmp_path: Path) -> None:
     def plan(**settings: float) -> object:
         settings_of_run = RunSettings(rounds=1, seed=0, **settings)  # type: ignore[arg-type]
@@ -84,7 +60,15 @@ def test_an_interrupted_run_is_failed_with_its_reason(tmp_path: Path) -> None:
 def test_a_new_run_deletes_the_results_of_an_earlier_one(tmp_path: Path) -> None:
     run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path)
     there: list[bool] = []
-    run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path, observe=lambda step: there.append((tmp_path / "results.json").exists()))
+    run_local(
+        "fedavg",
+        TINY,
+        2,
+        rounds=1,
+        seed=3,
+        out=tmp_path,
+        observe=lambda step: there.append((tmp_path / "results.json").exists() or (tmp_path / "report.html").exists()),
+    )
     assert there == [False, False] and len(read_rounds(tmp_path)) == 2, "a round and the look at its models"
 
 

@@ -16,6 +16,7 @@ from helpers.small_tasks import small_task
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
+from medflare.data.local import LocalSettings
 from medflare.federation.exchange import Reply, numbered
 from medflare.federation.final_models import evaluated
 from medflare.federation.local import loop
@@ -111,7 +112,9 @@ def test_no_message_of_any_method_holds_a_suppressed_count(name: str, data: Path
             assert step.phase != ENROL or bool(disclosed) != (site in SUPPRESSED), "other sites do send their counts"
         return replies
 
-    monkeypatch.setattr(loop, "Participant", lambda *args, **more: make(*args, **more, minimum_patients=MINIMUM))
+    monkeypatch.setattr(
+        loop, "Participant", lambda *args, **more: make(*args, **{**more, "local": LocalSettings(minimum_patients=MINIMUM)})
+    )
     monkeypatch.setattr(LocalExchange, "__call__", noted)
     results = run_local(method, TASK, ["a", "b", "c"], rounds=2 * get_method(method).trains, seed=1, outside=["z"], data_root=data, **hyper)
     assert results["status"] == "COMPLETED", results["reason"]
@@ -151,7 +154,7 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     task, rare, row = KINDS[kind]
     site, method = rare_square(task), get_method("prr")
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
-    participants = [Participant("A", lambda role: site, method, {}, minimum_patients=minimum) for minimum in (0, 3)]
+    participants = [Participant("A", lambda role: site, method, {}, local=LocalSettings(minimum_patients=minimum)) for minimum in (0, 3)]
     server = squares.server(method.server_class, task, algorithms={"A": squares.algorithm(method.site_class, "A", task)}, outside=())
     replies = []
     for participant in participants:
@@ -284,7 +287,7 @@ def test_a_federation_without_counts_by_class(method: str) -> None:
     chosen = get_method(method)
 
     def member(name: str) -> Participant:
-        return Participant(name, lambda role: squares.site(name), chosen, options, minimum_patients=13)
+        return Participant(name, lambda role: squares.site(name), chosen, options, local=LocalSettings(minimum_patients=13))
 
     run = Run(chosen, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
     results = run.execute(LocalExchange("ABCO", member))

@@ -23,7 +23,7 @@ from medflare.core.states import StateDict
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.liveness import LONG_POLL
+from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
@@ -95,13 +95,13 @@ def test_a_bug_in_the_run_is_a_failure_with_its_reason(server: Server, monkeypat
 def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
     controller, sites = MedflareController(rounds=1, seed=0), FakeController(CS=never_fetches)
     fl_ctx: Any = SimpleNamespace(get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "CS"))
-    handlers = controller._on_heartbeat, controller._on_work_request
-    assert all(handler("", Shareable(), fl_ctx).get_return_code() == ReturnCode.OK for handler in handlers), "before the run begins"
+    replies = [controller._on_message(topic, Shareable(), fl_ctx) for topic in (ALIVE, WORK)]
+    assert all(reply.get_return_code() == ReturnCode.OK for reply in replies), "before the run begins"
     controller._exchange = exchange(sites)
     heard = controller._exchange.heard
-    controller._on_heartbeat("", Shareable(), fl_ctx)
+    controller._on_message(ALIVE, Shareable(), fl_ctx)
     first = heard["CS"]
-    controller._on_work_request("", Shareable(), fl_ctx)
+    controller._on_message(WORK, Shareable(), fl_ctx)
     assert heard["CS"] > first and time.monotonic() - first >= LONG_POLL
 
 

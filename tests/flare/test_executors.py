@@ -15,6 +15,7 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 
 from helpers.small_tasks import tiny_phantom
 from helpers.waiting import eventually
@@ -30,7 +31,6 @@ from medflare.flare.liveness import Heartbeat
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import ParticipantSpec, anchor_data_root
-from medflare.flare.privacy import UpdatePrivacy
 from medflare.flare.simulator import SimulatorHost
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
@@ -162,10 +162,10 @@ def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskCo
 
 
 def test_a_job_with_result_filters_of_its_own_is_refused_before_it_starts_work(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    table = {f"train{FilterKey.DELIMITER}{FilterKey.OUT}": [UpdatePrivacy("percentile")]}
+    table = {f"train{FilterKey.DELIMITER}{FilterKey.OUT}": [PercentilePrivacy()]}
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_result_filters=table), private=True)
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-    assert "medflare.flare.privacy.UpdatePrivacy" in reason and "CS" in reason
+    assert "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy" in reason and "CS" in reason
     assert not (place / "medflare-cache").exists() and not (place / "run").exists(), "no image has been read"
 
 

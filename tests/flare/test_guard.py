@@ -1,4 +1,4 @@
-"""The outbound guard: what the manifest and the site allow leaves, and nothing else; FLARE's privacy filters in front of it."""
+"""The outbound guard: what the manifest and the site allow leaves, and nothing else."""
 
 import csv
 import json
@@ -21,14 +21,12 @@ from nvflare.private.fed.client.client_runner import ClientRunnerConfig, TaskRou
 from nvflare.private.privacy_manager import Scope
 
 from helpers.small_tasks import small_task
-from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.federation.settings import META_LIMIT
 from medflare.flare.guard import OutboundGuard
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
-from medflare.flare.privacy import UpdatePrivacy
 from medflare.methods.catalogue import get_method
 
 SITE = "clinic"
@@ -47,17 +45,17 @@ def spec(tmp_path: Path, task: Any) -> ParticipantSpec:
     return ParticipantSpec(SITE, "fedavg", "", 0, task_file, local_file, folder)
 
 
-def prepared(spec: ParticipantSpec, incoming: Message, phase: str = "train") -> FLContext:
+def prepared(spec: ParticipantSpec, phase: str = "train") -> FLContext:
     """FLARE's context while the site answers to a phase of round 4."""
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, SITE)
-    fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 4, to_shareable(incoming), spec), private=True, sticky=False)
+    fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 4, spec), private=True, sticky=False)
     return fl_ctx
 
 
 @pytest.fixture
 def context(spec: ParticipantSpec) -> FLContext:
-    return prepared(spec, Message())
+    return prepared(spec)
 
 
 @pytest.fixture
@@ -97,7 +95,7 @@ def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: Parti
 
 
 def test_a_personal_model_leaves_only_with_the_sites_consent(spec: ParticipantSpec, update: Message) -> None:
-    context = prepared(spec, Message(), "finalize")
+    context = prepared(spec, "finalize")
     final = Message({"personal": update.states["model"]}, {"metrics": {"global": {"dice": 0.5}}, "n": {"train": 1}})
     assert "personal" in blocked(OutboundGuard().process(to_shareable(final), context))
     Path(spec.local_file).write_text('{"share_model": true}')
@@ -190,7 +188,7 @@ def test_what_is_not_declared_blocks_the_reply(
 
 @pytest.mark.parametrize("phase", ["enrol", "finalize"])
 def test_metadata_of_enrollment_and_final_models_is_declared(spec: ParticipantSpec, phase: str) -> None:
-    fl_ctx = prepared(spec, Message(), phase)
+    fl_ctx = prepared(spec, phase)
     meta: dict[str, Any] = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
     assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(meta))), fl_ctx)).meta == meta
     left = OutboundGuard().process(to_shareable(Message({}, {**meta, "patients": SECRET})), fl_ctx)
@@ -293,27 +291,3 @@ def test_the_sites_own_limits_and_that_a_misspelt_one_is_not_taken_for_none(
     assert {left(**allowed).get_return_code() for allowed in ({"entries": ["model"]}, {"bytes": update.nbytes})} == {ReturnCode.OK}
     assert "model" in blocked(left(entries=["selector"])) and str(update.nbytes) in blocked(left(bytes=update.nbytes - 1))
     assert all("outbound" in blocked(left(**misspelt)) for misspelt in ({"entry": ["model"]}, {"bytes": "10"}))
-
-
-class TestPrivacyFiltersOfFlare:
-    """They look at every DXO of the collection, so that nothing which holds tensors escapes them."""
-
-    def test_update_privacy_clips_the_change(self, spec: ParticipantSpec, update: Message) -> None:
-        incoming = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
-        context = prepared(spec, Message({"model": incoming}))
-        sent = UpdatePrivacy("percentile", {"percentile": 0, "gamma": 0.25}).process(to_shareable(update), context)
-        for name, tensor in to_message(sent).states["model"].items():
-            expected = incoming[name] + 0.25 if tensor.is_floating_point() else incoming[name]
-            torch.testing.assert_close(tensor, expected)
-        assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK, "shapes and dtypes are the declared ones"
-
-    def test_what_cannot_be_protected_is_not_sent(self, context: FLContext, update: Message) -> None:
-        kept = UpdatePrivacy("percentile").process(to_shareable(update), context)
-        assert "model" in blocked(kept)
-
-    @pytest.mark.parametrize(
-        ("name", "options", "token"), [("laplace", {}, "laplace"), ("percentile", {"gama": 0.1}, "gama"), ("svt", {"tau": 0.1}, "tau")]
-    )
-    def test_unknown_filters_and_options_are_refused(self, name: str, options: dict[str, float], token: str) -> None:
-        with pytest.raises(ConfigError, match=token):
-            UpdatePrivacy(name, options)

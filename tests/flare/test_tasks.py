@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +19,8 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils import fobs
 
-from medflare.core.errors import Aborted, ConfigError, StateError
+from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
-from medflare.core.states import memory_mapped
 from medflare.federation.exchange import Reply
 from medflare.federation.settings import run_settings
 from medflare.flare import tasks as steps
@@ -113,17 +111,6 @@ def test_each_site_gets_its_own_message_and_its_reply_comes_back() -> None:
     assert not controller.cancelled
 
 
-def test_replies_with_large_models_are_stored_in_files(tmp_path: Path) -> None:
-    controller = FakeController(CS=answers(n_samples=3), DU=later(0.05, answers(n_samples=4)), FG=lambda task: error_reply("no images"))
-    outgoing = {site: Message({"model": {"w": torch.full((30_000,), float(place))}}) for place, site in enumerate(("CS", "DU", "FG"))}
-    with memory_mapped(tmp_path):
-        replies = exchange(controller)(STEP, outgoing)
-    for site in ("CS", "DU"):
-        tensor = received(replies[site]).states["model"]["w"]
-        assert tensor.is_shared() and torch.equal(tensor, outgoing[site].states["model"]["w"])
-    assert replies["FG"].problem == "no images" and replies["DU"].seconds >= 0.05
-
-
 STRANGE: dict[str, Callable[[DXO], object]] = {
     "another byte order": lambda model: model.data.update(w=np.ones(3, ">f4")),
     "ragged": lambda model: model.data.update(w=[[1.0], [1.0, 2.0]]),
@@ -155,10 +142,10 @@ def test_failed_tasks_and_foreign_replies(monkeypatch: pytest.MonkeyPatch) -> No
         assert read_reply(shareable).kind == "rejected"
 
     def full(shareable: Shareable) -> Message:
-        raise StateError("no space left")
+        raise MemoryError
 
     monkeypatch.setattr(steps, "to_message", full)
-    with pytest.raises(StateError):  # the server's own error
+    with pytest.raises(MemoryError):  # the server's own error
         read_reply(to_shareable(Message()))
 
 

@@ -15,6 +15,7 @@ from helpers.volume_sites import TASK, make_sites
 from inference.conftest import Models, Runs, rows_of
 from medflare.cli import main
 from medflare.core.message import Message
+from medflare.data.local import LocalSettings
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
@@ -124,7 +125,7 @@ def test_a_site_with_few_patients_or_dp_noise_sends_no_image_range(data_root: Pa
         return open_site("A", task, role=role, data_root=data_root)
 
     for minimum, hyper in ((0, {}), (4, {}), (5, {}), (1, {"site": {"dp_noise": 1.0, "dp_clip": 1.0, "dp_delta": 1e-5}})):
-        site = Participant("A", opened, get_method("fedavg"), hyper, minimum_patients=minimum)
+        site = Participant("A", opened, get_method("fedavg"), hyper, local=LocalSettings(minimum_patients=minimum))
         cards[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).meta
     assert [TRAINED_ON in cards[minimum] for minimum in (0, 4, 5, 1)] == [True, True, False, False]
     assert cards[4][TRAINED_ON]["medians"] != cards[0][TRAINED_ON]["medians"]

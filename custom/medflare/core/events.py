@@ -21,7 +21,6 @@ KINDS: Final = (
     "reverted",  # a deployed model reverted its adaptation
     "left_out",  # an image that cannot be used and that the task allows to skip
     "joined",  # a site enrolled after the first round
-    "left",  # a site left before the last round
     "repeated",  # the request of a step was sent again
     "resumed",  # a run or a site continued from its stored state
     "stopped_early",  # training ended before its last round: no validated model became better

@@ -32,9 +32,9 @@ class StateSpec:
     nonnegative: frozenset[str] = frozenset()
 
     @classmethod
-    def like(cls, state: Mapping[str, Tensor], purpose: str, nonnegative: bool = False) -> "StateSpec":
+    def like(cls, state: Mapping[str, Tensor], purpose: str) -> "StateSpec":
         """The spec of `state` (any device, meta included); running variances are always nonnegative."""
-        squares = frozenset(name for name in state if nonnegative or name.rpartition(".")[2] == "running_var")
+        squares = frozenset(name for name in state if name.rpartition(".")[2] == "running_var")
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose, squares)
 
 
@@ -42,9 +42,6 @@ Manifest = dict[str, StateSpec]
 # How values belong to classes, for small-cell suppression: "values" of a class describe that class only; "counts" of all classes add up to
 # a fixed total, so that one of them follows from the others.
 PerClass = Literal["", "values", "counts"]
-
-
-# -- declarations ------------------------------------------------------------------------------------------------------------
 
 
 class _Declared(str):
@@ -69,7 +66,6 @@ class TensorSpec(_Declared):
         purpose: why it leaves the site; may be empty if only the server sends it.
         template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's network.
         when: plan -> whether it is sent with these settings.
-        nonnegative: whether no value is below 0.
         optional: whether the server's message may lack it.
         measured: the split whose images it was measured on ("train", "validation"); "" for weights and their updates. The participant sends
             zeros if the split has fewer patients than the site's `minimum_patients`.
@@ -85,18 +81,16 @@ class TensorSpec(_Declared):
         template: Callable[[Any], Mapping[str, Tensor]] = lambda plan: plan.template(),
         when: Callable[[Any], bool] = lambda plan: True,
         *,
-        nonnegative: bool = False,
         optional: bool = False,
         measured: str = "",
         per_class: PerClass = "",
     ):
         self.purpose, self.template, self.when = purpose, template, when
-        self.nonnegative, self.optional = nonnegative, optional
-        self.measured, self.per_class = measured, per_class
+        self.optional, self.measured, self.per_class = optional, measured, per_class
 
     def spec(self, plan: Any) -> StateSpec:
         """Names, shapes and dtypes of the state with a plan's settings."""
-        return StateSpec.like(self.template(plan), self.purpose, self.nonnegative)
+        return StateSpec.like(self.template(plan), self.purpose)
 
     def covers(self, name: str) -> bool:
         """Whether a name in a message is this state or a member of this family."""
@@ -152,9 +146,6 @@ class MetaSpec(_Declared):
         return TypeAdapter(kind)
 
 
-# -- types of metadata -------------------------------------------------------------------------------------------------------
-
-
 def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Any:
     """Finite numbers; None as well if `optional`: a value that is not defined."""
     kind = Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
@@ -172,9 +163,9 @@ def text(*choices: str) -> Any:
     return Literal[choices] if choices else Annotated[str, Field(strict=True, max_length=1000)]
 
 
-def table(values: Any = Any) -> Any:
-    """Tables, name -> value."""
-    return dict[str, values]
+def table(values: Any = Any, most: int | None = None) -> Any:
+    """Tables, name -> value, of up to `most` names."""
+    return Annotated[dict[str, values], Field(max_length=most)]
 
 
 def models(values: Any = Any, most: int = 16) -> Any:
@@ -191,9 +182,6 @@ def models(values: Any = Any, most: int = 16) -> Any:
 def listing(items: Any = Any, most: int | None = None) -> Any:
     """Lists of up to `most` items."""
     return Annotated[list[items], Field(max_length=most)]
-
-
-# -- phases ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,9 +227,6 @@ def merged_phases(first: tuple[Phase, ...], second: tuple[Phase, ...]) -> tuple[
             earlier.reply_meta + phase.reply_meta,
         )
     return tuple(merged.values())
-
-
-# -- checks of states --------------------------------------------------------------------------------------------------------
 
 
 def violation(message: Message, manifest: Manifest) -> str | None:

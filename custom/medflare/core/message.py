@@ -1,9 +1,10 @@
 """The message between a site algorithm and a server algorithm."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from medflare.core.states import StateDict, state_bytes
+from medflare.core.states import StateDict, copy_state, state_bytes
 
 
 @dataclass
@@ -22,3 +23,7 @@ class Message:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(state_bytes(state) for state in self.states.values())
+
+    def copied(self) -> "Message":
+        """A copy with tensors on the CPU that shares no memory with this message."""
+        return Message({entry: copy_state(state) for entry, state in self.states.items()}, copy.deepcopy(self.meta))

@@ -1,67 +1,19 @@
 """Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged.
 
-Tensors of one name are processed in chunks, so that no float64 copy of a whole model is made. A server holds the models of all sites at
-once: inside `memory_mapped(folder)` large tensors are memory-mapped files, of which the operating system keeps in memory what has room.
+Tensors of one name are processed in chunks, so that no float64 copy of a whole model is made.
 """
 
 import math
-import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from medflare.core.errors import StateError
-
 StateDict = dict[str, Tensor]
 CHUNK: Final = 2**15  # values of each tensor at a time, so that intermediate results stay in the processor's cache
 LONG_CHUNK: Final = 2**19  # the same for sums that decide about weights: most tensors fit, so that their sums are not split
-_SMALL: Final = 2**16  # bytes; smaller tensors are never memory-mapped
-_FOLDER: ContextVar[Path | None] = ContextVar("medflare_memory_mapped", default=None)
-
-
-@contextmanager
-def memory_mapped(folder: Path) -> Iterator[None]:
-    """Inside, `allocate` makes large tensors as files in `folder`, which is made if needed. The files vanish with the tensors."""
-    token = _FOLDER.set(folder)
-    try:
-        yield
-    finally:
-        _FOLDER.reset(token)
-
-
-def is_memory_mapped() -> bool:
-    """Whether `allocate` makes large tensors as files."""
-    return _FOLDER.get() is not None
-
-
-def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized contiguous CPU tensor, in memory or, inside `memory_mapped`, in a file.
-
-    Raises:
-        StateError: the disk is full, or the folder cannot be written.
-    """
-    folder, size = _FOLDER.get(), torch.Size(shape).numel()
-    if folder is None or size * dtype.itemsize < _SMALL:
-        return torch.empty(shape, dtype=dtype)
-    path = folder / f".{secrets.token_hex(8)}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(file, 0, size * dtype.itemsize)  # raises if the disk is full; writing to the mapping would end the process
-            return torch.from_file(str(path), shared=True, size=size, dtype=dtype).reshape(shape)
-        finally:
-            os.close(file)
-            path.unlink()
-    except OSError as error:
-        raise StateError(f"{folder}: no space for the models of all sites ({error.strerror})") from error
 
 
 def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:
@@ -71,7 +23,7 @@ def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     """A detached copy on the CPU that shares no memory with `state`."""
-    return {name: allocate(tensor.shape, tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
 
 
 def check_same_shapes(states: Mapping[str, StateDict]) -> None:
@@ -111,7 +63,7 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
 def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).amax(dim=0)
-    mean = allocate(tensors[0].shape, tensors[0].dtype)
+    mean = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
     for mean_chunk, *chunks in iter_chunks([mean, *tensors]):
         total = torch.zeros(mean_chunk.shape, dtype=torch.float64)
         for chunk, share in zip(chunks, shares, strict=True):

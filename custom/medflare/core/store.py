@@ -1,6 +1,5 @@
 """Files: written atomically; messages as safetensors with metadata in the header and a checksum. Nothing is unpickled."""
 
-import copy
 import csv
 import errno
 import hashlib
@@ -168,20 +167,16 @@ class MemoryStore:
         self._messages: dict[str, Message] = {}
 
     def save(self, name: str, message: Message) -> None:
-        self._messages[name] = _copied(message)
+        self._messages[name] = message.copied()
 
     def load(self, name: str) -> Message | None:
-        return _copied(self._messages[name]) if name in self._messages else None
+        return self._messages[name].copied() if name in self._messages else None
 
     def names(self) -> list[str]:
         return sorted(self._messages)
 
     def delete(self, name: str) -> None:
         self._messages.pop(name, None)
-
-
-def _copied(message: Message) -> Message:
-    return Message({entry: copy_state(state) for entry, state in message.states.items()}, copy.deepcopy(message.meta))
 
 
 class StateStore:

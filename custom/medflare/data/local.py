@@ -21,7 +21,6 @@ FOLDER: Final = "medflare"  # see `private_folder`; at the server also the resul
 CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
 PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
-MODELS_GB: Final = 2.0
 _CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
 DEVICE_VARIABLE: Final = "MEDFLARE_DEVICE"
 
@@ -120,8 +119,6 @@ class LocalSettings:
     device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu
     keep: Literal["global", "personal"] | None = None  # the model that is deployed here in the end; None: the method's choice
     minimum_patients: Annotated[int, Field(ge=0)] = 0  # metrics of fewer patients do not leave the site
-    # at the server: gigabytes of all sites' models that are kept in memory; larger tensors are memory-mapped files beside the checkpoints
-    models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()  # installed, whose networks and methods a job may name
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None

@@ -1,11 +1,8 @@
 """report.html: a self-contained page about a run, written at the server, and one about its patients, written at each site."""
 
 import base64
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -23,7 +20,6 @@ from medflare.evaluation.results import (
     REPORT_FILE,
     RESULTS_FILE,
     ROLES,
-    RUNNING,
     SPLITS,
     RunRecord,
     SiteRecord,
@@ -39,8 +35,6 @@ from medflare.tasks.summaries import Summary
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_PAUSE: Final = 15.0  # seconds between two reports of a run in progress, at least: one takes .3
-_PAUSES: Final = 50  # times as long as one took to write
 _CANDIDATES: Final = 200  # of a model selection in the page; long runs of many sites would make it too large to open
 _RESAMPLES: Final = 999
 _LISTED: Final = 10  # patients by name, those with the lowest values
@@ -66,37 +60,9 @@ def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
     """Write results.json and then report.html into `folder`; returns the results dict, see `build_results`."""
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results, public=True)
-    _write_report(folder, results, record)
-    return results
-
-
-def _write_report(folder: Path, results: Mapping[str, Any], record: RunRecord) -> None:
     page = render_report(results, json_ready(record.history), record.pictures)
     write_atomically(folder / REPORT_FILE, page.encode(), public=True)
-
-
-class LiveReport:
-    """The report of a run in progress, rewritten after its steps; an open browser reloads it.
-
-    Not in the first seconds, and then for at most a fiftieth of the run's time.
-    """
-
-    def __init__(self) -> None:
-        self._due = time.monotonic() + _PAUSE
-
-    def refresh(self, folder: Path, record: Callable[[], RunRecord]) -> str:
-        """Write report.html if it is due; returns why that failed, or "". Then it is not tried again: the run goes on without it."""
-        started = time.monotonic()
-        if started < self._due:
-            return ""
-        try:
-            state = record()
-            _write_report(folder, build_results(state), state)
-        except Exception as error:
-            self._due = math.inf
-            return f"{type(error).__name__}: {error}"
-        self._due = time.monotonic() + max(_PAUSE, _PAUSES * (time.monotonic() - started))
-        return ""
+    return results
 
 
 def render_report(
@@ -125,8 +91,6 @@ def render_report(
         synthetic=text.synthetic_source(results),
         doubts=text.doubts(results["events"]),
         tiles=_tiles(results),
-        updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
-        rounds_done=max((step["round"] for step in history), default=-1) + 1,
         curves=training_curves(results, history),
         drawable=installed("matplotlib"),
         model_selection={model: _shown_selection(selection) for model, selection in results.get("model_selection", {}).items()},

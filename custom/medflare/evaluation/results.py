@@ -26,7 +26,6 @@ ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
 STRUCTURES, CLASSES = "structures", "classes"  # beside a model's metrics: label -> metric -> value
 COMPLETED, FAILED = "COMPLETED", "FAILED"
-RUNNING: Final = "RUNNING"  # only in the report of a run in progress: results.json is written at the end
 UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
 FOLDER: Final = "medflare"  # below the server's job folder
 RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
@@ -78,7 +77,6 @@ class RunRecord:
         selector: of a model that selects one of several networks per image: {"gamma", "temperature", "candidates": values of γ,
             "votes": site -> mean paired gain over the global model for each candidate, "mean_gain": of γ}; else empty.
         citation: the method's paper.
-        running: the run has not ended; there is a report and no results.json.
     """
 
     method: str
@@ -101,7 +99,6 @@ class RunRecord:
     selector: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     citation: str = ""
-    running: bool = False
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
@@ -116,7 +113,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "task": record.task.name if record.task else UNKNOWN,
         "seed": record.seed,
         "rounds": record.rounds,
-        "status": FAILED if record.reason else RUNNING if record.running else COMPLETED,
+        "status": FAILED if record.reason else COMPLETED,
         "reason": record.reason or None,
         "sites": sites,
         "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),

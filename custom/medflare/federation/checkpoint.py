@@ -36,7 +36,6 @@ class Checkpoint:
             "enrolled": dict(sorted(members.items())),  # also those that have not returned yet
             "history": outcome.history,
             "events": federation.events.to_list(),
-            "bytes": [outcome.down_bytes, outcome.up_bytes],
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
             "plan": dict(self.plan),
         }
@@ -59,7 +58,6 @@ class Checkpoint:
         federation.returning = run["enrolled"]
         outcome = federation.outcome
         outcome.history.extend(run["history"])
-        outcome.down_bytes, outcome.up_bytes = run["bytes"]
         outcome.costs = {site: Cost(**cost) for site, cost in run["costs"].items()}
         federation.events.replace([*run["events"], *federation.events.to_list()])
         federation.events.add("resumed", f"continued after {run['finished']} finished steps")

@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from torch import Tensor
-
 from medflare.core.message import Message
-from medflare.core.states import allocate, is_memory_mapped
 from medflare.federation.outcome import Cost, Outcome
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
 from medflare.federation.update_validation.messages import (
@@ -20,7 +17,6 @@ from medflare.federation.update_validation.messages import (
     declaration_problem,
     message_problem,
     reason_line,
-    state_problem,
 )
 from medflare.methods.base import Step
 
@@ -47,25 +43,10 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
-def mapped_reply(reply: Reply) -> Reply:
-    """The reply with large tensors in memory-mapped files, inside `core.states.memory_mapped`; an exchange calls it as a reply arrives."""
-    message = reply.message
-    if message is None or not is_memory_mapped() or state_problem(message.states):
-        return reply
-    states = {entry: {name: _mapped(tensor) for name, tensor in state.items()} for entry, state in message.states.items()}
-    return replace(reply, message=Message(states, message.meta))
-
-
-def _mapped(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or not tensor.is_contiguous() or tensor.is_shared():
-        return tensor
-    return allocate(tensor.shape, tensor.dtype).copy_(tensor)
-
-
 class Exchange(Protocol):
     """How messages reach the sites. A site's MedflareError becomes a Reply with a problem.
 
-    Any other error of a site is a bug: FLARE makes it a Reply as well, the plain loop raises it. Implementations call `mapped_reply`.
+    Any other error of a site is a bug: FLARE makes it a Reply as well, the plain loop raises it.
     """
 
     def present(self, round: int) -> list[str]:
@@ -87,12 +68,9 @@ class Transport:
         missing = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
         valid = {site: _validated(replies.get(site, missing), site, step.phase) for site in sorted(outgoing)}
         for site, reply in valid.items():
-            down, up = outgoing[site].nbytes, 0 if reply.message is None else reply.message.nbytes
             cost = self.outcome.costs.setdefault(site, Cost())
-            self.outcome.down_bytes += down
-            self.outcome.up_bytes += up
-            cost.down_bytes += down
-            cost.up_bytes += up
+            cost.down_bytes += outgoing[site].nbytes
+            cost.up_bytes += 0 if reply.message is None else reply.message.nbytes
             cost.seconds += reply.seconds
         return valid
 

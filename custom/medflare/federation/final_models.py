@@ -31,6 +31,7 @@ from medflare.training.epochs import finite_or_none
 from medflare.training.montage import fullest_row, overlay, photograph
 from medflare.training.site import Site
 
+PICTURES = "pictures"  # folder of a site's pictures
 SCORES = "scores"  # folder of scores by patient; not beside the models, which may leave the site
 Metrics = Mapping[str, float | None]
 Keep = Callable[[str, Message, Summary], None]  # (role, final model, its test results)
@@ -75,7 +76,7 @@ class SiteFolder(ArtifactStore):
 
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
-        write_atomically(self.folder / "pictures" / f"{title}.png", png)
+        write_atomically(self.folder / PICTURES / f"{title}.png", png)
         self.pictures[title] = png
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:

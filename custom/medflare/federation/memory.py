@@ -88,10 +88,10 @@ class StoredAlgorithm:
     def _save(self, step: int, memory: Message) -> None:
         """Store what `step` starts from, and keep the newest earlier one."""
         self.store.save(f"{_PREFIX}{step}", memory)
-        earlier = [stored for stored in self._stored_steps() if stored < step]
-        for stored in self._stored_steps():
-            if stored != step and stored not in earlier[-1:]:
-                self.store.delete(f"{_PREFIX}{stored}")
+        steps = self._stored_steps()
+        earlier = [stored for stored in steps if stored < step]
+        for stored in set(steps) - {step, *earlier[-1:]}:
+            self.store.delete(f"{_PREFIX}{stored}")
 
     def _stored_steps(self) -> list[int]:
         return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
@@ -102,14 +102,13 @@ class WorkingTime:
 
     Args:
         store: keeps the seconds; those of a step in which a process was killed are lost.
-        minutes: limit of one step; None: no limit.
+        minutes: limit of one step.
         hours: limit of the run; None: no limit.
     """
 
-    def __init__(self, name: str, store: Store, minutes: float | None = None, hours: float | None = None):
+    def __init__(self, name: str, store: Store, minutes: float, hours: float | None):
         self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
-        self._began = time.monotonic()
-        self._before, self._limited = 0.0, False
+        self._began, self._before, self._limited = time.monotonic(), 0.0, False
 
     def clear(self) -> None:
         """A new run begins with this step."""
@@ -139,7 +138,7 @@ class WorkingTime:
             ConfigError: the step or the run takes longer than the site's limits.
         """
         seconds = time.monotonic() - self._began
-        if self.minutes is not None and seconds > 60 * self.minutes:
+        if seconds > 60 * self.minutes:
             raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
         self._check_hours()
 

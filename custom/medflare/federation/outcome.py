@@ -58,8 +58,6 @@ class Outcome:
     enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
     delivered: dict[str, dict[str, Any]] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
-    down_bytes: int = 0
-    up_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
     model_selection: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
-from medflare.data.local import PLACE
+from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
 from medflare.federation.final_models import ArtifactStore, evaluated, metric_of, with_choice
@@ -93,10 +93,7 @@ class Participant:
         store: where the algorithm's memory is stored after every step; None: in this process only.
         artifacts: stores what stays at the site; None: nothing is stored.
         budget: the site's privacy budget over all runs; None: no limit.
-        minimum_patients: see `update_validation.suppression`.
-        chosen: which model the site deploys, see `LocalSettings.keep`; None: that of the method.
-        shares: whether its personal model may be tested at other sites, see `LocalSettings.share_model`.
-        minutes: limit of a step; None: no limit.
+        local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
     """
 
@@ -110,17 +107,14 @@ class Participant:
         store: Store | None = None,
         artifacts: ArtifactStore | None = None,
         budget: Budget | None = None,
-        minimum_patients: int = 0,
-        chosen: str | None = None,
-        shares: bool = False,
-        minutes: float | None = None,
+        local: LocalSettings = LocalSettings(),
         hours: float | None = None,
     ):
         self.name, self.open_site, self.method, self.hyper = name, open_site, method, hyper
         self.store = store or MemoryStore()
         self.artifacts = artifacts or ArtifactStore()
-        self.minimum_patients, self.chosen, self.shares = minimum_patients, chosen, shares
-        self.working = WorkingTime(name, self.store, minutes, hours)
+        self.minimum_patients, self.chosen, self.shares = local.minimum_patients, local.keep, local.share_model
+        self.working = WorkingTime(name, self.store, local.bounds.minutes, hours)
         self.account = Account(Ledger(self.store), budget)
         self._algorithm = StoredAlgorithm(name, self.store, self._make)
         self._site: Site | None = None
@@ -162,8 +156,6 @@ class Participant:
             raise ConfigError(f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; {remedy}") from error
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
-
-    # -- enrollment ------------------------------------------------------------------------------------------------------------
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, store the membership, and report the site's data."""
@@ -228,14 +220,8 @@ class Participant:
         algorithm.account, algorithm.minimum_patients = self.account, self.minimum_patients
         return algorithm
 
-    # -- final models ----------------------------------------------------------------------------------------------------------
-
     def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None, share: bool) -> Message:
-        """Make, evaluate and store the final models and pictures; `trained_on` goes into the models' cards.
-
-        Args:
-            share: whether the server asks for the personal model.
-        """
+        """Make, evaluate and store the final models; `trained_on` goes into their cards, `share`: the server asks for the personal one."""
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
         for model in models.values():
             model.meta.update({} if trained_on is None else {RANGE: trained_on})

@@ -54,10 +54,7 @@ def check_run(
 
 
 def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:
-    """What one algorithm sends or needs that the other does not declare, in words, or None.
-
-    A new server algorithm makes its schedule and its first message, and gets replies of zeros as the site algorithm declares.
-    """
+    """What one algorithm sends or needs that the other does not declare, in words, or None; the server gets replies of zeros."""
     phases = pair.site_class.phases
     server = pair.make_server(ServerContext(plan, 0, 1, tuple(outside), phases=phases))
     steps, by_name = server.steps(), {phase.name: phase for phase in phases}

@@ -1,9 +1,7 @@
 """One run from settings to results, for the plain loop and the FLARE controller."""
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,16 +9,15 @@ from typing import Any
 
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
-from medflare.core.states import memory_mapped, state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
-from medflare.data.local import MODELS_GB
 from medflare.evaluation.console import round_line
-from medflare.evaluation.report import LiveReport, write_results
-from medflare.evaluation.results import RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
+from medflare.evaluation.report import write_results
+from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
+from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
@@ -36,6 +33,7 @@ from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
 
 MODELS = "models"
+SITES = "sites"  # folder of the sites' folders, in the plain loop
 
 
 @dataclass
@@ -48,9 +46,7 @@ class Run:
         aggregation: the formula of FLARE's aggregator component; None: that of the server algorithm.
         folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only the returned dict.
         checkpoints: folder of the checkpoint if it is not `folder`.
-        pictures: title -> PNG for the report; only the plain loop has the sites' images.
         weights: file of the initial weights, or its folder; None: see `networks.weights.find_weights`.
-        models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
         about: further settings for the results, for example the engine.
         say: called with progress lines.
         observe: called after every step.
@@ -66,18 +62,11 @@ class Run:
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
-    models_gb: float = MODELS_GB
-    pictures: dict[str, bytes] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     track: str | None = None
     events: EventLog = field(default_factory=EventLog)
-
-    @property
-    def outside(self) -> tuple[str, ...]:
-        """Sites that do not train."""
-        return self.settings.outside
 
     def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
         """Run to the end and return the results dict; after a MedflareError its status is FAILED, with the reason.
@@ -92,24 +81,22 @@ class Run:
         started, outcome, reason = time.monotonic(), Outcome(), ""
         if self.folder is not None:
             make_folder(self.folder, public=True)  # others may read its report, not the folders in it
-            for name in () if resume else (RESULTS_FILE, ROUNDS_FILE):
-                (self.folder / name).unlink(missing_ok=True)
+            for path in () if resume else (*(self.folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)), *self._pictures()):
+                path.unlink(missing_ok=True)
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
             settings = self.settings
-            check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=self.outside, cross_site=settings.cross_site)
+            check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=settings.outside, cross_site=settings.cross_site)
             plan = self.method.plan(self.task, self.sites, self.hyper)
-            mapped = state_bytes(plan.template()) * len(self.sites) > self.models_gb * 10**9
-            with memory_mapped(self.checkpoints or self.folder or Path(tempfile.gettempdir())) if mapped else nullcontext():
-                federation = self._federation(plan, exchange, outcome, tracker)
-                finished = 0
-                if resume:
-                    if self._checkpoint is None:
-                        raise StateError("a run without a folder cannot be resumed")
-                    finished = self._checkpoint.restore(federation)
-                federation.run(finished)
-                self._store(federation.server, outcome)
+            federation = self._federation(plan, exchange, outcome, tracker)
+            finished = 0
+            if resume:
+                if self._checkpoint is None:
+                    raise StateError("a run without a folder cannot be resumed")
+                finished = self._checkpoint.restore(federation)
+            federation.run(finished)
+            self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
             reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
             self.events.add("aborted", str(error) or reason)
@@ -138,22 +125,19 @@ class Run:
             plan,
             seed,
             self.settings.rounds,
-            self.outside,
+            self.settings.outside,
             phases=self.method.site_class.phases,
             aggregation=self.aggregation,
             events=self.events,
             start=starting_state(self.task, seed, self.weights),
             weights=self.weights,
         )
-        live = LiveReport()
 
         def after_step(report: StepReport) -> None:
             step = report.step.phase, report.step.round, context.rounds
             self.say(round_line(*step, report.meta, report.rejected, report.seconds, report.aggregation))
             if self.folder is not None:
                 append_round(self.folder, report.line())
-                if problem := live.refresh(self.folder, lambda: self._record(outcome, running=True)):
-                    self.events.add("warning", f"the report is no longer updated during the run: {problem}")
             tracker.step(report, self.task.optimizer["lr"] * self.task.schedule.rate_factor(report.step.round, context.rounds))
             self.observe(report)
 
@@ -162,8 +146,7 @@ class Run:
                 self._checkpoint.save(finished, federation)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
-        server = self.method.make_server(context)
-        federation = Federation(server, exchange, self.settings, identity, after_step, save_checkpoint, outcome)
+        federation = Federation(self.method.make_server(context), exchange, self.settings, identity, after_step, save_checkpoint, outcome)
         return federation
 
     @cached_property
@@ -195,35 +178,35 @@ class Run:
         for name, content in server.documents().items():
             write_json(self.folder / name, content, public=True)
 
-    def _record(self, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:
+    def _pictures(self) -> list[Path]:
+        """The pictures in the sites' folders, which only the plain loop has here."""
+        return [] if self.folder is None else sorted(self.folder.glob(f"{SITES}/*/{PICTURES}/*.png"))
+
+    def _record(self, outcome: Outcome, reason: str) -> RunRecord:
         """The record of the run so far; `reason` why it failed."""
 
         def site_record(site: str) -> SiteRecord:
             delivered = outcome.delivered.get(site, {})
             names = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
             parts = {name: delivered[name] for name in names if name in delivered}
-            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), **parts)
+            return SiteRecord(
+                "outside" if site in self.settings.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), **parts
+            )
 
         return RunRecord(
             method=self.method.name,
             task=self.task,
             seed=self.settings.seed,
             rounds=self.settings.rounds if outcome.rounds is None else outcome.rounds,
-            sites={site: site_record(site) for site in (*self.sites, *self.outside)},
+            sites={site: site_record(site) for site in (*self.sites, *self.settings.outside)},
             reason=reason,
             events=self.events.to_list(),
-            down_bytes=outcome.down_bytes,
-            up_bytes=outcome.up_bytes,
-            seconds=outcome.seconds,
+            down_bytes=sum(cost.down_bytes for cost in outcome.costs.values()),
+            up_bytes=sum(cost.up_bytes for cost in outcome.costs.values()),
             hyper=self.method.effective(self.hyper),
             settings={**self.settings.to_dict(), **self.about},
-            history=outcome.history,
-            model_selection=outcome.model_selection,
-            tables=outcome.tables,
-            cross_site=outcome.cross_site,
-            selector=outcome.selector,
-            pictures=self.pictures,
+            pictures={f"{path.parts[-3]}: {path.stem}": path.read_bytes() for path in self._pictures()},
             costs={site: asdict(cost) for site, cost in outcome.costs.items()},
             citation=self.method.paper,
-            running=running,
+            **{name: getattr(outcome, name) for name in ("seconds", "history", "model_selection", "tables", "cross_site", "selector")},
         )

@@ -85,8 +85,6 @@ class Federation:
     def _needed(self) -> int:
         return self.rules.min_sites if self.rules.min_sites is not None else min(2, len(self.server.context.sites))
 
-    # -- the steps of the run --------------------------------------------------------------------------------------------------
-
     def _steps(self, finished: int) -> list[Step]:
         """The whole schedule; after early stopping, that of as many rounds as are done.
 
@@ -112,12 +110,9 @@ class Federation:
         return shorter
 
     def _participants(self, step: Step, members: list[str], attempt: int, failed: Collection[str]) -> list[str]:
-        """The sites to ask, sorted: all members or, with `sites_per_round`, those drawn for the round.
+        """The sites to ask, sorted: all members that are present or, with `sites_per_round`, those drawn for the round.
 
-        Args:
-            members: sites that are present.
-            attempt: how often the request of the step was sent before.
-            failed: sites without a usable reply to the step; they are not drawn if there are enough others.
+        Sites that `failed` in an earlier attempt at the step are not drawn if there are enough others.
         """
         count = self.rules.sites_per_round
         if step.everyone or count is None or count >= len(members):
@@ -129,8 +124,6 @@ class Federation:
         keys = ("server", step.round, "participants", *((attempt,) if attempt else ()))
         generator = numpy_generator(self.server.context.seed, *keys)
         return sorted(generator.choice(others if len(others) >= count else members, size=count, replace=False).tolist())
-
-    # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
         context, failed = self.server.context, set[str]()
@@ -190,8 +183,6 @@ class Federation:
                 self.events.add(kind, text, site=site, round=step.round)
             self.events.extend(message.meta.pop("events", []), site=site, round=step.round)
         return validated, {**rejected, **validated.rejected}
-
-    # -- final models ----------------------------------------------------------------------------------------------------------
 
     def _finalize(self, index: int, enrolment: Enrolment) -> None:
         """Every enrolled site, inside and outside, gets its final models and evaluates them on its test images."""

@@ -66,8 +66,6 @@ class MethodAggregator(ModelAggregator):
         aggregation.rounds = self.num_rounds
         return aggregation
 
-    # -- FLARE's own workflows -------------------------------------------------------------------------------------------------
-
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
         """Whether the model is used; scatter and gather calls this. An exception here would end the round for all sites."""
         try:
@@ -184,9 +182,6 @@ class OwnPartFilter(Filter):
             return shareable
         site = fl_ctx.get_peer_context().get_identity_name()
         return DXO(DataKind.WEIGHTS, own_part(dxo.data, site), dxo.meta).update_shareable(shareable)
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------------------
 
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:

@@ -89,9 +89,6 @@ class UnfinishedJobs(FLComponent):
             fl_ctx.get_engine().job_runner.update_unfinished_jobs(fl_ctx)
 
 
-# -- methods and networks of other packages ------------------------------------------------------------------------------------
-
-
 def authorize(methods: Iterable[str], network: Mapping[str, Any], fl_ctx: FLContext) -> str:
     """Before a method or network of another distribution is imported: the party's local settings must name its package.
 
@@ -158,9 +155,6 @@ def _require_trust(what: str, module: str, fl_ctx: FLContext) -> None:
 def settings_of(workspace: Workspace) -> LocalSettings:
     """A party's settings in its local/medflare.json."""
     return local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
-
-
-# -- classes -------------------------------------------------------------------------------------------------------------------
 
 
 def _job_refusal(folder: Path, workspace: Workspace, name: str) -> str:

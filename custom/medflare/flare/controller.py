@@ -84,8 +84,6 @@ class MedflareController(Controller):
         share_cleanup_thread()
         keep_ports_apart()
 
-    # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
-
     def start_controller(self, fl_ctx: FLContext) -> None:
         """FLARE calls this before `control_flow`."""
         survive_resends(self.communicator)
@@ -100,8 +98,8 @@ class MedflareController(Controller):
         """Listen to the sites when the job starts; report the progress; remember why FLARE stops the job."""
         if event_type == EventType.START_RUN:
             engine = fl_ctx.get_engine()
-            engine.register_aux_message_handler(ALIVE, self._on_heartbeat)
-            engine.register_aux_message_handler(WORK, self._on_work_request)
+            for topic in (ALIVE, WORK):
+                engine.register_aux_message_handler(topic, self._on_message)
             if isinstance(engine, SimulatorServerEngine):
                 self._start_host(fl_ctx)
         elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
@@ -160,14 +158,8 @@ class MedflareController(Controller):
         for folder in self._checkpoints(fl_ctx):  # those of a failed run stay: it may be resumed
             shutil.rmtree(folder, ignore_errors=True)
 
-    # -- the run -----------------------------------------------------------------------------------------------------------
-
     def _run(self, fl_ctx: FLContext) -> "Run":
-        """The run that the job describes.
-
-        Raises:
-            MedflareError: the job's task, method, aggregator or settings are wrong or not allowed here, or there is nothing to resume.
-        """
+        """The run that the job describes; MedflareError: any part of it is wrong or not allowed here, or there is nothing to resume."""
         from medflare.federation.checkpoint import take_up
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
@@ -198,7 +190,6 @@ class MedflareController(Controller):
             aggregation=aggregator.aggregation,
             folder=self._results_folder(fl_ctx),
             weights=Path(local.weights).expanduser() if local.weights else None,
-            models_gb=local.models_gb,
             checkpoints=checkpoints,
             about={"engine": "flare"},
             say=self._progress.say,
@@ -235,8 +226,6 @@ class MedflareController(Controller):
         self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
         self.system_panic(reason, fl_ctx)
 
-    # -- parts -------------------------------------------------------------------------------------------------------------
-
     def _aggregator(self, fl_ctx: FLContext) -> Any:
         return fl_ctx.get_engine().get_component(self.aggregator_id)
 
@@ -272,19 +261,12 @@ class MedflareController(Controller):
         except OSError as error:
             self.log_warning(fl_ctx, f"medflare: each site's process imports what it needs: {error}")
 
-    # -- messages from the sites -------------------------------------------------------------------------------------------
-
-    def _on_heartbeat(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+    def _on_message(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        """A site is alive, or asks for work: then the answer waits until there is some (long polling)."""
         if self._exchange is not None:
-            self._exchange.heard_from(_sender(fl_ctx))
+            site = fl_ctx.get_peer_context().get_identity_name()
+            if topic == WORK:
+                self._exchange.wait_for_task(site, LONG_POLL)
+            else:
+                self._exchange.heard_from(site)
         return make_reply(ReturnCode.OK)
-
-    def _on_work_request(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Answer when there is work for the site (long polling)."""
-        if self._exchange is not None:
-            self._exchange.wait_for_task(_sender(fl_ctx), LONG_POLL)
-        return make_reply(ReturnCode.OK)
-
-
-def _sender(fl_ctx: FLContext) -> str:
-    return fl_ctx.get_peer_context().get_identity_name()

@@ -94,7 +94,7 @@ class MedflareExecutor(Executor):
         try:
             if self._spec is None:
                 self._spec = self._make_spec(fl_ctx)
-            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, shareable, self._spec), private=True, sticky=False)
+            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, self._spec), private=True, sticky=False)
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)

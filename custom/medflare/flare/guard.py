@@ -86,11 +86,7 @@ class OutboundGuard(Filter):
         return error_reply(reason)
 
     def _declared(self, task: SiteTask, *, shares: bool) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
-        """The tensors and metadata that the method declares for a reply; `shares`: the final one may hold the personal model.
-
-        Raises:
-            MedflareError: the job's method or task is unknown, or the site has not enrolled.
-        """
+        """The tensors and metadata that the method declares for a reply; `shares`: the final one may hold the personal model."""
         from medflare.federation.exchange import REPORTS_OF_ALL
         from medflare.federation.memory import stored_members
         from medflare.federation.settings import ENROL, FINALIZE

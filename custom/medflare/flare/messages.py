@@ -88,11 +88,7 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
 
 
 def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
-    """The state that `_packed` packed; a filter may have replaced arrays by numpy scalars or torch tensors.
-
-    Raises:
-        UpdateError: something else, or an array with a dtype that torch does not have.
-    """
+    """The state that `_packed` packed; a filter may have replaced arrays by numpy scalars or torch tensors. UpdateError: another value."""
     import torch
 
     bfloat16 = part.get_meta_prop(_BFLOAT16) or ()
@@ -108,9 +104,6 @@ def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
             raise UpdateError(f"{entry}/{name} is listed as bfloat16, but its array is {tensor.dtype}")
         state[name] = tensor.view(torch.bfloat16) if name in bfloat16 else tensor
     return state
-
-
-# -- serialisation -------------------------------------------------------------------------------------------------------------
 
 
 def register_decomposers() -> None:
@@ -130,16 +123,8 @@ def register_tensors() -> None:
 
 
 def to_bytes(shareable: Shareable) -> bytes:
-    """The data of a task or of its reply, without FLARE's headers, in FLARE's serialisation."""
+    """The data of a task or of its reply, without FLARE's headers, in FLARE's serialisation; `fobs.loads` reads it."""
     return fobs.dumps(_collection(shareable).to_shareable())
-
-
-def from_bytes(content: bytes) -> Shareable:
-    """Inverse of `to_bytes`."""
-    return fobs.loads(content)
-
-
-# -- errors --------------------------------------------------------------------------------------------------------------------
 
 
 def error_reply(text: str, code: str = ReturnCode.EXECUTION_EXCEPTION) -> Shareable:

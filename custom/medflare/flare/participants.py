@@ -10,11 +10,9 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-from nvflare.apis.shareable import Shareable
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.local import CACHE, local_settings, read_local
@@ -103,10 +101,7 @@ class ParticipantSpec:
             store=StateStore(self.state_folder),
             artifacts=SiteFolder(Path(self.folder), self.name, method, task, self.seed),
             budget=budget_of(local.privacy, self.name, Path(self.local_file).with_name(_LEDGER)),
-            minimum_patients=local.minimum_patients,
-            chosen=local.keep,
-            shares=shares or local.share_model,
-            minutes=local.bounds.minutes,
+            local=replace(local, share_model=shares or local.share_model),
             hours=local.bounds.hours,
         )
 
@@ -125,7 +120,6 @@ class SiteTask:
 
     phase: str
     round: int
-    incoming: Shareable
     spec: ParticipantSpec
 
 

@@ -30,10 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from nvflare.apis.shareable import Shareable
+from nvflare.fuel.utils import fobs
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.flare.messages import from_bytes, register_decomposers, to_bytes, to_message, to_shareable
+from medflare.flare.messages import register_decomposers, to_bytes, to_message, to_shareable
 from medflare.flare.participants import DEVICES, ParticipantSpec, anchor_data_root, load_ahead
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ _ABORT_CHECK = 0.1  # seconds between two looks at the abort signal
 _TICK = 1.0  # seconds after which host and workers check which processes are alive
 _IDLE = 60.0  # seconds without a task after which a worker ends, so that with many sites not all stay in memory
 _log = logging.getLogger(__name__)
-
-
-# -- FLARE's processes ---------------------------------------------------------------------------------------------------------
 
 
 class SimulatorHost:
@@ -106,7 +104,7 @@ class SimulatorHost:
                     answered = worker.poll(_ABORT_CHECK)
                 status = json.loads(worker.recv_bytes())
                 if "problem" not in status:
-                    return from_bytes(worker.recv_bytes())
+                    return fobs.loads(worker.recv_bytes())
             except (EOFError, ConnectionError) as error:
                 raise MedflareError(f"the process that worked on '{phase}' of round {round} died") from error
         if status["trace"]:
@@ -134,9 +132,6 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """
     if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         environment["GOMP_SPINCOUNT"] = "1000"  # GNU OpenMP's own value if there are more threads than cores
-
-
-# -- the host and its workers --------------------------------------------------------------------------------------------------
 
 
 class Host:
@@ -218,7 +213,7 @@ class SiteWorker:
         try:
             if self._participant is None:
                 self._participant = self._spec.participant(self._aborted, shares=True)  # all on one machine
-            message = self._participant.answer(task["phase"], task["round"], to_message(from_bytes(content)))
+            message = self._participant.answer(task["phase"], task["round"], to_message(fobs.loads(content)))
             reply = to_bytes(to_shareable(message))
         except Exception as error:
             ours = isinstance(error, MedflareError)

@@ -18,9 +18,9 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from medflare.core.errors import Aborted, ConfigError, StateError, UpdateError
+from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply, mapped_reply
+from medflare.federation.exchange import Reply
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, RunSettings
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
@@ -149,8 +149,6 @@ class TaskExchange:
         timeout = self.settings.enrol_timeout
         return timeout if self._step is None else min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
-    # -- FLARE's tasks -----------------------------------------------------------------------------------------------------
-
     def _send(self, step: Step, site: str, message: Message) -> _SiteTask:
         data = to_shareable(message)
         data.set_header(AppConstants.CURRENT_ROUND, step.round)
@@ -178,8 +176,6 @@ class TaskExchange:
         """The site's task, or None for a reply to an earlier step."""
         site_task = self._tasks.get(client_task.client.name)
         return site_task if site_task is not None and site_task.task is client_task.task else None
-
-    # -- waiting -----------------------------------------------------------------------------------------------------------
 
     def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
         """Return when each site has replied or is given up; site -> the reply that says why there is none."""
@@ -230,13 +226,13 @@ def read_reply(shareable: Shareable) -> Reply:
     """What a site sent, as the schedule uses it: a message, or why there is none.
 
     Raises:
-        StateError, Aborted, MemoryError: the server is at fault.
+        MemoryError: the server is at fault.
     """
     try:
         if (problem := error_of(shareable)) is not None:
             return Reply(problem=problem, kind="failed")
-        return mapped_reply(Reply(to_message(shareable)))
-    except (StateError, Aborted, MemoryError):
+        return Reply(to_message(shareable))
+    except MemoryError:
         raise
     except UpdateError as error:
         return Reply(problem=str(error), kind="rejected")

@@ -27,7 +27,6 @@ class Progress:
         self._events = events
         self._taken = 0  # events that are among the lines
         self._lines: deque[str] = deque(maxlen=_LINES)
-        self._count = 0
         self._lock = threading.RLock()
 
     def say(self, line: str) -> None:
@@ -45,15 +44,14 @@ class Progress:
                 self._add(event_line(event), NOTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """`count` of all lines so far, and the last of them as `lines`."""
+        """The last lines as `lines`."""
         with self._lock:
             self.take_events()
-            return {"count": self._count, "lines": list(self._lines)}
+            return {"lines": list(self._lines)}
 
     def _add(self, line: str, prefix: str) -> None:
         self.log(f"{prefix}{line}")
         self._lines.append(line)
-        self._count += 1
 
 
 def event_line(event: Event) -> str:

@@ -20,9 +20,9 @@ STEPS = [round_line("train", round, 3, {"A": {"loss": 0.5, "validation": {"globa
 SUBMITTED, RUNNING, COMPLETED, FAILED = "SUBMITTED", "RUNNING", "FINISHED:COMPLETED", "FINISHED:EXECUTION_EXCEPTION"
 
 
-def told(*lines: str, count: int | None = None, **silent: float) -> dict[str, Any]:
+def told(*lines: str, **silent: float) -> dict[str, Any]:
     step = {"phase": "train", "round": 1, "silent": silent, "heartbeat_timeout": 120.0}
-    return {"medflare": {"count": len(lines) if count is None else count, "lines": list(lines), **step}}
+    return {"medflare": {"lines": list(lines), **step}}
 
 
 class Restarted:

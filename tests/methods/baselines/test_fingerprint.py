@@ -13,6 +13,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
 from medflare.data.checking.planning import plan
+from medflare.data.local import LocalSettings
 from medflare.evaluation.results import validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
@@ -55,7 +56,11 @@ def test_the_file_is_that_of_the_data_command(volumes: Path, tmp_path: Path) -> 
 
 def test_a_site_with_too_few_patients_sends_no_fingerprint(volumes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make: Callable[..., Participant] = Participant
-    monkeypatch.setattr(loop, "Participant", lambda name, *rest, **more: make(name, *rest, **more, minimum_patients=4 * (name == "A")))
+    monkeypatch.setattr(
+        loop,
+        "Participant",
+        lambda name, *rest, **more: make(name, *rest, **{**more, "local": LocalSettings(minimum_patients=4 * (name == "A"))}),
+    )
     results = run(CUBES, ["A", "B"], tmp_path, data_root=volumes)
     assert results["status"] == "COMPLETED"
     assert [site["site"] for site in content(tmp_path)["sites"]] == ["B"]

@@ -1,7 +1,6 @@
 """Progressive Fourier Aggregation: reference numbers, a transcription of the equations, degenerate cases, whole models."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from helpers.fixture_types import Golden
 from medflare.core.rng import torch_generator
-from medflare.core.states import memory_mapped
 from medflare.methods.prr import fourier
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
 
@@ -108,7 +106,7 @@ def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: d
     assert torch.equal(fourier_aggregate(weights, 0.4, **options), weights)
 
 
-def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ((2, 30, 57), (2, 6, 20, 3, 3)):
         weights = normal(*shape)
         expected = [fourier_aggregate(weights, 0.4, classifier=classifier) for classifier in (False, True)]
@@ -117,10 +115,6 @@ def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch,
             patched.setattr(fourier, "_TILE", 64)
             for classifier in (False, True):
                 torch.testing.assert_close(fourier_aggregate(weights, 0.4, classifier=classifier), expected[classifier])
-    weights = normal(2, 130, 257).float()
-    with memory_mapped(tmp_path):
-        on_disk = fourier_aggregate(weights, 0.4)
-    assert on_disk.is_shared() and torch.equal(on_disk, fourier_aggregate(weights, 0.4))
 
 
 def test_half_precision_comes_back_as_half_precision() -> None:

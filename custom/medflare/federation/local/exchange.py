@@ -21,13 +21,10 @@ from safetensors.torch import load, save
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
-from medflare.core.states import copy_state
 from medflare.core.store import SEPARATOR, flat
-from medflare.federation.exchange import Reply, mapped_reply
+from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
-
-_PICTURES = "pictures of this site"  # an entry beside those of the message; entries of methods have no blanks
 
 
 class LocalExchange:
@@ -50,7 +47,7 @@ class LocalExchange:
         return [site for site in self.sites if site not in self.absent.get(round, ())]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        return {site: self.answer(site, step, copied(outgoing[site])) for site in sorted(outgoing)}
+        return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
         """One site's reply, or its MedflareError as a problem.
@@ -67,15 +64,10 @@ class LocalExchange:
             raise
         except MedflareError as error:
             return Reply(problem=str(error), seconds=time.monotonic() - started)
-        return mapped_reply(Reply(message, seconds=time.monotonic() - started))
+        return Reply(message, seconds=time.monotonic() - started)
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def copied(message: Message) -> Message:
-    """The message with tensors that share no memory with the sender's."""
-    return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.meta)
 
 
 def send(connection: Connection, words: dict[str, Any], message: Message) -> None:
@@ -98,19 +90,13 @@ class ForkedExchange(LocalExchange):
 
     Args:
         workers: how many sites work at the same time.
-        pictures: title -> PNG, filled with the pictures of the sites' processes.
 
     Raises:
         ConfigError: this process cannot be forked.
     """
 
     def __init__(
-        self,
-        sites: Sequence[str],
-        open_participant: Callable[[str], Participant],
-        absent: Mapping[int, Iterable[str]] | None,
-        workers: int,
-        pictures: dict[str, bytes],
+        self, sites: Sequence[str], open_participant: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None, workers: int
     ):
         super().__init__(sites, open_participant, absent)
         if not hasattr(os, "fork"):
@@ -118,7 +104,7 @@ class ForkedExchange(LocalExchange):
         if torch.cuda.is_initialized():
             raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or remove 'workers'")
         import_ahead()
-        self._workers, self._pictures = workers, pictures
+        self._workers = workers
         self._forks: dict[str, tuple[BaseProcess, Connection]] = {}
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
@@ -173,10 +159,8 @@ class ForkedExchange(LocalExchange):
             raise RuntimeError(f"site {site} failed in '{step.phase}' of round {step.round}:\n{trace}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        for title, png in message.states.pop(_PICTURES, {}).items():
-            self._pictures[title] = png.numpy().tobytes()
         problem, seconds = words["problem"], words["seconds"]
-        return Reply(problem=problem, seconds=seconds) if problem else mapped_reply(Reply(message, seconds=seconds))
+        return Reply(problem=problem, seconds=seconds) if problem else Reply(message, seconds=seconds)
 
     def _fork(self, site: str) -> None:
         here, there = Pipe()
@@ -191,18 +175,12 @@ class ForkedExchange(LocalExchange):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         for of_the_parent in inherited:
             of_the_parent.close()
-        sent = set(self._pictures)
         with suppress(BaseException):
             while True:
                 request, message = receive(connection)
                 if os.getppid() != parent:
                     break
-                words, reply = self._answered(site, Step(request["phase"], request["round"]), message)
-                if new := sorted(self._pictures.keys() - sent):
-                    pictures = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
-                    reply = Message({**reply.states, _PICTURES: pictures}, reply.meta)
-                    sent |= pictures.keys()
-                send(connection, words, reply)
+                send(connection, *self._answered(site, Step(request["phase"], request["round"]), message))
         os._exit(0)
 
     def _answered(self, site: str, step: Step, message: Message) -> tuple[dict[str, Any], Message]:

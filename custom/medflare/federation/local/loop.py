@@ -10,14 +10,14 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.core.text import is_name
-from medflare.data.local import MODELS_GB, Bounds
+from medflare.data.local import LocalSettings
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.preflight import check_run
-from medflare.federation.run import Run
+from medflare.federation.run import SITES, Run
 from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
 from medflare.federation.tracking import check_track
 from medflare.methods.catalogue import get_method
@@ -28,7 +28,6 @@ from medflare.tasks.summaries import Summary
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-SITES = "sites"  # folder in `out`: the folders of the sites
 STATE = "state"  # folder in a site's folder: its state between two steps
 Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, final model, its test scores by patient)
 
@@ -52,7 +51,6 @@ def run_local(
     out: Path | str | None = None,
     resume: bool = False,
     workers: int | None = None,
-    models_gb: float = MODELS_GB,
     track: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
@@ -80,7 +78,6 @@ def run_local(
         resume: continue an interrupted run in `out`; everything else must be as before.
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS threads (default 1); any number
             gives the same models. None: one after the other in this process, on all of torch's threads.
-        models_gb: if the models of all sites take more gigabytes, their tensors are memory-mapped files.
         track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files in `out`, where it is installed.
         say: called with a progress line after every step.
         observe: called after every step.
@@ -107,7 +104,7 @@ def run_local(
     check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site)
     check_track(track)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
     run.weights, run.track = None if weights is None else Path(weights), track
 
     def participant(name: str) -> Participant:
@@ -116,23 +113,22 @@ def run_local(
 
         home = None if folder is None else SiteFolder(folder / SITES / name, name, chosen, config, seed)
         store = None if home is None else StateStore(home.folder / STATE)
-        artifacts = _Shown(run, name, delivered, home or ArtifactStore())
-        return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, minutes=Bounds().minutes, shares=True)
+        artifacts = _Shown(name, delivered, home or ArtifactStore())
+        return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, local=LocalSettings(share_model=True))
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():
         exchange = LocalExchange(names, participant, absent)
         if workers is not None and workers > 1:
-            exchange = ForkedExchange(names, participant, absent, workers, run.pictures)
+            exchange = ForkedExchange(names, participant, absent, workers)
         with closing(exchange):
             return run.execute(exchange, resume=resume)
 
 
 @dataclass(frozen=True)
 class _Shown(ArtifactStore):
-    """The store of a site's folder, which also passes models and pictures to the caller of `run_local`."""
+    """The store of a site's folder, which also passes models to the caller of `run_local`."""
 
-    run: Run
     name: str
     delivered: Delivered
     home: ArtifactStore
@@ -142,50 +138,25 @@ class _Shown(ArtifactStore):
         self.home.keep(role, model, summary)
 
     def show(self, title: str, png: bytes) -> None:
-        self.run.pictures[f"{self.name}: {title}"] = png
         self.home.show(title, png)
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
         self.home.finish(site, role, models, events)
 
 
-def resume_local(
-    folder: Path | str,
-    *,
-    data_root: Path | str | None = None,
-    workers: int | None = None,
-    models_gb: float = MODELS_GB,
-    weights: Path | str | None = None,
-    device: str | None = None,
-    track: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Finish an interrupted run of the plain loop in `folder`, its `out`; the other arguments are those of `run_local`.
+def resume_local(folder: Path | str, **more: Any) -> dict[str, Any]:
+    """Finish an interrupted run of the plain loop in `folder`, its `out`.
+
+    Args:
+        more: arguments of `run_local` that do not belong to the plan: `data_root`, `weights`, `device`, `workers`, `track`, `say`, ...
 
     Raises:
         StateError: the folder holds no checkpoint.
     """
     plan = stored_plan(Path(folder))
-    site_algorithm, server_algorithm = plan["algorithms"]
-    settings = {name: plan[name] for name in RUN_SETTINGS if name in plan}
-    return run_local(
-        site_algorithm,
-        plan["task"],
-        plan["sites"],
-        site_algorithm=site_algorithm,
-        server_algorithm=server_algorithm,
-        data_root=data_root,
-        weights=weights,
-        device=device,
-        out=folder,
-        resume=True,
-        workers=workers,
-        models_gb=models_gb,
-        track=track,
-        say=say,
-        **settings,
-        **plan["hyper"],
-    )
+    site, server = plan["algorithms"]
+    settings = {name: plan[name] for name in RUN_SETTINGS if name in plan} | plan["hyper"] | more
+    return run_local(site, plan["task"], plan["sites"], site_algorithm=site, server_algorithm=server, out=folder, resume=True, **settings)
 
 
 def _names(sites: int | Iterable[str]) -> tuple[str, ...]:

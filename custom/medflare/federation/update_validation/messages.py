@@ -33,8 +33,6 @@ _LONGEST_NAME: Final = 500  # characters; tensors deep in a network have long na
 _LONGEST_REASON: Final = 2_000  # characters of an event or an error
 _REQUEST_LIMIT: Final = 2**18  # bytes of metadata of a request: names of all sites and their rounds
 
-# -- the form of any message -------------------------------------------------------------------------------------------------
-
 
 def message_problem(message: Message, site: str) -> str | None:
     """Why a site's reply cannot be used, whatever its phase, in words, or None."""
@@ -126,8 +124,6 @@ def declaration_problem(message: Message, declared: tuple[MetaSpec, ...], requir
     return None
 
 
-# -- metadata of every run ---------------------------------------------------------------------------------------------------
-
 _FORBID: Final = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 _Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
@@ -197,13 +193,9 @@ def _bounds(name: str) -> MetaSpec:
 _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$")]
 _EVENTS: Final = MetaSpec("events", "what the site noticed", listing(_Event, 100))
 VERSIONS: Final = MetaSpec("versions", "of the packages that results depend on", table(_Version))
-RANGE: Final = MetaSpec(
-    TRAINED_ON,
-    "range of size, spacing and intensities of the training images, for the models' cards",
-    Annotated[Any, AfterValidator(check_range)],
-    "train",
-    optional=True,
-)
+_Range = Annotated[Any, AfterValidator(check_range)]
+_RANGE_OF = "range of size, spacing and intensities of the training images, for the models' cards"
+RANGE: Final = MetaSpec(TRAINED_ON, _RANGE_OF, _Range, "train", optional=True)
 ENROLS: Final = (
     MetaSpec("n", "images by split", _Counts),
     MetaSpec("class_counts", "training images or pixels by class; empty if suppressed", listing(count())),
@@ -211,20 +203,13 @@ ENROLS: Final = (
     RANGE,
 )
 _Metrics = Annotated[dict[str, Annotated[float, Field(strict=True)] | None], AfterValidator(_check_metrics)]
-_Intervals = Annotated[dict[str, Annotated[list[float], Field(max_length=2)]], AfterValidator(_check_metrics)]
+_ByLabel = table(_Metrics, MOST_LABELS)
+_Intervals = table(Annotated[dict[str, Annotated[list[float], Field(max_length=2)]], AfterValidator(_check_metrics)], MOST_LABELS + 1)
 DELIVERS: Final = (
     MetaSpec("metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"),
+    MetaSpec("by_label", "model -> structure or class -> metric -> value on test images", models(_ByLabel, 1000), "test"),
     MetaSpec(
-        "by_label",
-        "model -> structure or class -> metric -> value on test images",
-        models(Annotated[dict[str, _Metrics], Field(max_length=MOST_LABELS)], 1000),
-        "test",
-    ),
-    MetaSpec(
-        "intervals",
-        "model -> structure, class or all -> metric -> 95 % interval over test patients",
-        models(Annotated[dict[str, _Intervals], Field(max_length=MOST_LABELS + 1)], 1000),
-        "test",
+        "intervals", "model -> structure, class or all -> metric -> 95 % interval over test patients", models(_Intervals, 1000), "test"
     ),
     MetaSpec("constant", "the task's metric of the constant prediction on test images", number(0.0, 1.0, optional=True), "test"),
     MetaSpec("n", "images by split", _Counts),
@@ -234,12 +219,9 @@ DELIVERS: Final = (
 )
 
 SHARED: Final = TensorSpec("personal", "personal model, to be tested at the other sites")
-_TESTED: Final = MetaSpec(
-    CROSS_SITE, "site of the model -> the task's metric on test images", table(number(0.0, 1.0, optional=True)), "test"
-)
+_Tested = table(number(0.0, 1.0, optional=True))
+_TESTED: Final = MetaSpec(CROSS_SITE, "site of the model -> the task's metric on test images", _Tested, "test")
 CROSS: Final = Phase(CROSS_SITE, request=(TensorSpec(f"{SHARED}/"),), reply_meta=(_TESTED,))
-
-# -- the server's requests at a site -----------------------------------------------------------------------------------------
 
 START: Final = "start"  # entry of an invitation: the initial weights, if the task names a weights file
 ROLE, SITES, FINISHED, STEP, RUN_ROUNDS = "role", "sites", "finished", "step", "run_rounds"

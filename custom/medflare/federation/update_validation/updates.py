@@ -35,16 +35,11 @@ class Validated:
 
 @dataclass(frozen=True)
 class _Updates:
-    """One entry of all replies.
-
-    Attributes:
-        products: (K, K) inner products of the sites' updates, float64.
-        replaces: whether the entry is a new version of what the sites were sent.
-    """
+    """One entry of all replies."""
 
     sites: tuple[str, ...]
-    products: Tensor
-    replaces: bool
+    products: Tensor  # (K, K) inner products of the sites' updates, float64
+    replaces: bool  # whether the entry is a new version of what the sites were sent
 
 
 def validate_replies(

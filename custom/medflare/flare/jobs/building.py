@@ -185,9 +185,6 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
     return out
 
 
-# -- folders -------------------------------------------------------------------------------------------------------------------
-
-
 def copy_package(folder: Path) -> Path:
     """Copy the running package to `folder`/medflare, without compiled files, and add a README; returns `folder`."""
     package = Path(medflare.__file__).parent
@@ -199,9 +196,6 @@ def copy_package(folder: Path) -> Path:
 def size_of(folder: Path) -> int:
     """Bytes of all files below `folder`."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-# -- components ----------------------------------------------------------------------------------------------------------------
 
 
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:

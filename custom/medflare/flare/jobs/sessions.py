@@ -73,9 +73,6 @@ def session(kit: Path) -> Iterator[Session]:
             connection.close()
 
 
-# -- jobs ----------------------------------------------------------------------------------------------------------------------
-
-
 def jobs_of(connection: Session) -> list[Job]:
     """All jobs of the server, the oldest first."""
     jobs: list[Job] = printable_json(connection.list_jobs(detailed=True))  # other leads chose the names
@@ -165,9 +162,6 @@ def _has_process(connection: Session, job: str) -> bool:
     except REFUSALS:
         return False
     return True
-
-
-# -- results -------------------------------------------------------------------------------------------------------------------
 
 
 def fetch_job(connection: Session, job: str, out: Path) -> Path:

@@ -49,15 +49,10 @@ MEANINGS: Final[Mapping[str, str]] = {
 
 
 class Follower:
-    """Prints what is new about a job, over all sessions with its server.
-
-    Args:
-        say: takes a line.
-    """
+    """Passes what is new about a job to `say`, line by line, over all sessions with its server."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
-        self._count = 0
         self._printed: set[str] = set()
         self._reported: dict[str, float] = {}  # site -> its silence when it was last reported
 
@@ -104,11 +99,7 @@ class Follower:
         """Print the new lines and the silent sites."""
         if not progress:
             return
-        new = progress["count"] - self._count
-        for line in progress["lines"][-new:] if new > 0 else ():
-            self._say(line)
-            self._printed.add(line)
-        self._count = progress["count"]
+        self._print_once(progress["lines"])
         silent = progress.get("silent", {})
         for site, seconds in silent.items():
             if seconds >= max(_SILENT, 2 * self._reported.get(site, 0.0)):
@@ -184,9 +175,6 @@ def _progress(stats: Mapping[str, Any]) -> Mapping[str, Any]:
     server = stats.get(TargetType.SERVER)
     progress = server.get(GROUP) if isinstance(server, Mapping) else None
     return progress if isinstance(progress, Mapping) else {}
-
-
-# -- why a job did not complete ------------------------------------------------------------------------------------------------
 
 
 def explained(connection: Session, job: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from medflare.core.states import StateDict, allocate, check_same_shapes, iter_chunks
+from medflare.core.states import StateDict, check_same_shapes, iter_chunks
 
 GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # candidates
 TEMPERATURES: Final = tuple(2 ** (exponent / 2) for exponent in range(-12, 9))  # candidates, 1/64 to 16
@@ -50,7 +50,7 @@ def _pulled(tensors: Sequence[Tensor], lam: float) -> list[Tensor]:
     """Eq. 11 for one entry of K models, computed in pieces, so that large models need no further memory."""
     if not tensors[0].is_floating_point():
         return [tensor.clone() for tensor in tensors]
-    results = [allocate(tensor.shape, tensor.dtype) for tensor in tensors]
+    results = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     count = len(tensors)
     for parts in iter_chunks([*tensors, *results]):
         weights = [part.to(torch.float64) for part in parts[:count]]

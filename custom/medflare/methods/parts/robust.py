@@ -25,7 +25,7 @@ from torch import Tensor
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
-from medflare.core.states import LONG_CHUNK, StateDict, allocate, check_same_shapes, difference, iter_chunks, moved, weighted_mean
+from medflare.core.states import LONG_CHUNK, StateDict, check_same_shapes, difference, iter_chunks, moved, weighted_mean
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 _STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
@@ -128,7 +128,7 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).sort(dim=0).values[len(tensors) - cut - 1]
-    mean = allocate(tensors[0].shape, tensors[0].dtype)
+    mean = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
     for result, *parts in iter_chunks([mean, *tensors]):
         result.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
     return mean

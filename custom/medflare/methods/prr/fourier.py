@@ -11,7 +11,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from medflare.core.states import StateDict, allocate, batch_norm_entries, check_same_shapes, split_state, weighted_mean
+from medflare.core.states import StateDict, batch_norm_entries, check_same_shapes, split_state, weighted_mean
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
@@ -87,7 +87,7 @@ def fourier_aggregate(
         raise ValueError(f"weights of {weights.dtype} have no spectrum; PFA takes floating-point weights")
     if not 3 <= weights.dim() <= 6 or 0 in weights.shape:
         raise ValueError(f"weights of shape {tuple(weights.shape)} are not (K, O, I[, kh[, kw[, kd]]]); average them plainly")
-    aggregated = allocate(weights.shape, weights.dtype)
+    aggregated = torch.empty(weights.shape, dtype=weights.dtype)
     reading = Reading(layout, window, components, phase_mean)
     _aggregate_layer(weights.detach().unbind(), aggregated.unbind(), r, classifier, reading)
     return aggregated
@@ -207,7 +207,7 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
 def _row_spectra(matrix: Tensor, kept: int, width: int) -> list[Tensor]:
     """The first `kept` columns of the transformed rows of (R, C), as tiles (R, width) of neighbouring columns."""
     rows = len(matrix)
-    spectrum = allocate((rows * kept,), matrix.dtype.to_complex())
+    spectrum = torch.empty(rows * kept, dtype=matrix.dtype.to_complex())
     tiles = [tile.view(rows, -1) for tile in spectrum.split(rows * width)]
     for block in _blocks(matrix):
         for tile, columns in zip(tiles, torch.fft.rfft(matrix[block])[:, :kept].split(width, dim=1), strict=True):
@@ -302,7 +302,7 @@ def aggregate_models(
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     for name in mixed:
         old = [states[site][name].detach() for site in sites]
-        new = [allocate(weight.shape, weight.dtype) for weight in old]
+        new = [torch.empty(weight.shape, dtype=weight.dtype) for weight in old]
         weights, into = ([tensor.transpose(0, 1) if plan[name].inputs_first else tensor for tensor in part] for part in (old, new))
         _aggregate_layer(weights, into, r, plan[name].kind == "classifier", Reading(components=components))
         for site, weight in zip(sites, new, strict=True):
