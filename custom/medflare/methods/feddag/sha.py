@@ -106,14 +106,10 @@ class ScoredSite(SiteAlgorithm[Any]):
 
     def score(self, round: int, incoming: Message) -> Message:
         """Scores of the incoming models on this site's validation images; None if undefined."""
-        scores = {site: finite_or_none(self._score(state)) for site, state in CANDIDATE.family(incoming.states).items()}
-        return Message({}, {SCORES: scores})
-
-    def _score(self, state: StateDict) -> float | None:
-        """AUC if the task has it, else the task's metric: F1 is often that of one constant prediction, and then equal for all models."""
-        model, task = self.network("model", state).eval(), self.site.task
-        metric = _AUC if _AUC in selection_metrics(task.kind) else task.metric
-        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
+        # AUC if the task has it, else the task's metric: F1 is often that of one constant prediction, and then equal for all models.
+        metric = _AUC if _AUC in selection_metrics(self.site.task.kind) else None
+        candidates = CANDIDATE.family(incoming.states)
+        return Message({}, {SCORES: {site: self.validation(self.network("model", state), metric) for site, state in candidates.items()}})
 
 
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:

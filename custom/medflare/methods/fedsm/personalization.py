@@ -28,7 +28,7 @@ from medflare.methods.fedavg.site import GLOBAL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
-from medflare.training.epochs import epochs, finite_or_none, preserved_moments, train_epochs, trainable
+from medflare.training.epochs import epochs, preserved_moments, train_epochs, trainable
 from medflare.training.site import Site
 
 SHARED_META: Final = ("perfedavg", "pfedme")  # personalizations with a second shared model beside w_g
@@ -89,7 +89,7 @@ class SitePersonal:
 
     def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
         state = self._adapted(round, incoming) if ADAPTED.when(self.algorithm.plan) else incoming.states[PERSONAL]
-        reply.meta["validation"]["personal"] = finite_or_none(self.algorithm.validation(self.algorithm.network("personal", state)))
+        reply.meta["validation"]["personal"] = self.algorithm.validation(self.algorithm.network("personal", state))
         return state
 
     def _adapted(self, round: int, incoming: Message) -> StateDict:

@@ -23,7 +23,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.inference.deployed import build
 from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, trained_model, with_personal
 from medflare.methods.grace.formulas import Inner, a_distance, adversarial, coral, gradients_of, meta_trained, mmd
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
@@ -93,7 +93,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         reply = super().train(round, incoming)
         state = reply.states[MODEL]
         local = self.network("model", state)
-        value = finite_or_none(self.validation(local))
+        value = self.validation(local)
         reply.meta[VALIDATION]["personal"] = value
         self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
         if self.hyper.probe:
@@ -173,16 +173,15 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the local model (the global one if the site never trained). Outside: the global one, adapted by `tta`."""
-        shared = received(incoming)
+        best, task = self.personal, self.site.task
+        models = with_personal(incoming, None if best.state is None else trained_model(best.state, best.round))
         if self.inside:
-            personal = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
-            return {"global": shared, "personal": personal, "deployed": personal}
-        adapted = shared
+            return {"personal": models["global"], **models}
         if self.hyper.tta == "tent":
-            adapted = with_tent(shared, self.site.task)
+            models["deployed"] = with_tent(models["global"], task)
         elif self.hyper.tta == "dsbn":
-            adapted = dsbn_for(self.site, shared, partial(build, self.site.task))
-        return {"global": shared, "deployed": adapted}
+            models["deployed"] = dsbn_for(self.site, models["global"], partial(build, task))
+        return models
 
 
 class MetaLoss:

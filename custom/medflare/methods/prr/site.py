@@ -22,7 +22,6 @@ from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
@@ -171,8 +170,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return self.network("personal", self.personal or state), deputy
 
     def _validation(self, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
-        value = finite_or_none(self.validation(deputy))
-        return {"global": value, "personal": value if personal is deputy else finite_or_none(self.validation(personal))}
+        value = self.validation(deputy)
+        return {"global": value, "personal": value if personal is deputy else self.validation(personal)}
 
     def _measure(self, round: int, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
         """Validation metrics of both models at the start of the round; the site keeps the best model of each role."""
@@ -194,7 +193,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         models = {role: trained_model(*delivered) for role, delivered in self._delivered(incoming).items()}
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached = {role: finite_or_none(self.validation(self.network(role, models[role].states[MODEL]))) for role in models}
+        reached = {role: self.validation(self.network(role, models[role].states[MODEL])) for role in models}
         role = better_model(reached["personal"], reached["global"])
         meta = {**models[role].meta, KEPT: {"keep": "best", "model": role, "validation": reached}}
         return {**models, "deployed": Message(models[role].states, meta)}
