@@ -15,7 +15,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.methods.base import Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, trained_model, with_personal
+from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.proximal import proximal_term
 from medflare.methods.parts.selection import Best
@@ -73,6 +73,6 @@ class DittoSite(FedAvgSite[DittoHyper]):
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """A site that has trained uses its personal model, any other the global one."""
         if self.personal is None:
-            return with_personal(incoming, None)
+            return delivered(incoming, None)
         selected = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.meta.get(SELECTED_ROUND))
-        return with_personal(incoming, trained_model(*selected))
+        return delivered(incoming, trained_model(*selected))

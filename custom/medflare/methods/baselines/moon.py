@@ -17,7 +17,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.base import VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, trained_model, with_personal
+from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
@@ -111,5 +111,5 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the best local model (the global one if the site never trained). Outside: the global model."""
-        models = with_personal(incoming, None if self.best.state is None else trained_model(self.best.state, self.best.round))
+        models = delivered(incoming, None if self.best.state is None else trained_model(self.best.state, self.best.round))
         return {"personal": models["global"], **models} if self.inside else models

@@ -79,7 +79,7 @@ def received(incoming: Message) -> Message:
     return trained_model(incoming.states[GLOBAL], incoming.meta.get(SELECTED_ROUND))
 
 
-def with_personal(incoming: Message, personal: Message | None) -> dict[str, Message]:
+def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]:
     """The incoming global model and, where there is one, the site's personal model, which it then deploys."""
     shared = received(incoming)
     return {"global": shared, **({} if personal is None else {"personal": personal}), "deployed": personal or shared}

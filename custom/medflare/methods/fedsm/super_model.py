@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.rng import seeded
 from medflare.inference.deployed import network_with
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
-from medflare.networks.catalogue import task_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.training.patches import Predictor
@@ -142,10 +140,8 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
     missing += [entry for entry in [*entries, "selector"] if entry not in message.states]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
-    with seeded(0, "deployed"):  # the initial weights are overwritten; no other generator is used for them
-        selector = task_network(task, message.meta["selector"], outputs)
-    selector.load_state_dict(message.states["selector"])
-    return [network_with(task, message.states[entry]) for entry in entries], selector.eval(), ["global", *sites]
+    selector = network_with(task, message.states["selector"], message.meta["selector"], outputs)
+    return [network_with(task, message.states[entry]) for entry in entries], selector, ["global", *sites]
 
 
 # -- tuning γ ----------------------------------------------------------------------------------------------------------------

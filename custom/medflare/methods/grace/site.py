@@ -23,7 +23,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.inference.deployed import build
 from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, trained_model, with_personal
+from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
 from medflare.methods.grace.formulas import Inner, a_distance, adversarial, coral, gradients_of, meta_trained, mmd
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
@@ -174,7 +174,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the local model (the global one if the site never trained). Outside: the global one, adapted by `tta`."""
         best, task = self.personal, self.site.task
-        models = with_personal(incoming, None if best.state is None else trained_model(best.state, best.round))
+        models = delivered(incoming, None if best.state is None else trained_model(best.state, best.round))
         if self.inside:
             return {"personal": models["global"], **models}
         if self.hyper.tta == "tent":

@@ -14,7 +14,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
 from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, trained_model, with_personal
+from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, delivered, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, OutsideHyper, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
@@ -73,8 +73,8 @@ class IOPSite(FedAvgSite[IOPHyper]):
         if self.inside and self.adapted is not None:
             rule = self.plan.server_hyper.selection
             rounds = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # else it is the global model's alone
-            return with_personal(incoming, trained_model(*self.best.chosen(rule, self.adapted, rounds)))
-        models = with_personal(incoming, None)
+            return delivered(incoming, trained_model(*self.best.chosen(rule, self.adapted, rounds)))
+        models = delivered(incoming, None)
         if not self.inside and EXPERT.family(incoming.states):
             models["deployed"] = self._routed(incoming)
             if self.hyper.comparisons:

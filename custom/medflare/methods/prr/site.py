@@ -122,7 +122,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         validation = self._measure(round, personal, deputy)
         totals, prototypes = torch.tensor(incoming.meta[CLASS_TOTALS]), incoming.states.get(PROTOTYPES, {}).get("prototypes")
         supervision = Supervision(self.site, self.hyper, totals, prototypes)
-        transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
+        transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.validation, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())
         self.personal, self.normalisation = copy_state(personal.state_dict()), self.part.kept(trained)
