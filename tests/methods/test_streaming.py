@@ -1,6 +1,5 @@
 """What a method keeps of a split is small: images, masks and predictions are gone before many more are asked for."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def test_a_model_that_looks_at_whole_patients() -> None:
     assert 0 < split.most <= FEW
 
 
-@pytest.mark.parametrize("train", [train_per_fedavg, partial(adapt, steps=3)])
+@pytest.mark.parametrize("train", [train_per_fedavg, adapt])
 def test_per_fedavg(train: Any) -> None:
     with watched(squares.site("A", TASK, (MANY, 4, 4)), "train") as (site, split):
         model = site.network()

@@ -203,13 +203,6 @@ class SHAServer(FedAvgServer[K]):
             by_site.setdefault(site, {})[entry] = state
         return by_site
 
-    @candidates.setter
-    def candidates(self, candidates: Mapping[str, Mapping[str, StateDict]]) -> None:
-        for name in CANDIDATE.family(self.memory.states):
-            del self.memory.states[CANDIDATE.of(name)]
-        for site, entries in candidates.items():
-            self.memory.states |= {CANDIDATE.of(f"{site}/{entry}"): state for entry, state in entries.items()}
-
     def steps(self) -> list[Step]:
         """A training and a scoring step per round, then the validation of the last models; FedAvg's schedule without SHA."""
         if not self.hyper.sha:
@@ -242,7 +235,8 @@ class SHAServer(FedAvgServer[K]):
         if step.round > self.warmup:  # the number of rounds of training of the model
             self.best.update(replies, "global", step.round, self.model)
         if step.phase != "validate":
-            self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
+            for site, reply in replies.items():
+                self.memory.states |= {CANDIDATE.of(f"{site}/{entry}"): state for entry, state in reply.states.items()}
             if not (self.hyper.sha and step.phase == "train"):
                 models = site_models(replies, MODEL)
                 self._conclude(self.aggregation.mean(models), self.aggregation.shares(models))
@@ -254,7 +248,8 @@ class SHAServer(FedAvgServer[K]):
             sent = {site: entries[name] for site, entries in candidates.items() if name in entries}
             if sent:
                 self.memory.states[COMPANION.of(name)] = self.aggregation.companion(sent, weights, self.companions[name])
-        self.candidates = {}
+        for name in CANDIDATE.family(self.memory.states):
+            del self.memory.states[CANDIDATE.of(name)]
 
     def _scores(self, round: int, sites: list[str], replies: Mapping[str, Message]) -> dict[str, float]:
         """s_i of every candidate, NaN without a score; events name invalid and missing scores."""

@@ -4,6 +4,7 @@ A step on the first half (meta-train) gives theta'. The update is the gradient a
 times the distance between its features under the frozen global model and under theta' (meta-update).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -182,10 +183,11 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         return models
 
 
+@dataclasses.dataclass
 class MetaLoss:
     """L_meta (Eq. 2) of a batch as a function of theta; its gradient is that of the meta-update.
 
-    Args:
+    Attributes:
         network: holds theta.
         loss: (logits, targets) -> the task's loss.
         adapt: the meta-train step, differentiable by theta.
@@ -193,17 +195,15 @@ class MetaLoss:
         swap: see `halves`.
     """
 
-    def __init__(
-        self,
-        network: FeatureNetwork,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        adapt: Adapt,
-        penalty: Penalty | None = None,
-        swap: bool = False,
-    ):
-        self.model = _WithFeatures(network)
+    network: FeatureNetwork
+    loss: Callable[[Tensor, Tensor], Tensor]
+    adapt: Adapt
+    penalty: Penalty | None = None
+    swap: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = _WithFeatures(self.network)
         self.parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.loss, self.adapt, self.penalty, self.swap = loss, adapt, penalty, swap
 
     def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         losses = [self._loss(images, targets, train, test) for train, test in halves(len(images), self.swap)]

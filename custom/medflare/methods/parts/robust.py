@@ -16,13 +16,13 @@ validation comes first and rejects what is plainly wrong; these rules are for ba
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.core.states import LONG_CHUNK, StateDict, allocate, check_same_shapes, difference, iter_chunks, moved, weighted_mean
@@ -36,13 +36,9 @@ _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 class RobustLimits:
     """Parameters of the rules."""
 
-    trim: float = param(0.2, "trimmed: fraction of the sites cut off at either end", symbol="β", source="Yin, Def. 2", low=0.0, high=0.5)
+    trim: Annotated[float, Field(lt=0.5)] = param(0.2, "trimmed: share cut off at either end", symbol="β", source="Yin, Def. 2", low=0)
     faulty: int | None = param(None, "krum: bad sites to reckon with; none: as many as it bears", symbol="f", source="Blanchard", low=0)
     clip: float = param(1.0, "clipped: longest update, in medians of the round", symbol="M", source="Sun, Sec. 4", low=0.0)
-
-    def __post_init__(self) -> None:
-        if self.trim >= 0.5:
-            raise ConfigError(f"trim = {self.trim} cuts off all sites; choose it below 0.5")
 
 
 def combined(

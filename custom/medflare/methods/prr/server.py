@@ -92,10 +92,8 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         """(G, C) training images or pixels of each class over the enrolled inside sites, limited as `ServerContext.counted` says."""
         context = self.context
         enrolled = {site: context.site_counts[site] for site in context.sites if site in context.site_counts}
-        if not context.counted:
-            return class_totals(context.task, enrolled)
-        totals = [class_totals(context.task, {site: counts}).double() * context.counted.get(site, 1.0) for site, counts in enrolled.items()]
-        return torch.stack(totals).sum(dim=0).round().long()
+        totals = (class_totals(context.task, {site: counts}) * context.counted.get(site, 1.0) for site, counts in enrolled.items())
+        return sum(totals, class_totals(context.task, {}).double()).round().long()
 
     def configure(self, step: Step, site: str) -> Message:
         """The site's S_k, the class counts of all sites and the global prototypes, if there are any."""
