@@ -26,6 +26,7 @@ from torch import Tensor
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.core.states import LONG_CHUNK, StateDict, allocate, check_same_shapes, difference, iter_chunks, moved, weighted_mean
+from medflare.methods.parts.tensors import check_choice
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 _STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
@@ -59,8 +60,7 @@ def combined(
     Raises:
         ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where a rule needs lengths.
     """
-    if rule not in ("mean", *get_args(RobustRule)):
-        raise ValueError(f"rule {rule!r} is none of mean, {', '.join(get_args(RobustRule))}")
+    check_choice("rule", rule, ("mean", *get_args(RobustRule)))
     if not states:
         raise ValueError(f"rule {rule!r} needs at least one state")
     check_same_shapes(states)
@@ -101,8 +101,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     """
     if not states:
         raise ValueError("robust_mean needs at least one state")
-    if rule not in ("median", "trimmed"):
-        raise ValueError(f"rule {rule!r} is not coordinate-wise: choose median or trimmed")
+    check_choice("rule", rule, ("median", "trimmed"))
     if not 0 <= trim < 0.5:
         raise ValueError(f"trim = {trim} is outside [0, 0.5)")
     check_same_shapes(states)
