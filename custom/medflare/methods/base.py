@@ -38,9 +38,7 @@ class SiteHyper:
 class ServerHyper:
     """Hyper-parameters of every server algorithm."""
 
-    selection: Selection = param(
-        "median", "deliver the round of best validation by the sites' median, median gain (paired) or weighted mean, or the last one"
-    )
+    selection: Selection = param("median", "deliver the best round by the sites' median, median gain (paired), weighted mean; or the last")
 
 
 # Metadata of every reply to training or validation, see `SiteAlgorithm.meta`.

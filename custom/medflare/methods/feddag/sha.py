@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
@@ -81,20 +80,23 @@ class ScoredSite(SiteAlgorithm[Any]):
         return reply
 
     def add_perturbed(self, round: int, reply: Message) -> None:
-        """Add θ^ to a reply of `train`, if the settings require it; one more backward pass."""
-        if _perturbs(self.plan.server_hyper):
-            gradients = self.gradients(self.network("model", reply.states[MODEL]), self.last_batch(round))
-            reply.states[PERTURBED] = perturbed(reply.states[MODEL], gradients, self.plan.server_hyper.rho)
+        """Add θ^ = θ + ρ g / ||g||_2 (Sec. III-C1) to a reply of `train`, if the settings require it.
+
+        g is the gradient of the task loss in evaluation mode, in which others score the model; entries without one (buffers, frozen
+        weights) are not changed.
+        """
+        if not _perturbs(self.plan.server_hyper):
+            return
+        state, batch = reply.states[MODEL], self.last_batch(round)
+        model = self.network("model", state).eval()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
+        gradients = {name: gradient.cpu() for name, gradient in zip(names, found, strict=True) if gradient is not None}
+        step = formulas.sharpness_perturbation(gradients, self.plan.server_hyper.rho)
+        reply.states[PERTURBED] = {**state, **moved({name: state[name] for name in gradients}, step)}
 
     def last_batch(self, round: int) -> Batch:
         return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
-
-    def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Gradients of the task loss in evaluation mode, in which others score the model."""
-        model.eval()
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
-        return {name: gradient.cpu() for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
 
     def score(self, round: int, incoming: Message) -> Message:
         """Scores of the incoming models on this site's validation images; None if undefined."""
@@ -102,11 +104,6 @@ class ScoredSite(SiteAlgorithm[Any]):
         metric = _AUC if _AUC in selection_metrics(self.site.task.kind) else None
         candidates = CANDIDATE.family(incoming.states)
         return Message({}, {SCORES: {site: self.validation(self.network("model", state), metric) for site, state in candidates.items()}})
-
-
-def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
-    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed."""
-    return {**state, **moved({name: state[name] for name in gradients}, formulas.sharpness_perturbation(gradients, rho))}
 
 
 class HierarchicalAggregation(WeightedMean):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal, cast
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from pydantic import Field
@@ -102,10 +102,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     )
     dp_unsupported_reason = "generator, student and teacher are trained on every batch, and the perturbed model reveals a gradient"
     teacher = PersistentState("teacher")  # type 3: the teacher, which stays at the site
-
-    def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
-        super().__init__(site, plan)
-        self._last_batch: Batch | None = None
+    _last_batch: Batch  # of a round, set by `train`
 
     @classmethod
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
@@ -170,7 +167,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, self.unit if self.hyper.ndag else 1.0)
 
     def last_batch(self, round: int) -> Batch:
-        return cast(Batch, self._last_batch)  # set by `train`
+        return self._last_batch
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
         """Some training images, the final generator's perturbations of them, and their sums (Fig. 4)."""

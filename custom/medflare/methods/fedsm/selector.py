@@ -141,13 +141,11 @@ class SiteSelector:
 def site_statistics(site: Site) -> StateDict:
     """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the site's training images without augmentation."""
     body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
-    mean: Tensor | float = 0.0
-    products: Tensor | float = 0.0
-    count = 0
+    mean, products, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     for images, _, _ in site.ordered("train"):
         features = body.features_and_output(images)[0].double().cpu()
         mean, products, count = mean + features.sum(dim=0), products + features.T @ features, count + len(features)
-    return {"mean": torch.as_tensor(mean / count), "products": torch.as_tensor(products / count)}
+    return {"mean": mean / count, "products": products / count}
 
 
 # -- at the server -----------------------------------------------------------------------------------------------------------

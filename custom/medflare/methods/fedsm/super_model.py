@@ -194,15 +194,17 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
 
         return predict
 
+    def personal(gamma: float) -> int:
+        """Windows that take a personal model."""
+        return sum(int((part > gamma).sum()) for part in largest)
+
     by_gamma: dict[float, Scores] = {}
-    by_count: dict[int, Scores] = {}  # windows that take a personal model -> scores
+    count = -1
     for gamma in GAMMAS:
-        personal = int((torch.cat(largest) > gamma).sum()) if largest else -1
-        if personal not in by_count:
-            by_count[personal] = _measured(site, site.predictions(predictor(gamma), "validation")).scores(site.data.validation.patients)
-        by_gamma[gamma] = by_count[personal]
-        if personal < 0 and largest:
-            by_count[sum(map(len, largest))] = by_gamma[gamma]
+        if personal(gamma) != count:
+            reached = _measured(site, site.predictions(predictor(gamma), "validation")).scores(site.data.validation.patients)
+            count = personal(gamma)
+        by_gamma[gamma] = reached
     return by_gamma
 
 
