@@ -37,7 +37,7 @@ _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 class RobustLimits:
     """Parameters of the rules."""
 
-    trim: Annotated[float, Field(lt=0.5)] = param(0.2, "trimmed: share cut off at either end", symbol="β", source="Yin, Def. 2", low=0)
+    trim: Annotated[float, Field(lt=0.5)] = param(0.2, "trimmed: share cut at each end", symbol="β", source="Yin, Def. 2", low=0, high=0.5)
     faulty: int | None = param(None, "krum: bad sites to reckon with; none: as many as it bears", symbol="f", source="Blanchard", low=0)
     clip: float = param(1.0, "clipped: longest update, in medians of the round", symbol="M", source="Sun, Sec. 4", low=0.0)
 
