@@ -56,7 +56,7 @@ def module_of(name: str) -> str:
     if name in _builtin():
         return _builtin()[name]
     if name in _foreign():
-        return _foreign()[name].module
+        return _foreign()[name].value.partition(":")[0].strip()
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
