@@ -14,7 +14,10 @@ from medflare.core.errors import ConfigError
 
 
 def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:
-    """Mean Shannon entropy, in nats, of predictions of C exclusive classes ("multiclass") or C findings: (N, C, ...) -> scalar.
+    """Mean Shannon entropy of the predictions, in nats: (N, C, ...) -> scalar.
+
+    Args:
+        probabilities: of C exclusive classes (target "multiclass") or of C independent findings ("binary", "multilabel").
 
     Examples:
         >>> certain, even = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])

@@ -275,7 +275,13 @@ class SiteAlgorithm(ABC, Generic[S]):
         self.memory.states, self.memory.meta = memory.states, memory.meta
 
     def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """A network with the weights `state`, built once per process and purpose; of the task, or by `spec` (see `networks.catalogue`)."""
+        """A network with the weights `state`, built once per process and purpose.
+
+        Args:
+            purpose: names the network within the algorithm, and keys its initial weights.
+            spec: the network, see `networks.catalogue`; None: the task's.
+            outputs: output channels; None: the task's.
+        """
         if purpose not in self._networks:
             self._networks[purpose] = self.site.network(purpose, spec, outputs)
         self._networks[purpose].load_state_dict(state)

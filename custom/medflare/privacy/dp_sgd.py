@@ -85,9 +85,10 @@ def train_dp_sgd(
 
     Args:
         model: without layers that mix the images of a batch (`settings.check_private`).
+        release: noise σ, sampling rate q and number of steps.
         clip: C, the largest norm of one patient's gradient.
         random: the source of samples, augmentation, dropout and noise.
-        loss: mean loss of the images; default: the task's loss of the model's output.
+        loss: (model, images, targets) -> mean loss of the images; default: the task's loss of the model's output.
     """
     model.train()
     expected = release.rate * training_patients(site)

@@ -33,7 +33,11 @@ class DomainGenerator(nn.Module):
     """A fully convolutional perturbation network with global context, as in DDAIG (Zhou et al., AAAI 2020), whose form FedDAG takes.
 
     A 3x3 convolution, residual blocks, fusion with the features' mean over the image (so that a change of style can depend on the
-    whole image), and a 1x1 convolution with tanh, for images of 2 (the paper's) or 3 spatial dimensions. It has no buffers.
+    whole image), and a 1x1 convolution with tanh. It has no buffers.
+
+    Args:
+        width: feature channels; the paper's FCN16 and FCN32.
+        dims: spatial dimensions of the image, 2 (the paper's) or 3.
     """
 
     def __init__(self, channels: int, width: int = 32, blocks: int = 3, dims: int = 2):
@@ -57,9 +61,14 @@ class DomainGenerator(nn.Module):
 def generated(
     images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None, unit: Tensor | float = 1.0
 ) -> Tensor:
-    """x^ = x + alpha G(x) (Eq. 2): images (N, C, H, W) and G(x), of the same shape in [-1, 1]; alpha = 0 returns the images themselves.
+    """x^ = x + alpha G(x) (Eq. 2): generated images; alpha = 0 returns the images themselves.
 
-    `limits` is a range to clamp to; `unit` is that of alpha, in values of x: a number, or one for each channel (C, 1, 1).
+    Args:
+        images: x, as the network's input, (N, C, H, W).
+        perturbation: G(x), of the same shape, in [-1, 1].
+        alpha: strength of the perturbation, in [0, 1].
+        limits: range that the generated images are clamped to.
+        unit: of alpha, in values of x: one number, or one for each channel (C, 1, 1); about 1 for the paper's images.
     """
     if alpha == 0:
         return images
@@ -68,9 +77,12 @@ def generated(
 
 
 def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int = 96) -> bytes:
-    """A PNG with a column for each image: the original, G(x) in the range [-1, 1] and the generated image (as in the paper's Fig. 4).
+    """A PNG with a column for each image: the original, G(x) and the generated image (as in the paper's Fig. 4).
 
-    Of (N, C, H, W), or volumes, whose middle slices are shown; RGB for three channels, else the first one.
+    Args:
+        images: the originals (N, C, H, W), or volumes, whose middle slices are shown; RGB for three channels, else the first one. They have
+            the same intensity range as the generated images.
+        perturbations: G(x) of the same shape, with the range [-1, 1].
     """
     from PIL import Image
 

@@ -261,8 +261,12 @@ class AdversarialGeneration:
     def student_losses(self, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
         """L_S = L_sim + L_task and its parts; L_task of the originals without generated images.
 
-        Running statistics are those of the originals: the generated images of training would shift predictions for real ones. x_hat are the
-        generated images (N, C, H, W) and `reference` the features f of the originals (N, D).
+        Running statistics are those of the originals: the generated images of training would shift predictions for real ones.
+
+        Args:
+            images: the originals (N, C, H, W).
+            x_hat: the generated images (N, C, H, W); None without.
+            reference: f, features of the originals (N, D); None without generated images.
 
         Returns:
             The scalars "task", "student" (the minimised one) and, with generated images, "similarity".

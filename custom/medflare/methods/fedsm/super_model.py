@@ -25,9 +25,11 @@ class SuperModel(nn.Module):
     """Images (N, C, H, W) to probabilities (N, outputs, ...); each image is predicted by one of K + 1 networks.
 
     Args:
+        task: gives the probabilities.
         networks: the global network and the personal ones, K + 1; images (N, C, H, W) -> logits.
         selector: images (N, C, H, W) -> logits (N, K).
         names: "global" and the sites, in the order of the networks.
+        gamma: γ of `choose_model`.
         choose_by: "patient": one choice for all images of a patient, if patients are known; "image": one for each image.
 
     Attributes:

@@ -247,9 +247,15 @@ def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
 def optimizer_step(
     parameters: Parameters, task_loss: Callable[[Parameters], Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """theta' by a step of the optimizer, by name, as a function of theta (Eq. 1 with the optimizer's step, first order).
+    """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step, first order).
 
-    The step changes the optimizer's moments, unless it is inside `preserved_moments`. Theta, the optimizer's leaves, is then unchanged.
+    The step changes the optimizer's moments, unless it is inside `preserved_moments`.
+
+    Args:
+        parameters: theta by name, the optimizer's leaves; unchanged afterwards.
+
+    Returns:
+        theta' by name.
     """
     origin = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, gradient in gradients_of(parameters, task_loss).items():

@@ -220,7 +220,13 @@ class RoutedModel(nn.Module):
 
 
 def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor) -> Tensor:
-    """Eq. 10 with the terms and weights of `hyper`, a scalar, by (N, outputs, ...) for images, for noisy copies, and of the start."""
+    """Eq. 10 with the terms and weights of `hyper`, a scalar.
+
+    Args:
+        p: probabilities (N, outputs, ...) for the images.
+        p_noisy: those for their noisy copies.
+        start: those of the starting state for the images.
+    """
     classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
     consistency = shape = entropy = information = p.new_zeros(())
     if hyper.use_consistency:

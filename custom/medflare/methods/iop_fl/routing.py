@@ -66,7 +66,13 @@ class _SharedCoefficients(nn.Module):
 
 
 class RoutedLayer(nn.Module):
-    """One layer whose weight and bias are the experts', mixed by its router: its input, channels second -> coefficients (N, K+1)."""
+    """One layer whose weight and bias are the experts', mixed by the coefficients of its router.
+
+    Args:
+        layer: is run with the mixed weights instead of its own.
+        experts: weight and bias of every expert, by name.
+        router: the layer's input, channels second -> coefficients (N, K+1).
+    """
 
     def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: "MLPRouter | _SharedCoefficients"):
         super().__init__()
@@ -104,7 +110,11 @@ class Routing:
 
 
 class RoutedNetwork(nn.Module):
-    """A network routed over the states of K+1 experts (P_1, ..., P_K, w_g), with the inputs and outputs of the original network.
+    """A network routed over K+1 experts, with the inputs and outputs of the original network.
+
+    Args:
+        network: the architecture; it is copied, its weights are not used.
+        experts: states of (P_1, ..., P_K, w_g), at least two; entries that are not routed are those of the last one.
 
     Raises:
         StateError: no layer to route.

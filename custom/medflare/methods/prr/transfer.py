@@ -50,7 +50,9 @@ def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
 def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
     """N_c of the conjoint objective: training images or pixels of each class over the sites, (G, C) int64.
 
-    `enrolled`: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`; empty if the site sent none}.
+    Args:
+        task: names the classes.
+        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`; empty if the site sent none}.
     """
     groups, classes = groups_and_classes(task)
     totals = torch.zeros(groups, classes, dtype=torch.int64)
@@ -188,7 +190,11 @@ class Transfer:
         return self.personal is self.deputy
 
     def run(self, round: int, validation: dict[str, float | None]) -> float:
-        """The round's local epochs, after the `validation` of both models; returns the personal model's mean loss over all images."""
+        """The round's local epochs; returns the personal model's mean loss over all images.
+
+        Args:
+            validation: metric of the deputy ("global") and the personal model ("personal") at the start of the round.
+        """
         models = [self.personal] if self._single else [self.personal, self.deputy]
         rate = self.site.task.optimizer["lr"] * 0.5 ** self._halvings(round, 0)
         optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]  # two: gradient norms are clipped by model
