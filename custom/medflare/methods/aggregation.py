@@ -62,7 +62,13 @@ class Aggregation(ABC, Generic[V]):
 
     @abstractmethod
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The next model for all sites, from theirs in sorted order and, if there is one, the model that the 0-based round began with."""
+        """The next model for all sites.
+
+        Args:
+            models: site -> its model, in sorted order.
+            round: 0-based.
+            previous: the model that the round started from, if there is one.
+        """
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         """Site -> the next model for that site alone; empty if all sites get the shared one."""

@@ -37,8 +37,13 @@ METHOD = Method(
 def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float = 0.5) -> Tensor:
     """-log exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) + exp(cos(z, z_prev) / tau)), mean over images (MOON, Eq. 3).
 
-    log 2, without a gradient, where the global and the previous model agree. z are features (N, ...) of the same images, flattened per
-    image, under the local model, the global one and the site's of the previous round; `temperature` is tau.
+    log 2, without a gradient, where the global and the previous model agree.
+
+    Args:
+        z: features (N, ...) under the local model, flattened per image.
+        z_global: features of the same images under the global model.
+        z_previous: features of the same images under the site's model of the previous round.
+        temperature: tau.
     """
     local = z.flatten(1)
     cosines = [F.cosine_similarity(local, other.flatten(1), dim=1) for other in (z_global, z_previous)]

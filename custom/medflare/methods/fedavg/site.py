@@ -125,7 +125,11 @@ class FedAvgSite(SiteAlgorithm[F]):
         return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
-        """`train(optimizer)` with the task's optimizer of the trainable parameters; `purpose` names its moments, see `continued`."""
+        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters, see `continued`.
+
+        Args:
+            purpose: names the optimizer's moments in the algorithm's memory.
+        """
         weights = trainable(model)
         moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network are frozen
         optimizer = self.site.optimizer(weights)
@@ -156,7 +160,13 @@ class FedAvgSite(SiteAlgorithm[F]):
         return self.descend(model, optimizer, round)
 
     def descend(self, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, loss: Loss | None = None) -> float | None:
-        """Epochs of the task's loss, or of another one that is a mean over images, as of `fit`; with DP-SGD if it is set.
+        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if it is set.
+
+        Args:
+            model: trained in place.
+            optimizer: of its trainable parameters.
+            round: 0-based, a key of batches and dropout.
+            loss: (model, images, targets) -> mean loss of the images; None: the task's loss of the model's output.
 
         Returns:
             The mean loss over all images; None with DP-SGD.

@@ -26,9 +26,15 @@ def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
 def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> Tensor:
     """L_dis (Eq. 1): how far the features of generated images are from those of the originals, capped at m.
 
-    Read as mean_i min(1/2 ||f_i/||f_i|| - f^_i/||f^_i||||^2, m), a scalar between 0 and min(m, 2): the cap is applied to each image, so
-    that one that differs enough gives the generator no gradient; with level "batch" to the mean over the batch. Without the 1/2, m has
-    twice the size. m = 0 switches the loss off, 2 or more is no cap.
+    Read as mean_i min(1/2 ||f_i/||f_i|| - f^_i/||f^_i||||^2, m): the cap is applied to each image, so that an image that differs enough
+    gives the generator no gradient. Without the 1/2, m has twice the size.
+
+    Args:
+        m: cap; 0 switches the loss off, 2 or more is no cap.
+        level: "instance" caps each image, "batch" the mean over the batch.
+
+    Returns:
+        A scalar between 0 and min(m, 2).
     """
     check_choice("level", level, ("instance", "batch"))
     each = instance_discrepancy(f, f_hat)
@@ -44,7 +50,12 @@ def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
 def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], decay: float) -> None:
     """teacher <- decay * teacher + (1 - decay) * student, in place (Sec. III-B3, after Tarvainen and Valpola, 2017).
 
-    Floating buffers such as BatchNorm's running statistics are averaged too; integer entries are copied. The student has every name.
+    Floating buffers such as BatchNorm's running statistics are averaged too; integer entries are copied.
+
+    Args:
+        teacher: name -> tensor, changed in place.
+        student: name -> tensor; every name of the teacher.
+        decay: 0 gives the student.
     """
     for name, tensor in teacher.items():
         if tensor.is_floating_point():
@@ -79,7 +90,12 @@ def sharpness_perturbation(gradients: Sequence[Tensor], rho: float) -> list[Tens
 def sharpness_perturbation(gradients: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, rho: float) -> StateDict | list[Tensor] | Tensor:
     """epsilon = rho g / ||g||_2 with one norm over all gradients together (Sec. III-C1, after Foret et al., ICLR 2021).
 
-    Gradients are by name, in a sequence, or one tensor, and epsilon has their form; zeros if all are 0. `rho` is in the parameters' units.
+    Args:
+        gradients: of the task loss, by parameter name, in a sequence, or one tensor.
+        rho: length of the perturbation, in the units of the parameters.
+
+    Returns:
+        epsilon in the form of `gradients`; zeros if all gradients are 0.
 
     Raises:
         ValueError: rho < 0.
@@ -105,8 +121,11 @@ def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -
 
     Args:
         metrics: (K, K), row = model, column = evaluating site, in [0, 1], higher is better; NaN if not evaluated or undefined. The
-            diagonal is not read. The result is float64 (K,), NaN for a model without a score.
+            diagonal is not read.
         n_validation: (K,) validation images of the sites, as weights; None for the plain mean (the paper's).
+
+    Returns:
+        (K,) float64; NaN for a model without a score.
     """
     metrics = metrics.to(torch.float64)
     weights = torch.ones(len(metrics), dtype=torch.float64) if n_validation is None else n_validation.to(torch.float64)
@@ -118,8 +137,10 @@ def centred_scores(metrics: Tensor, n_validation: Tensor | None = None) -> Tenso
     """s_i (Eq. 5) without the evaluators' own levels: a_ij = s_i + v_j, by least squares.
 
     In the plain mean, a site with easy images raises the score of every model but its own. Here only models of the same evaluator are
-    compared. Groups of models without a common evaluator (two sites score one model each) get equal means. The result is in [0, 1] and its
-    mean is that of all metrics unless clipped.
+    compared. Groups of models without a common evaluator (two sites score one model each) get equal means.
+
+    Returns:
+        (K,) float64 in [0, 1], whose mean is that of all metrics unless clipped; NaN for a model without a score.
     """
     metrics = metrics.to(torch.float64)
     weights = torch.ones(len(metrics), dtype=torch.float64) if n_validation is None else n_validation.to(torch.float64)
@@ -139,8 +160,14 @@ def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: 
     """w_i = s_i^beta / sum_j s_j^beta (Eq. 6, read after the soft-balancing weight of Che et al., MICCAI 2023).
 
     There the weights are then inverted, since they balance losses; here a better model has a larger weight. Scores such as AUC are similar,
-    so beta = 1 is nearly the plain mean; 0 gives equal weights, a negative one the inverse. A model without a score (NaN) counts as an
-    average one. From (K,) scores: (K,) weights that sum to 1, equal where all scores are equal, zero or NaN, in the dtype of `scores`.
+    so beta = 1 is nearly the plain mean.
+
+    Args:
+        scores: (K,), not negative; NaN for a model without a score, which counts as an average one.
+        beta: exponent; 0 gives equal weights, a negative one the inverse.
+
+    Returns:
+        (K,) weights that sum to 1, equal where all scores are equal, zero or NaN; in the dtype of `scores`.
 
     Raises:
         ValueError: no score, or a negative or infinite one.
@@ -151,7 +178,11 @@ def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: 
 
 
 def softmax_weights(scores: Tensor | Sequence[float] | np.ndarray, temperature: float) -> Tensor:
-    """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6; (K,) weights that sum to 1, in the dtype of `scores`."""
+    """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6.
+
+    Returns:
+        (K,) weights that sum to 1, in the dtype of `scores`.
+    """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     values = torch.as_tensor(scores)
@@ -198,7 +229,10 @@ def within_client_average(
 
 
 def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Generator) -> dict[str, list[str]]:
-    """E_i (Eq. 5): site -> the sites that score its perturbed model, sorted: all others (0), or `number` of them drawn for each model.
+    """E_i (Eq. 5): site -> the sites that score its perturbed model, sorted: all others, or `number` of them drawn for each model.
+
+    Args:
+        number: evaluators of each model; 0 for all others.
 
     Examples:
         >>> choose_evaluators(["A", "B", "C"], 0, np.random.default_rng(0))

@@ -24,7 +24,11 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
 
     The mean over sites does not change and deviations from it shrink by (λK - 1)/(K - 1): λ = 1 changes nothing, λ = 1/K gives every
     site the uniform mean, λ < 1/K overshoots it. Accumulated in float64, sites in sorted order. Integer entries keep each site's own
-    value. A single site keeps its model (the formula is undefined for K = 1). `states` is site -> personal model, `lam` λ in [0, 1].
+    value. A single site keeps its model (the formula is undefined for K = 1).
+
+    Args:
+        states: site -> personal model; all with the same names and shapes.
+        lam: λ in [0, 1].
 
     Raises:
         ValueError: λ outside [0, 1], or models of other names or shapes.
@@ -59,8 +63,12 @@ def _pulled(tensors: Sequence[Tensor], lam: float) -> list[Tensor]:
 def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
     """The model of each image (FedSM, Sec. 3.1): 0 the global one, k + 1 the personal model of site k.
 
-    The personal model of the most probable site is chosen if its probability, by the selector's scores (N, K), exceeds γ (strictly), so
-    γ = 1 always gives the global model and γ = 0 never does.
+    The personal model of the most probable site is chosen if its probability exceeds γ (strictly), so γ = 1 always gives the
+    global model and γ = 0 never does.
+
+    Args:
+        probabilities: (N, K) selector scores, rows sum to 1.
+        gamma: γ in [0, 1].
 
     Examples:
         >>> scores = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.2, 0.8]])
@@ -89,9 +97,13 @@ def extra_labels(losses: Tensor) -> Tensor:
 
 
 def apfl_mixture(personal: StateDict, global_: StateDict, share: float, kept: Collection[str] = ()) -> StateDict:
-    """APFL's model v̄ = α v + (1 - α) w for floating entries, with α = `share`; integer entries of v (Deng et al. 2020, Sec. 3).
+    """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v (Deng et al. 2020, Sec. 3).
 
-    The entries `kept` of v are v̄'s already, for example its running statistics.
+    Args:
+        personal: v.
+        global_: w, with every floating entry of v.
+        share: α in [0, 1]; 1 gives the local model, 0 the global one.
+        kept: entries that are v̄'s already, for example its running statistics.
     """
     return {
         name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() and name not in kept else tensor.clone()
@@ -100,7 +112,14 @@ def apfl_mixture(personal: StateDict, global_: StateDict, share: float, kept: Co
 
 
 def pfedme_outer(weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float) -> list[Tensor]:
-    """w <- w - η λ (w - θ), η = `rate`, λ = `strength`: pFedMe's step of the shared model at a site (Dinh et al. 2020, Alg. 1, line 8)."""
+    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model (Dinh et al. 2020, Alg. 1, line 8).
+
+    Args:
+        weights: w.
+        personal: θ, in the same order.
+        rate: η.
+        strength: λ.
+    """
     return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
 
@@ -113,8 +132,14 @@ def adam_step(
     """w - η m̂ / (√v̂ + ε) and the new moments: step number `step` (from 1) of Adam (Kingma and Ba 2015, Alg. 1), on named tensors.
 
     At the server, with the mean of the sites' gradients, this is full-batch Adam over the images of all sites: the one gradient
-    that no site, which sees a single label, could follow alone. Entries without a gradient (buffers) do not change. `moments` has
-    "exp_avg" and "exp_avg_sq" -> name -> tensor; `rate` is η.
+    that no site, which sees a single label, could follow alone. Entries without a gradient (buffers) do not change.
+
+    Args:
+        weights: w by name, buffers included.
+        gradient: g by name of what is learnt.
+        moments: "exp_avg" and "exp_avg_sq" -> name -> tensor.
+        step: from 1.
+        rate: η.
     """
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # torch's defaults
     first = {name: torch.lerp(moments["exp_avg"][name], g, 1 - beta1) for name, g in gradient.items()}
@@ -132,10 +157,12 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
         min_{W, b} mean_k E_k ||W φ + b - e_k||² + λ Σ_f s_f² ||W_f||²
 
     with s_f² the variance of feature f over all classes at equal weights, so features need no common scale (Hoerl and Kennard 1970, with
-    every class at weight 1 / n_k), and λ the `penalty`.
+    every class at weight 1 / n_k).
 
     Args:
         statistics: class -> {"mean": E_k[φ], "products": E_k[φ φᵀ]}; a missing class is never predicted.
+        classes: K.
+        penalty: λ.
 
     Returns:
         W (K, F) and b (K,), float32. Predictions sum to one over the classes.
@@ -169,8 +196,12 @@ def calibration_losses(logits: Tensor, own: int, patients: Sequence[str] | None)
     classes): n cases without an error do not show that errors are impossible, so no temperature goes to 0.
 
     Args:
-        logits: of the selector (N, K), for images of the class `own`; the result is empty without images.
+        logits: of the selector (N, K).
+        own: the site's label.
         patients: of every image, if the mean scores of a patient choose: a case is a patient; None: a case is an image.
+
+    Returns:
+        A loss for each temperature; empty without images.
     """
     if not len(logits):
         return []
@@ -242,8 +273,13 @@ def limited_total(differences: Sequence[float]) -> float:
 def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
     """The γ that the sites' validation images prefer: the candidate whose worst comparison with another, by `limited_total`, is best.
 
-    Ties go to the smallest γ; to 1 if 1 is among them and 0 is not, because then personal models lose on validation images. Without any
-    gains it is 1, the global model. `gains`: site -> γ as text -> mean paired gain over γ = 1 on the same patients; None if undefined.
+    Ties go to the smallest γ; to 1 if 1 is among them and 0 is not, because then personal models lose on validation images.
+
+    Args:
+        gains: site -> γ as text -> mean paired gain over γ = 1 on the same patients; None if undefined.
+
+    Returns:
+        One of `GAMMAS`; 1, the global model, without any gains.
     """
     names = {gamma: f"{gamma:g}" for gamma in GAMMAS}
     sites = [by_gamma for _, by_gamma in sorted(gains.items())]

@@ -36,9 +36,12 @@ def consistency_weights(
 
     Args:
         deltas: flattened updates theta_m - theta_g, one row per site (M, D).
-        p: FedAvg's weights n_m / n (M,); only the ratios matter. The result is float64 (M,), >= 0 with sum 1.
+        p: FedAvg's weights n_m / n (M,); only the ratios matter.
         include_self: include sigma_mm = 1 in the mean, as in the paper; the published code does not.
         sizes: lengths of the model's tensors along D; default: one tensor.
+
+    Returns:
+        float64 weights (M,) >= 0 with sum 1.
 
     Raises:
         UpdateError: an update that is not finite, by its row.
@@ -56,10 +59,12 @@ def consistency_weights(
 
 
 def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
-    """Sigma = cos(Delta_i, Delta_j) from Gram matrices of M sites' updates of L tensors, shallow to deep: (L, M, M) -> (M, M).
+    """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M); the cosine with a zero update is 0, its own included.
 
-    The cosine with a zero update is 0, its own included. Granularity "total": the model as one vector (the paper); "split": mean of the
-    cosines by tensor; "reweight": with weights that fall linearly from the first tensor to 0 at the last (the published code's `gm_type`).
+    Args:
+        grams: Gram matrices of the M sites' updates of the model's L tensors, shallow to deep.
+        granularity: "total": the model as one vector (the paper); "split": mean of the cosines by tensor; "reweight": the same with weights
+            that fall linearly from the first tensor to 0 at the last (the published code's `gm_type`).
 
     Examples:
         >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist(), similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
@@ -84,9 +89,13 @@ def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
 def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
     """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also for consistencies that are not positive: (M,) with sum 1.
 
-    p' = p for equal consistencies: one site, identical sites, no update at all, two opposite sites. `negative` is the rule if the smallest
-    c is <= 0: "shift" adds the same number to all until it is 0.001 (the published code does so only below 0 and divides by zero at 0),
-    "clip" raises those below 0.001, "none" gives p' = p.
+    p' = p for equal consistencies: one site, identical sites, no update at all, two opposite sites.
+
+    Args:
+        c: consistencies (M,).
+        p: FedAvg's weights (M,), >= 0.
+        negative: the rule if the smallest c is <= 0. "shift" adds the same number to all until it is 0.001 (the published code does so only
+            below 0 and divides by zero at 0), "clip" raises those below 0.001, "none" gives p' = p.
 
     Raises:
         ValueError: an unknown rule, or weights p that are negative, not finite or all zero.
@@ -153,9 +162,13 @@ def consistent_aggregate(
 
 
 def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
-    """CORAL distance of two feature sets, (N, D), (M, D) -> scalar (Sun and Saenko, ECCV workshops 2016); 0 for fewer than two rows.
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 if a set has fewer than two rows.
 
-    With C the unbiased covariance, "domainbed" is mean((C_x - C_y)^2) + mean((mean x - mean y)^2), "deep_coral" ||C_x - C_y||_F^2 / 4 D^2.
+    Args:
+        x: features (N, D).
+        y: features (M, D).
+        form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2); "deep_coral":
+            ||C_x - C_y||_F^2 / (4 D^2).
     """
     check_choice("form", form, get_args(CoralForm))
     refuse_widths(x, y)
@@ -174,10 +187,13 @@ def _covariance(features: Tensor) -> Tensor:
 
 
 def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
-    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included: (N, D), (M, D) -> scalar.
+    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included, a scalar.
 
-    The kernel "mixture" is a sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
-    "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
+    Args:
+        x: features (N, D).
+        y: features (M, D).
+        kernel: "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
+            "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
     """
     check_choice("kernel", kernel, ("mixture", "dan"))
     refuse_widths(x, y)
@@ -216,9 +232,14 @@ def reversal_ramp(progress: float) -> float:
 
 
 def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Binary cross-entropy of a discriminator between global (x, label 1) and local features (y, label 0): (N, D), (M, D) -> scalar.
+    """Binary cross-entropy of a discriminator between global (label 1) and local features (label 0): (N, D), (M, D) -> scalar.
 
-    Its gradient trains the discriminator, (N, D) -> logits (N, 1), and, reversed, the local feature extractor against it.
+    Its gradient trains the discriminator and, reversed, the local feature extractor against it.
+
+    Args:
+        discriminator: (N, D) -> logits (N, 1).
+        x: features of the frozen global model.
+        y: features of the local model.
     """
     logits = discriminator(torch.cat([x, reverse_gradient(y, alpha)])).squeeze(-1)
     labels = torch.cat([torch.ones_like(logits[: len(x)]), torch.zeros_like(logits[len(x) :])])
@@ -243,7 +264,12 @@ def meta_trained(
     """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), by name, as a function of theta.
 
     The gradient of L_meta(theta') by theta is that of the meta-update: first order, with the inner gradient as a constant (as in the
-    published code), or the exact one with `second_order`. Theta (`parameters`) are leaves that require gradients; `rate` is eta.
+    published code), or the exact one with `second_order`.
+
+    Args:
+        parameters: theta by name; leaves that require gradients.
+        task_loss: parameters -> loss on the meta-train half of the batch.
+        rate: eta.
 
     Examples:
         >>> theta = {"w": torch.tensor(3.0, requires_grad=True)}
@@ -261,8 +287,14 @@ def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int 
     """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images (Ben-David et al., 2010).
 
     err is the test error of a logistic classifier between the two models' features, trained on 80 % of the images, averaged over `repeats`
-    splits. Both features of an image, row i of (N, D) and (N, D), are on the same side of a split; otherwise equal models would have
-    distances below 0. About 0 for indistinguishable features, 2 for separable ones; NaN for fewer than two images.
+    splits. Both features of an image are on the same side of a split; otherwise equal models would have distances below 0.
+
+    Args:
+        global_features: (N, D) under the global model.
+        local_features: (N, D) under the local model, row i of the same image.
+
+    Returns:
+        About 0 for indistinguishable features, 2 for separable ones; NaN for fewer than two images.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupShuffleSplit, cross_val_score

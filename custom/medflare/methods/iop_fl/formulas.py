@@ -28,7 +28,13 @@ def local_adapted(previous: Mapping[str, Tensor] | Tensor, local: Mapping[str, T
     tau = 0.9 shrinks every weight tenfold per round. The local model after training, w_k = w - eta_g grad_G - eta_l grad_L with w
     the previous global model, includes both gradients, so the bracket is read as this model. The published code does the same.
 
-    From P_k^t and w_k, state dicts or tensors: P_k^{t+1} in the form of `previous`; integer entries are those of `local`.
+    Args:
+        previous: P_k^t, a state dict, or one tensor.
+        local: w_k, the site's model after this round's local training.
+        tau: accumulation rate in [0, 1]; 1 gives the local model.
+
+    Returns:
+        P_k^{t+1} in the form of `previous`; integer entries are those of `local`.
 
     Raises:
         ValueError: tau outside [0, 1], or two models whose names or shapes differ.
@@ -63,8 +69,11 @@ def local_adapted_explicit(
 ) -> StateDict:
     """P <- (1 - tau) P + tau (w_g^{t+1} - eta_l grad_L): Eq. 4 with this round's global step taken before the local one.
 
-    `global_` includes -eta_g grad_G of the same round; `step` is -eta_l grad_L, see `site_step`. `learnt` names the parameters (None: all
-    entries); entries without a gradient move to w_k, as in `local_adapted`.
+    Args:
+        previous: P_k^t.
+        global_: w_g^{t+1}, which includes -eta_g grad_G of the same round.
+        step: -eta_l grad_L = w_k - w_g^t, see `site_step`.
+        learnt: names of the parameters; None: all entries. Entries without a gradient move to w_k, as in `local_adapted`.
     """
     return blend(previous, {**moved(global_, step), **_statistics(step, learnt)}, tau)
 
@@ -78,8 +87,11 @@ def local_adapted_incremental(
 ) -> StateDict:
     """P <- P - tau (eta_l grad_L + eta_g grad_G): Eq. 4 as a gradient step without averaging.
 
-    The steps are -eta_l grad_L, see `site_step`, and -eta_g grad_G, the difference of two global models; `learnt` as for
-    `local_adapted_explicit`.
+    Args:
+        previous: P_k^t.
+        local_step: -eta_l grad_L = w_k - w_g, see `site_step`.
+        global_step: -eta_g grad_G, the difference of two global models.
+        learnt: as for `local_adapted_explicit`.
     """
     statistics = _statistics(local_step, learnt)
     stepped = moved(moved(previous, global_step, tau), local_step, tau)
@@ -100,8 +112,14 @@ def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
 def neighbourhood_range(p: Tensor, d: int) -> Tensor:
     """Per class, largest minus smallest probability in the window of 2d+1 pixels a side around each pixel (the bracket of Eq. 8).
 
-    From (N, C, H, W) or (N, C, X, Y, Z), of the same shape. Windows are clipped at the border; in volumes they are cubes. The maximum is
-    taken axis by axis.
+    Windows are clipped at the border; in volumes they are cubes. The maximum is taken axis by axis.
+
+    Args:
+        p: (N, C, H, W) or (N, C, X, Y, Z).
+        d: radius in pixels, >= 0.
+
+    Returns:
+        Of the same shape.
     """
     return _window_maximum(p, d) + _window_maximum(-p, d)
 
@@ -159,7 +177,12 @@ def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, cla
 
 
 def all_classes(p: Tensor, target: str) -> Tensor:
-    """(N, outputs, ...) of `TaskConfig.probabilities` -> (N, C, ...) of all classes: for sigmoid outputs their complements come first."""
+    """Probabilities of all classes (N, C, ...): of a network's own, and for sigmoid outputs their complements before them.
+
+    Args:
+        p: (N, outputs, ...) as of `TaskConfig.probabilities`.
+        target: "multiclass" (softmax), "binary" or "multilabel" (sigmoid).
+    """
     return p if target == "multiclass" else torch.cat([1 - p, p], dim=1)
 
 
@@ -169,9 +192,12 @@ def foreground(p: Tensor, target: str) -> Tensor:
 
 
 def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
-    """The published augmentation: each image is rotated by quarter turns (N,), counter-clockwise, then flipped upside down (N,), bool.
+    """The published augmentation: each image is rotated by quarter turns, then flipped upside down.
 
-    Images are (N, C, H, W) with H = W for odd turns; volumes (N, C, X, Y, Z) rotate about their third axis.
+    Args:
+        images: (N, C, H, W) with H = W for odd turns; volumes (N, C, X, Y, Z) rotate about their third axis.
+        turns: (N,) counter-clockwise quarter turns.
+        flips: (N,) bool.
     """
     parts = [torch.rot90(image, int(turn), (1, 2)) for image, turn in zip(images, turns, strict=True)]
     return torch.stack([part.flip(1) if flip else part for part, flip in zip(parts, flips, strict=True)])
@@ -262,9 +288,12 @@ def information_total(consistency: Tensor, shape: Tensor, information: Tensor, l
 
 
 def agreeing(chosen: Tensor, start: Tensor) -> tuple[int, int]:
-    """Numerator and denominator of the agreement of two predictions: Dice of masks, bool (N, C, ...), or accuracy of classes (N,).
+    """Numerator and denominator of the agreement of two predictions: Dice of masks, accuracy of classes. Both are sums over batches; two
+    empty masks give (0, 0).
 
-    Both are sums over batches; two empty masks give (0, 0).
+    Args:
+        chosen: bool masks (N, C, ...), or classes (N,).
+        start: of the same shape.
 
     Examples:
         >>> agreeing(torch.tensor([True, True]), torch.tensor([True, False])), agreeing(torch.tensor([2, 1]), torch.tensor([2, 0]))

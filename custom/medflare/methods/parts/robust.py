@@ -49,13 +49,17 @@ def combined(
     limits: RobustLimits,
     origin: Mapping[str, Tensor] | None = None,
 ) -> tuple[StateDict, dict[str, float]]:
-    """The sites' models as one, and site -> its weight; empty for coordinate-wise rules.
+    """The sites' models as one.
 
     Args:
         states: site -> state, all with equal names and shapes.
         shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
         rule: "mean" or one of `RobustRule`.
+        limits: of the rules.
         origin: the model that the round began with, for "clipped"; None: the coordinate-wise median of the states.
+
+    Returns:
+        (the state, site -> its weight; empty for coordinate-wise rules).
 
     Raises:
         ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where a rule needs lengths.
@@ -93,8 +97,13 @@ def _refuse_non_finite(sites: Sequence[str], lengths: Sequence[float]) -> None:
 def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
     """Coordinate-wise median or trimmed mean of states with equal names and shapes (Yin et al. 2018, Definitions 1 and 2).
 
-    Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest value that
-    is not cut off: floor(trim K) sites at either end. With an even number of sites the median is the mean of the two in the middle.
+    Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest
+    value that is not cut off. With an even number of sites the median is the mean of the two in the middle.
+
+    Args:
+        states: site -> state.
+        rule: "median" or "trimmed".
+        trim: fraction cut off at either end, 0 <= trim < 0.5; floor(trim K) sites.
 
     Raises:
         ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim outside its range.
@@ -135,8 +144,11 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     """1 for the site that Krum chooses, 0 for all others (Blanchard et al. 2017, Sec. 4).
 
     A site's score is the sum of its squared distances to its K - f - 2 nearest neighbours; the smallest wins, ties go to the first. The
-    theory needs K > 2f + 2; with fewer than three sites all have equal weights. Of the (K, K) squared distances NaN counts as infinite; f
-    is at most what K sites allow (None: this maximum).
+    theory needs K > 2f + 2; with fewer than three sites all have equal weights.
+
+    Args:
+        distances: (K, K) squared distances; NaN counts as infinite.
+        faulty: f, at most what K sites allow; None: this maximum.
     """
     count = len(distances)
     if count < 3:

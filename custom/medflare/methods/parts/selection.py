@@ -86,7 +86,12 @@ class ModelSelector(Best):
         self.rule, self._record_key = "mean" if zero_sum else rule, f"{name}/votes"
 
     def update(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
-        """Offers a candidate with the sites' combined metric of a role in "validation"; sites with an undefined metric do not count."""
+        """Offers a candidate with the sites' combined metric; round and state as for `offer`.
+
+        Args:
+            replies: site -> reply with the meta "validation" and "n_samples"; sites with an undefined metric do not count.
+            role: of the model in "validation", for example "global".
+        """
         values = {site: (reply.meta.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
         metrics = {site: value for site, value in values.items() if value is not None}
         weights = {site: 1.0 if self.zero_sum else float(replies[site].meta.get("n_samples", 1)) for site in metrics}
@@ -117,6 +122,10 @@ def paired_score(metrics: Mapping[str, float], kept: Mapping[str, float], value:
 
     A median of metrics compares different sites if sites differ more than rounds do. A gain is one site's own, so a candidate replaces
     the kept model only if at least half of the sites do not lose.
+
+    Args:
+        metrics: site -> metric of the candidate.
+        kept: site -> metric of the kept model, whose score is `value`.
     """
     gains = [metrics[site] - kept[site] for site in sorted(metrics.keys() & kept.keys())]
     return value + median(gains) if gains else None
@@ -138,8 +147,11 @@ def images_behind(images: Mapping[str, int], rule: str) -> float:
 def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     """The number of rounds trained when the sites' median metric had not improved for `patience` rounds (>= 1); None before.
 
-    If sites validate several models (the global one and their own), each improvement counts. Round 0 is no candidate. `history` has
-    {"round", "sites": site -> meta with "validation"} of every step of the finished rounds.
+    If sites validate several models (the global one and their own), each improvement counts. Round 0 is no candidate.
+
+    Args:
+        history: {"round", "sites": site -> meta with "validation"} of every step of the finished rounds.
+        patience: in rounds.
     """
     by_round: dict[int, dict[str, dict[str, float]]] = {}
     for step in history:

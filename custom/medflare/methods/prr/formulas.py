@@ -69,7 +69,10 @@ def better_model(personal: float | None, deputy: float | None) -> str:
 def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:
     """KL(teacher || student) of logits (N, C, ...), mean over samples or pixels (Eq. 5-6); the teacher receives no gradient.
 
-    The form "mse10" is ten times the squared difference of the probabilities, as in the official segmentation code.
+    Args:
+        student: logits (N, C, ...).
+        teacher: logits of the same shape.
+        form: "kl", or "mse10": ten times the squared difference of the probabilities, as in the official segmentation code.
     """
     check_choice("form", form, ("kl", "mse10"))
     if form == "mse10":
@@ -83,10 +86,14 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
 
 
 def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
-    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c (PRR, Sec. III-D.1); beta = 0 gives the cross entropy.
+    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c (PRR, Sec. III-D.1).
 
-    From training samples, or pixels, of each class over all sites (C,): (C, C) float64, row = true class. Row and column of a class without
-    samples are 1.
+    Args:
+        counts: (C,) training samples, or pixels, of each class over all sites.
+        beta: 0 gives the cross entropy.
+
+    Returns:
+        (C, C) float64, row = true class. Row and column of a class without samples are 1.
     """
     present = counts > 0
     amount = torch.where(present, counts, 1).to(torch.float64)
@@ -97,8 +104,13 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
 def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
     """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq. 11-12).
 
-    Prototypes of the site and of all sites, (C, D), (C, D) -> (C,); 1 for a class whose row is zero in either: it has no prototype there.
-    The denominator is at least 1e-3 (opposite prototypes with tau <= 1).
+    Args:
+        local: (C, D) prototypes of the site; a zero row stands for a class without a prototype.
+        global_: (C, D) prototypes of all sites, likewise.
+        tau: smoothing; the denominator is at least 1e-3 (opposite prototypes with tau <= 1).
+
+    Returns:
+        (C,) gamma; 1 for a class without a local or a global prototype.
 
     Raises:
         ValueError: prototypes of two shapes.
@@ -185,7 +197,8 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
 def most_representative(counts: Mapping[str, Tensor]) -> str:
     """The site whose class distribution is closest to that of all sites, by total variation; ties go to the first name (PRR, Sec. IV-E).
 
-    `counts`: site -> (G, C) counts of G groups of C classes.
+    Args:
+        counts: site -> (G, C) counts of G groups of C classes.
     """
 
     def shares(table: Tensor) -> Tensor:

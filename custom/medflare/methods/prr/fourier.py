@@ -223,7 +223,10 @@ class Treatment:
 
 
 def treatments(network: nn.Module) -> dict[str, Treatment]:
-    """How each entry of the network's state is aggregated, by the type of its layer; the last layer with a rule is the classifier."""
+    """How each entry of `network`'s state is aggregated, by the type of the layer that it belongs to, never by its name.
+
+    The classifier is the last convolution or linear layer in order of registration, the one that gives the logits.
+    """
     local = batch_norm_entries(network)
     layers = {f"{name}.weight".lstrip("."): layer for name, layer in network.named_modules() if isinstance(layer, _WEIGHTED)}
     last = next(reversed(layers), None)
@@ -256,7 +259,12 @@ def aggregate_models(
 ) -> dict[str, StateDict]:
     """The aggregated model S_k of each site (PRR, Alg. 1 line 7): Fourier aggregation by layer, the plain mean elsewhere.
 
-    The states are without the entries that stay local. `fourier=False` averages everything plainly: with local batch normalisation, FedBN.
+    Args:
+        states: site -> state, without the entries that stay local.
+        plan: entry -> how it is aggregated.
+        r: see `fourier_aggregate`.
+        fourier: False averages everything plainly, which with local batch normalisation is FedBN.
+        components: see `Reading`.
 
     Raises:
         ValueError: no states, or states that differ in names or shapes.
