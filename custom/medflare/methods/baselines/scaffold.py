@@ -57,7 +57,9 @@ class ScaffoldSiteHyper(FedAvgSiteHyper):
 class ScaffoldServerHyper(FedAvgServerHyper):
     """The weights hold for control variates as for models."""
 
-    weighting: Literal["samples", "uniform"] = param("uniform", "weights: n_k/n or 1/K", symbol="p_k", source="Alg. 1, lines 16-17")
+    weighting: Literal["samples", "uniform"] = param(
+        "uniform", "aggregation weights: n_k/n or 1/K", symbol="p_k", source="Alg. 1, lines 16-17"
+    )
 
 
 def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:

@@ -48,11 +48,19 @@ class SHAHyper(FedAvgServerHyper):
     """How models are scored and averaged; the sites read it too."""
 
     rho: float = param(0.3, "length of the perturbation that a model is scored with; 0: CEA", symbol="ρ", source="Sec. III-C1", low=0)
-    kappa: int = param(4, "earlier models that may join a site's own, once there are so many", symbol="κ", source="Sec. III-C3", low=0)
+    kappa: int = param(
+        4,
+        "earlier models of a site that may join its current one, once there are so many; 0: none",
+        symbol="κ",
+        source="Sec. III-C3",
+        low=0,
+    )
     beta: float = param(1.0, "exponent of the scores; negative: the inverse", symbol="β", source="Eq. 6")
     centred: bool = param(True, "remove each evaluator's own level from the scores; false: means over the other sites", source="Eq. 5")
     sha: bool = param(True, "false: one phase a round, weights as FedAvg, no history (w/o SHA)", source="Table V")
-    evaluators: int = param(0, "sites that score each model, drawn every round; 0: all others", symbol="|E_i|", source="Fig. 10", low=0)
+    evaluators: int = param(
+        0, "sites that score each model, drawn anew every round; 0: all others", symbol="|E_i|", source="Fig. 10", low=0
+    )
 
 
 def _perturbs(server_hyper: Any) -> bool:

@@ -39,7 +39,9 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
     """Domain-adversarial generation; the server reads it too."""
 
     ndag: bool = param(True, "false: students are trained on the original images alone (w/o NDAG)", source="Table V")
-    alpha: float = param(0.3, "perturbation, in deviations of the site's training images", symbol="α", source="Eq. 2", low=0, high=1)
+    alpha: float = param(
+        0.3, "strength of the perturbation, in deviations of the site's training images", symbol="α", source="Eq. 2", low=0, high=1
+    )
     m: float = param(0.1, "cap of the feature discrepancy 1 - cos; 2: none", symbol="m", source="Eq. 1", low=0)
     train_on: Literal["both", "perturbation"] = param(
         "both", "the student's images: generated and original, or the bare perturbations α G(x)", source="Eq. 4, Fig. 11"
@@ -48,7 +50,9 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
         "auto", "decay of the teacher's average; auto: by the round's length, see round_decay", source="Sec. III-B3"
     )
     distribution: Literal["type1", "type2", "type3"] = param(
-        "type3", "θ_g goes to 1: student and teacher, 2: the teacher, beside a global student, 3: the student", source="Sec. III-D, Fig. 5"
+        "type3",
+        "1: θ_g to student and teacher, 2: a global student beside θ_g, 3: θ_g to the student, the teacher stays at the site",
+        source="Sec. III-D, Fig. 5",
     )
     sam_rho: float = param(0.0, "FedSAM: length of the student's ascent step on every batch; 0: none", symbol="ρ", source="Fig. 9", low=0)
     generator_width: int = param(16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1)

@@ -50,7 +50,9 @@ class PersonalSiteHyper(FedAvgSiteHyper):
 class PersonalServerHyper(FedAvgServerHyper):
     """How the server combines personal models."""
 
-    lam: float = param(0.7, "SoftPull's share of the own model; 1/K: the mean, 1: no pull", symbol="λ", source="Eq. 11", low=0, high=1)
+    lam: float = param(
+        0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1
+    )
 
 
 def _shares_meta(plan: Any) -> bool:

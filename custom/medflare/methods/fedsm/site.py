@@ -71,7 +71,10 @@ class FedSMServerHyper(PersonalServerHyper):
     )
     choose_by: Literal["patient", "image"] = param("patient", "scores that choose: the mean over a patient's images, or each image's own")
     gamma: Annotated[float, Field(ge=0, le=1)] | Literal["tune"] = param(
-        "tune", "confidence below which the global model answers; tune: the best of 13 by validation gain", symbol="γ", source="Sec. 3.2"
+        "tune",
+        "confidence below which the global model answers; tune: the best of 13 values by the sites' validation gain over the global model",
+        symbol="γ",
+        source="Sec. 3.2",
     )
 
 

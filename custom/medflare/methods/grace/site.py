@@ -51,7 +51,9 @@ class GraceSiteHyper(FedAvgSiteHyper):
     tta: Literal["none", "dsbn", "tent"] = param("none", "adaptation of the global model at an outside site", source="Table 3")
     probe: bool = param(False, "report the A-distance between global and local features every round", source="Fig. 2")
     client: Literal["erm", "meta", "coral", "mmd", "adv"] = param(
-        "coral", "plain training, two steps alone, or two steps with CORAL, MMD or adversarial alignment", source="Sec. 2.2, Table 4"
+        "coral",
+        "plain training, two steps without alignment, or two steps with CORAL, MMD or adversarial alignment",
+        source="Sec. 2.2, Table 4",
     )
     beta: float = param(1.0, "weight of the alignment", symbol="β", source="Eq. 2", low=0)
     inner: Inner = param("optimizer", "the meta-train step: one of the task's optimizer, or a plain gradient step", source="Eq. 1")

@@ -41,7 +41,9 @@ _MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
 class OutsideHyper(SiteHyper):
     """Test-time routing at a site that never trained."""
 
-    routing: Literal["layer", "global"] = param("layer", "coefficients by layer, or of the network", symbol="R", source="Table III")
+    routing: Literal["layer", "global"] = param(
+        "layer", "coefficients for every layer, or one set for the network", symbol="R", source="Table III"
+    )
     bn_statistics: Statistics = param("batch", "normalise by the test batch, or as in training", source="Sec. III-C")
     route_epochs: int = param(10, "passes over the test images", source="Sec. III-D", low=0)
     route_lr: float = param(1e-3, "Adam rate of the routers", source="Sec. III-D", low=0)
@@ -54,7 +56,9 @@ class OutsideHyper(SiteHyper):
     use_shape: bool = param(True, "the shape term (segmentation only)", symbol="L_s", source="Eq. 9, Fig. 8")
     use_entropy: bool = param(True, "the entropy term", symbol="L_e", source="Eq. 9, Fig. 8")
     objective: Literal["information", "paper"] = param(
-        "information", "protected from collapse: mutual information, softmax coefficients, a gate; or as printed", source="Eq. 6, 10"
+        "information",
+        "protected from collapse: mutual information for entropy, softmax coefficients, a gate; or Eq. 6 and 10 as printed",
+        source="Eq. 6, 10",
     )
     comparisons: bool = param(False, "also deploy each single model, their ensemble and Tent on the global model", source="Table II")
 
