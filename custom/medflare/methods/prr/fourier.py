@@ -4,7 +4,7 @@ Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward
 2022, Sec. III-B. "Official" is the authors' published code where it differs from the printed equations.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,7 +17,7 @@ from medflare.methods.parts.tensors import check_choice
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _BLOCK: Final = 2**21  # numbers that are transformed along rows at a time
-_TILE: Final = 2**18  # bins of a site that are transformed along columns at a time
+_TILE: Final = 2**18  # bins that are transformed along columns at a time: 2 MB, about a second-level cache
 
 
 def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
@@ -109,24 +109,18 @@ def _aggregate_layer(weights: Sequence[Tensor], into: Sequence[Tensor], r: float
         for target, weight in zip(into, weights, strict=True):
             target.copy_(weight)
         return
-    spectra = [allocate((rows, kept), matrix.dtype.to_complex()) for matrix in matrices]
-    for matrix, spectrum in zip(matrices, spectra, strict=True):
-        for block in _blocks(rows, columns):
-            spectrum[block] = torch.fft.rfft(matrix[block])[:, :kept]
     width = 8 * (max(1, _TILE // (8 * rows)) - 1 | 1)  # an odd number of cache lines: strides of powers of two collide in the cache
-    for start in range(0, kept, width):
+    tiles = [_row_spectra(matrix, kept, width) for matrix in matrices]
+    for start, spectra in zip(range(0, kept, width), zip(*tiles, strict=True), strict=True):
         low = slice(start, min(start + width, kept))
         real_columns = [column - start for column in _self_conjugate(columns) if low.start <= column < low.stop]
-        _change_columns([spectrum[:, low] for spectrum in spectra], row_window, column_window[:, low], real_columns, classifier, reading)
+        _change_tile(spectra, row_window, column_window[:, low], real_columns, classifier, reading)
+    del spectra  # the tiles of all sites
     for target, matrix in zip(into, matrices, strict=True):
-        spectrum, moved = spectra.pop(0), torch.empty_like(matrix)  # a site's spectrum is freed before the next result takes memory
-        for block in _blocks(rows, columns):
-            torch.add(matrix[block], torch.fft.irfft(spectrum[block], n=columns), out=moved[block])
-        target = target.permute(order)
-        target.copy_(moved.view(target.shape))
+        _write_moved(target.permute(order), matrix, tiles.pop(0))  # a site's spectrum is freed before the next result takes memory
 
 
-def _change_columns(
+def _change_tile(
     spectra: Sequence[Tensor], row_window: Tensor, column_window: Tensor, real_columns: Sequence[int], classifier: bool, reading: Reading
 ) -> None:
     """Replaces some columns (R, c) of all sites' row spectra by what aggregation adds to them."""
@@ -199,10 +193,34 @@ def aggregated_spectrum(real: Tensor, imaginary: Tensor, reading: Reading) -> Te
     return torch.complex(magnitude * phase.cos(), magnitude * phase.sin())
 
 
-def _blocks(rows: int, columns: int) -> list[slice]:
+def _blocks(matrix: Tensor) -> Iterator[slice]:
     """Rows that are transformed at a time."""
-    step = max(1, _BLOCK // columns)
-    return [slice(start, start + step) for start in range(0, rows, step)]
+    step = max(1, _BLOCK // matrix.shape[1])
+    return (slice(start, start + step) for start in range(0, len(matrix), step))
+
+
+def _row_spectra(matrix: Tensor, kept: int, width: int) -> list[Tensor]:
+    """The first `kept` columns of the transformed rows of (R, C), as tiles (R, width) of neighbouring columns."""
+    rows = len(matrix)
+    spectrum = allocate((rows * kept,), matrix.dtype.to_complex())
+    tiles = [tile.view(rows, -1) for tile in spectrum.split(rows * width)]
+    for block in _blocks(matrix):
+        for tile, columns in zip(tiles, torch.fft.rfft(matrix[block])[:, :kept].split(width, dim=1), strict=True):
+            tile[block] = columns
+    return tiles
+
+
+def _write_moved(target: Tensor, matrix: Tensor, tiles: Sequence[Tensor]) -> None:
+    """target = matrix (R, C) + the inverse transform of the tiles, whose further columns are 0."""
+    direct = target.is_contiguous() and target.dtype == matrix.dtype
+    moved = target.view(matrix.shape) if direct else torch.empty_like(matrix)
+    for rows in _blocks(matrix):
+        change = torch.fft.irfft(torch.cat([tile[rows] for tile in tiles], dim=1), n=matrix.shape[1])
+        torch.add(matrix[rows], change, out=moved[rows])
+    if not direct and target.stride(-1) > target.stride(0):  # a matrix is transposed faster by itself than on the way
+        target, moved = target.movedim(-1, 0), moved.view(-1, target.shape[-1]).t().contiguous()
+    if not direct:
+        target.copy_(moved.view(target.shape))
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------------
