@@ -44,6 +44,12 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     return layers
 
 
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Replaces the layer of a name below `model`."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
 def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
     """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers by name (`batch_norm_layers`)."""
     model = copy.deepcopy(model).eval()
@@ -51,8 +57,7 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
     by_name: dict[str, TestTimeNorm] = {}
     for name, layer in batch_norm_layers(model).items():
         by_name[name] = replaced.setdefault(layer, TestTimeNorm(layer))
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, by_name[name])
+        replace_layer(model, name, by_name[name])
     return model, by_name
 
 

@@ -18,7 +18,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, NoAggregation
-from medflare.methods.parts.selection import ModelSelector, Selection
+from medflare.methods.parts.selection import Best, ModelSelector, Selection
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
@@ -38,9 +38,7 @@ class SiteHyper:
 class ServerHyper:
     """Hyper-parameters of every server algorithm."""
 
-    selection: Selection = param(
-        "median", "deliver the round of best validation by the sites' median, median gain (paired) or weighted mean, or the last one"
-    )
+    selection: Selection = param("median", "deliver the best round by the sites' median, median gain (paired), weighted mean; or the last")
 
 
 # Metadata of every reply to training or validation, see `SiteAlgorithm.meta`.
@@ -295,10 +293,18 @@ class SiteAlgorithm(ABC, Generic[S]):
         network.eval().requires_grad_(False)
         return network
 
-    def validation(self, model: nn.Module) -> float | None:
-        """The task's metric of a network of logits on this site's validation images; None if undefined."""
-        metric = self.site.task.metric
-        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
+    def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
+        """A metric, by default the task's, of a network of logits on this site's validation images; None if undefined."""
+        name = metric or self.site.task.metric
+        return finite_or_none(self.site.score(self.site.predictor(model), "validation", [name]).values[name])
+
+    def offered(self, best: Best, round: int, state: StateDict | None, purpose: str = "model") -> float | None:
+        """The validation metric of the site's own model at the start of a round, which also enters its selection; None without one."""
+        if state is None:
+            return None
+        value = self.validation(self.network(purpose, state))
+        best.offer(value, round, state)
+        return value
 
 
 class ServerAlgorithm(ABC, Generic[V]):

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -161,14 +161,13 @@ def paired(of_site: Method, of_server: Method) -> Method:
     if not (of_site.trains and of_server.trains):
         alone = of_server if of_site.trains else of_site
         raise ConfigError(f"method {alone.name!r} does not train and cannot be paired; run {alone.name!r}")
-    return Method(
+    return replace(
+        of_site,
         name=f"{of_site.name}+{of_server.name}",
         title=f"{of_site.title} with the server algorithm of {of_server.title}",
         paper=f"{of_site.paper}; {of_server.paper}",
-        site=of_site.site,
         server=of_server.server,
         models={**of_server.models, **of_site.models},
-        roles=of_site.roles,
         outside=of_site.outside and of_server.outside,
         origin=(of_site.algorithms[0], of_server.algorithms[1]),
     )

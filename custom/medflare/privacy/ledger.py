@@ -19,12 +19,9 @@ from medflare.training.site import Site
 
 
 class Release(NamedTuple):
-    """Steps of a Gaussian mechanism on Poisson samples.
+    """Steps of a Gaussian mechanism on Poisson samples, which a patient joins with the probability `rate`.
 
-    Attributes:
-        noise: standard deviation, in units of the largest contribution of one patient.
-        rate: probability with which a patient joins a step.
-        steps: how many.
+    The standard deviation `noise` is in units of the largest contribution of one patient.
     """
 
     noise: float

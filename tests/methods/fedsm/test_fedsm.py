@@ -173,7 +173,7 @@ def test_per_fedavg_adapts_the_aggregated_model() -> None:
     assert last.step.phase == "validate"
     for name, algorithm in algorithms.items():
         model = algorithm.network("expected", last.outgoing[name].states["meta"])
-        adapt(model, algorithm.site, last.step.round, algorithm.optimizers.recall("meta", algorithm.site.optimizer(trainable(model))), 1)
+        adapt(model, algorithm.site, last.step.round, algorithm.optimizers.recall("meta", algorithm.site.optimizer(trainable(model))))
         assert equal(server.personal[name], copy_state(model.state_dict()))
         assert algorithm.validation(model) == last.replies[name].meta["validation"]["personal"]
 

@@ -15,11 +15,11 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.methods.base import Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.proximal import proximal_term
 from medflare.methods.parts.selection import Best
-from medflare.training.epochs import finite_or_none, train_epochs
+from medflare.training.epochs import train_epochs
 from medflare.training.site import Site
 
 METHOD = Method(
@@ -52,7 +52,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training, then that of the personal model with a proximal term to the incoming global one."""
-        shared, personal = incoming.states[GLOBAL], self._validate_personal(round)
+        shared, personal = incoming.states[GLOBAL], self.offered(self.best, round, self.personal, "personal")
         reply = super().train(round, incoming)
         validation = reply.meta["validation"]
         validation["personal"] = validation["global"] if self.personal is None else personal  # v_k starts as w_g
@@ -67,22 +67,12 @@ class DittoSite(FedAvgSite[DittoHyper]):
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global and of the personal model."""
         reply = super().validate(round, incoming)
-        reply.meta["validation"]["personal"] = self._validate_personal(round)
+        reply.meta["validation"]["personal"] = self.offered(self.best, round, self.personal, "personal")
         return reply
-
-    def _validate_personal(self, round: int) -> float | None:
-        """The validation metric of v_k at the start of the round, which also enters the selection; None if there is no v_k."""
-        if self.personal is None:
-            return None
-        value = finite_or_none(self.validation(self.network("personal", self.personal)))
-        self.best.offer(value, round, self.personal)
-        return value
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """A site that has trained uses its personal model, any other the global one."""
-        shared = received(incoming)
         if self.personal is None:
-            return {"global": shared, "deployed": shared}
+            return delivered(incoming, None)
         selected = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.meta.get(SELECTED_ROUND))
-        personal = trained_model(*selected)
-        return {"global": shared, "personal": personal, "deployed": personal}
+        return delivered(incoming, trained_model(*selected))

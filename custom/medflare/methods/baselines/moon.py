@@ -17,13 +17,12 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.base import VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
-from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 METHOD = Method(
@@ -82,7 +81,7 @@ class MoonSite(FedAvgSite[MoonHyper]):
         """FedAvg's training; the trained model is validated and becomes the next round's previous one."""
         reply = super().train(round, incoming)
         self.previous = reply.states[MODEL]
-        value = finite_or_none(self.validation(self.network("model", self.previous)))
+        value = self.validation(self.network("model", self.previous))
         reply.meta[VALIDATION]["personal"] = value
         self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, self.previous)
         return reply
@@ -112,8 +111,5 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the best local model (the global one if the site never trained). Outside: the global model."""
-        shared = received(incoming)
-        if not self.inside:
-            return {"global": shared, "deployed": shared}
-        personal = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
-        return {"global": shared, "personal": personal, "deployed": personal}
+        models = delivered(incoming, None if self.best.state is None else trained_model(self.best.state, self.best.round))
+        return {"personal": models["global"], **models} if self.inside else models

@@ -13,7 +13,7 @@ that c remains the mean of the c_k.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -24,7 +24,7 @@ from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state, moved
-from medflare.methods.base import MEASURED, Capability, PersistentState, ServerContext, Step
+from medflare.methods.base import MEASURED, Capability, PersistentState, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
@@ -39,16 +39,12 @@ METHOD = Method(
 )
 
 
-def _trainable_state(network: nn.Module) -> StateDict:
-    return {name: weight.detach() for name, weight in network.named_parameters() if weight.requires_grad}
+def _trained(plan: Plan[Any, Any]) -> StateDict:
+    return {name: weight.detach() for name, weight in plan.network().named_parameters() if weight.requires_grad}
 
 
-CONTROL = TensorSpec("control", template=lambda plan: _trainable_state(plan.network()))  # c
-UPDATE = TensorSpec(
-    "control_update",
-    "change of the site's control variate, a mean gradient of its training images",
-    lambda plan: _trainable_state(plan.network()),
-)
+CONTROL = TensorSpec("control", template=_trained)  # c
+UPDATE = TensorSpec("control_update", "change of the site's control variate, a mean gradient of its training images", _trained)
 COUNTED = MetaSpec("counted", "round of the site's last control update that the server has used", count(optional=True))
 
 
@@ -143,8 +139,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        trained = _trainable_state(context.plan.network())
-        self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in trained.items()}
+        self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _trained(context.plan).items()}
         self.memory.meta |= {"samples": {}, "counted": {}}
 
     @property

@@ -11,7 +11,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
-from medflare.methods.base import Capability, ServerAlgorithm, ServerContext, ServerHyper, Step
+from medflare.methods.base import Capability, PersistentState, ServerAlgorithm, ServerContext, ServerHyper, Step
 from medflare.methods.fedavg.site import GLOBAL, LOCAL, MODEL, SELECTED_ROUND, trainable_part, trained_model
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import ModelSelector
@@ -38,6 +38,7 @@ class FedAvgServer(ServerAlgorithm[G]):
     Hyper: ClassVar[type] = FedAvgServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = WeightedMean
     capabilities: ClassVar[frozenset[Capability]] = frozenset({"freeze"})
+    model = PersistentState("model")  # the global one
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -48,15 +49,6 @@ class FedAvgServer(ServerAlgorithm[G]):
         self.best = ModelSelector(self.memory, "global", self.hyper.selection)
         declared = context.reply_spec("train", MODEL)
         self._sent = list(self.model if declared is None else declared.tensors)  # entries that travel
-
-    @property
-    def model(self) -> StateDict:
-        """The global model."""
-        return self.memory.states["model"]
-
-    @model.setter
-    def model(self, state: StateDict) -> None:
-        self.memory.states["model"] = state
 
     @property
     def partial(self) -> bool:
@@ -85,12 +77,8 @@ class FedAvgServer(ServerAlgorithm[G]):
             return
         self.best.update(replies, "global", step.round, self.model)
         if step.phase in ("train", "train_part"):
-            self.model = {**self.model, **self.next_model(step.round, replies)}
-
-    def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
-        self.context.note(weight=self.aggregation.weights)
-        return model
+            self.model = {**self.model, **self.aggregation.shared(site_models(replies, MODEL), step.round, self.model)}
+            self.context.note(weight=self.aggregation.weights)
 
     @property
     def selected(self) -> tuple[StateDict, int]:

@@ -79,6 +79,12 @@ def received(incoming: Message) -> Message:
     return trained_model(incoming.states[GLOBAL], incoming.meta.get(SELECTED_ROUND))
 
 
+def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]:
+    """The incoming global model and, where there is one, the site's personal model, which it then deploys."""
+    shared = received(incoming)
+    return {"global": shared, **({} if personal is None else {"personal": personal}), "deployed": personal or shared}
+
+
 class FedAvgSite(SiteAlgorithm[F]):
     """Trains the incoming global model for the task's local epochs and sends it back."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.states import StateDict, weighted_mean
-from medflare.methods.parts.tensors import refuse_shapes, widened
+from medflare.methods.parts.tensors import check_choice, refuse_shapes, widened
 
 
 def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
@@ -36,12 +36,9 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
     Returns:
         A scalar between 0 and min(m, 2).
     """
+    check_choice("level", level, ("instance", "batch"))
     each = instance_discrepancy(f, f_hat)
-    if level == "instance":
-        return each.clamp(max=m).mean()
-    if level == "batch":
-        return each.mean().clamp(max=m)
-    raise ValueError(f"level must be 'instance' or 'batch', got {level!r}")
+    return each.clamp(max=m).mean() if level == "instance" else each.mean().clamp(max=m)
 
 
 def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
@@ -221,8 +218,7 @@ def within_client_average(
         (plain mean of the models, mean of their scores); integer buffers are the current one's. A current model without a score is
         returned alone.
     """
-    if window not in ("rounds", "passing"):
-        raise ValueError(f"window must be 'rounds' or 'passing', got {window!r}")
+    check_choice("window", window, ("rounds", "passing"))
     current = len(states) - 1
     first = max(0, current - kappa) if window == "rounds" else 0
     higher = [t for t in range(first, current) if scores[t] > scores[current]]

@@ -88,16 +88,12 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int
 
     images, perturbations, x_hat = (_shown(part) for part in (images, perturbations, x_hat))
     low, high = np.percentile(images.numpy(), [0.5, 99.5])
-    rows = []
-    for row, (dark, bright) in ((images, (low, high)), (perturbations, (-1, 1)), (x_hat, (low, high))):
-        scaled = ((row.numpy() - dark) / max(bright - dark, 1e-6)).clip(0, 1)
-        colour = np.broadcast_to(scaled, (len(scaled), 3, *scaled.shape[2:]))
-        rows.append(np.concatenate(list(colour.transpose(0, 2, 3, 1)), axis=1))
-    sheet = Image.fromarray((255 * np.concatenate(rows)).round().astype(np.uint8))
-    enlarged = side / images.shape[3]
-    sheet = sheet.resize((round(sheet.width * enlarged), round(sheet.height * enlarged)), Image.Resampling.NEAREST)
-    buffer = BytesIO()
-    sheet.save(buffer, format="PNG")
+    rows = [(images - low) / max(high - low, 1e-6), (perturbations + 1) / 2, (x_hat - low) / max(high - low, 1e-6)]
+    sheet = torch.cat([torch.cat(list(row.expand(-1, 3, -1, -1)), dim=2) for row in rows], dim=1)  # (3, height, width)
+    pixels = (255 * sheet.clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
+    buffer, enlarged = BytesIO(), side / images.shape[3]
+    size = round(sheet.shape[2] * enlarged), round(sheet.shape[1] * enlarged)
+    Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")
     return buffer.getvalue()
 
 

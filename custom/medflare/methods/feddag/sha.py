@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
@@ -89,36 +88,30 @@ class ScoredSite(SiteAlgorithm[Any]):
         return reply
 
     def add_perturbed(self, round: int, reply: Message) -> None:
-        """Add θ^ to a reply of `train`, if the settings require it; one more backward pass."""
-        if _perturbs(self.plan.server_hyper):
-            gradients = self.gradients(self.network("model", reply.states[MODEL]), self.last_batch(round))
-            reply.states[PERTURBED] = perturbed(reply.states[MODEL], gradients, self.plan.server_hyper.rho)
+        """Add θ^ = θ + ρ g / ||g||_2 (Sec. III-C1) to a reply of `train`, if the settings require it.
+
+        g is the gradient of the task loss in evaluation mode, in which others score the model; entries without one (buffers, frozen
+        weights) are not changed.
+        """
+        if not _perturbs(self.plan.server_hyper):
+            return
+        state, batch = reply.states[MODEL], self.last_batch(round)
+        model = self.network("model", state).eval()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
+        gradients = {name: gradient.cpu() for name, gradient in zip(names, found, strict=True) if gradient is not None}
+        step = formulas.sharpness_perturbation(gradients, self.plan.server_hyper.rho)
+        reply.states[PERTURBED] = {**state, **moved({name: state[name] for name in gradients}, step)}
 
     def last_batch(self, round: int) -> Batch:
         return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
 
-    def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Gradients of the task loss in evaluation mode, in which others score the model."""
-        model.eval()
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
-        return {name: gradient.cpu() for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-
     def score(self, round: int, incoming: Message) -> Message:
         """Scores of the incoming models on this site's validation images; None if undefined."""
-        scores = {site: finite_or_none(self._score(state)) for site, state in CANDIDATE.family(incoming.states).items()}
-        return Message({}, {SCORES: scores})
-
-    def _score(self, state: StateDict) -> float | None:
-        """AUC if the task has it, else the task's metric: F1 is often that of one constant prediction, and then equal for all models."""
-        model, task = self.network("model", state).eval(), self.site.task
-        metric = _AUC if _AUC in selection_metrics(task.kind) else task.metric
-        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
-
-
-def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
-    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); entries without a gradient (buffers, frozen weights) are not changed."""
-    return {**state, **moved({name: state[name] for name in gradients}, formulas.sharpness_perturbation(gradients, rho))}
+        # AUC if the task has it, else the task's metric: F1 is often that of one constant prediction, and then equal for all models.
+        metric = _AUC if _AUC in selection_metrics(self.site.task.kind) else None
+        candidates = CANDIDATE.family(incoming.states)
+        return Message({}, {SCORES: {site: self.validation(self.network("model", state), metric) for site, state in candidates.items()}})
 
 
 class HierarchicalAggregation(WeightedMean):
@@ -215,13 +208,6 @@ class SHAServer(FedAvgServer[K]):
             by_site.setdefault(site, {})[entry] = state
         return by_site
 
-    @candidates.setter
-    def candidates(self, candidates: Mapping[str, Mapping[str, StateDict]]) -> None:
-        for name in CANDIDATE.family(self.memory.states):
-            del self.memory.states[CANDIDATE.of(name)]
-        for site, entries in candidates.items():
-            self.memory.states |= {CANDIDATE.of(f"{site}/{entry}"): state for entry, state in entries.items()}
-
     def steps(self) -> list[Step]:
         """A training and a scoring step per round, then the validation of the last models; FedAvg's schedule without SHA."""
         if not self.hyper.sha:
@@ -254,7 +240,8 @@ class SHAServer(FedAvgServer[K]):
         if step.round > self.warmup:  # the number of rounds of training of the model
             self.best.update(replies, "global", step.round, self.model)
         if step.phase != "validate":
-            self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
+            for site, reply in replies.items():
+                self.memory.states |= {CANDIDATE.of(f"{site}/{entry}"): state for entry, state in reply.states.items()}
             if not (self.hyper.sha and step.phase == "train"):
                 models = site_models(replies, MODEL)
                 self._conclude(self.aggregation.mean(models), self.aggregation.shares(models))
@@ -266,7 +253,8 @@ class SHAServer(FedAvgServer[K]):
             sent = {site: entries[name] for site, entries in candidates.items() if name in entries}
             if sent:
                 self.memory.states[COMPANION.of(name)] = self.aggregation.companion(sent, weights, self.companions[name])
-        self.candidates = {}
+        for name in CANDIDATE.family(self.memory.states):
+            del self.memory.states[CANDIDATE.of(name)]
 
     def _scores(self, round: int, sites: list[str], replies: Mapping[str, Message]) -> dict[str, float]:
         """s_i of every candidate, NaN without a score; events name invalid and missing scores."""

@@ -1,9 +1,10 @@
 """FedDAG's site algorithm (Sec. III-B, III-D, Alg. 1): generator, student and teacher are trained on every batch."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal, cast
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from pydantic import Field
@@ -105,10 +106,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     )
     dp_unsupported_reason = "generator, student and teacher are trained on every batch, and the perturbed model reveals a gradient"
     teacher = PersistentState("teacher")  # type 3: the teacher, which stays at the site
-
-    def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
-        super().__init__(site, plan)
-        self._last_batch: Batch | None = None
+    _last_batch: Batch  # of a round, set by `train`
 
     @classmethod
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
@@ -142,7 +140,15 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         """A round of NDAG (Alg. 1); the reply has the teacher, the states of the distribution type and the perturbed model."""
         validation = self.validation(self.network("model", incoming.states[GLOBAL]))
         generation = self._generation(incoming)
-        losses = self._epochs(generation, round)
+        batches = self.site.task.local_epochs * math.ceil(samples_of_pass(self.site) / self.site.batch_size)
+        decay = round_decay(max(1, batches)) if self.hyper.ema == "auto" else self.hyper.ema
+
+        def step(batch: Batch) -> dict[str, Tensor]:
+            self._last_batch = batch
+            return generation.step(batch, decay)
+
+        with self.continued(generation.optimizers):
+            losses = run_epochs(self.site, round, "model", step)
         teacher = copy_state(generation.teacher.state_dict())
         states: dict[str, StateDict] = {MODEL: teacher}
         if self.hyper.ndag:
@@ -164,20 +170,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         teacher = self.network("teacher", shared if self.teacher is None else self.teacher)
         return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, self.unit if self.hyper.ndag else 1.0)
 
-    def _epochs(self, generation: "AdversarialGeneration", round: int) -> dict[str, float]:
-        """The task's local epochs; mean losses by name."""
-        batches = self.site.task.local_epochs * math.ceil(samples_of_pass(self.site) / self.site.batch_size)
-        decay = round_decay(max(1, batches)) if self.hyper.ema == "auto" else self.hyper.ema
-
-        def step(batch: Batch) -> dict[str, Tensor]:
-            self._last_batch = batch
-            return generation.step(batch, decay)
-
-        with self.continued(generation.optimizers):
-            return run_epochs(self.site, round, "model", step)
-
     def last_batch(self, round: int) -> Batch:
-        return cast(Batch, self._last_batch)  # set by `train`
+        return self._last_batch
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
         """Some training images, the final generator's perturbations of them, and their sums (Fig. 4)."""
@@ -191,28 +185,27 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return {"generated": picture_grid(images, perturbations, x_hat)}
 
 
+@dataclasses.dataclass
 class AdversarialGeneration:
     """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch, then the teacher's update.
 
-    Args:
+    Attributes:
         generator: images (N, C, H, W) -> perturbations of the same shape.
         unit: of α, in values of the network's input: one number, or one for each channel (C, 1, 1).
     """
 
-    def __init__(
-        self,
-        site: Site,
-        hyper: FedDAGSiteHyper,
-        student: FeatureNetwork,
-        teacher: FeatureNetwork,
-        generator: nn.Module,
-        unit: Tensor | float = 1.0,
-    ):
-        self.site, self.hyper, self.unit = site, hyper, unit
-        self.student, self.teacher, self.generator = student, teacher, generator
+    site: Site
+    hyper: FedDAGSiteHyper
+    student: FeatureNetwork
+    teacher: FeatureNetwork
+    generator: nn.Module
+    unit: Tensor | float = 1.0
+
+    def __post_init__(self) -> None:
         self.teacher.eval()
-        self._averaged = teacher.state_dict(), student.state_dict()  # share memory with the networks
-        self.optimizers = {"model": site.optimizer(trainable(student)), "generator": site.optimizer(trainable(generator))}
+        self._averaged = self.teacher.state_dict(), self.student.state_dict()  # share memory with the networks
+        networks = {"model": self.student, "generator": self.generator}
+        self.optimizers = {name: self.site.optimizer(trainable(network)) for name, network in networks.items()}
 
     def step(self, batch: Batch, decay: float) -> dict[str, Tensor]:
         """Both stages on one batch and the teacher's update; returns the losses by name, detached."""

@@ -6,7 +6,7 @@ a task with Adam hardly move a model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Final, Literal
 
 import torch
@@ -28,12 +28,11 @@ from medflare.methods.fedavg.site import GLOBAL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
-from medflare.training.epochs import epochs, finite_or_none, preserved_moments, train_epochs, trainable
+from medflare.training.epochs import epochs, preserved_moments, train_epochs, trainable
 from medflare.training.site import Site
 
 SHARED_META: Final = ("perfedavg", "pfedme")  # personalizations with a second shared model beside w_g
 APFL_SHARE: Final = 0.5  # α
-ADAPTATION_STEPS: Final = 1  # of Per-FedAvg
 PFEDME_LAMBDA: Final = 15.0
 PFEDME_STEPS: Final = 5  # inner steps per batch
 
@@ -89,16 +88,16 @@ class SitePersonal:
 
     def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
         state = self._adapted(round, incoming) if ADAPTED.when(self.algorithm.plan) else incoming.states[PERSONAL]
-        reply.meta["validation"]["personal"] = finite_or_none(self.algorithm.validation(self.algorithm.network("personal", state)))
+        reply.meta["validation"]["personal"] = self.algorithm.validation(self.algorithm.network("personal", state))
         return state
 
     def _adapted(self, round: int, incoming: Message) -> StateDict:
-        """Per-FedAvg's personal model: a few steps on the site's images from the shared model of the server."""
+        """Per-FedAvg's personal model: a step on the site's images from the shared model of the server."""
         model = self.algorithm.network("personal", incoming.states[META])
         optimizer = self.site.optimizer(trainable(model))
         if not self.hyper.reset_optimizer:
             self.algorithm.optimizers.recall("meta", optimizer)  # read only: these steps do not train the shared model
-        adapt(model, self.site, round, optimizer, ADAPTATION_STEPS)
+        adapt(model, self.site, round, optimizer)
         return copy_state(model.state_dict())
 
     def _trained(self, round: int, incoming: Message, start: StateDict) -> dict[str, StateDict]:
@@ -160,14 +159,11 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: torch.
             _step(optimizer, weights, gradients)
 
 
-def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Per-FedAvg's adaptation in place: `steps` steps on one training batch each; the batches begin again after the last one."""
-    weights = trainable(model)
+def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer) -> None:
+    """Per-FedAvg's adaptation in place: a step on one training batch."""
     model.train()
-    passes = (site.batches("train", round, "adapt", 0) for _ in range(steps))  # equal keys: equal batches
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
-        for batch in islice(chain.from_iterable(passes), steps):
-            _step(optimizer, weights, _gradients(model, site, batch))
+        _step(optimizer, trainable(model), _gradients(model, site, next(site.batches("train", round, "adapt", 0))))
 
 
 def train_pfedme(

@@ -16,7 +16,7 @@ from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, weighted_mean
 from medflare.data.loading import Batch
-from medflare.methods.base import Plan, ServerContext, SiteAlgorithm
+from medflare.methods.base import PersistentState, Plan, ServerContext, SiteAlgorithm
 from medflare.methods.fedsm.formulas import adam_step, ridge_solution
 from medflare.networks.catalogue import meta_network, task_network
 from medflare.networks.features import example
@@ -141,13 +141,11 @@ class SiteSelector:
 def site_statistics(site: Site) -> StateDict:
     """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the site's training images without augmentation."""
     body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
-    mean: Tensor | float = 0.0
-    products: Tensor | float = 0.0
-    count = 0
+    mean, products, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     for images, _, _ in site.ordered("train"):
         features = body.features_and_output(images)[0].double().cpu()
         mean, products, count = mean + features.sum(dim=0), products + features.T @ features, count + len(features)
-    return {"mean": torch.as_tensor(mean / count), "products": torch.as_tensor(products / count)}
+    return {"mean": mean / count, "products": products / count}
 
 
 # -- at the server -----------------------------------------------------------------------------------------------------------
@@ -156,21 +154,18 @@ def site_statistics(site: Site) -> StateDict:
 class ServerSelector:
     """The selector at the server: weights, Adam moments and step count, in the algorithm's memory."""
 
+    state = PersistentState("selector")  # its weights
+
     def __init__(self, context: ServerContext, memory: Message, outputs: int):
         self.plan: SelectorPlan = context.plan
         self.memory = memory
         spec = selector_spec(self.plan)
-        memory.states["selector"] = context.initial_state("selector", spec, outputs)
+        self.state = context.initial_state("selector", spec, outputs)
         memory.meta["selector_step"] = 0
         if not is_ridge(self.plan):
             names = dict(self.plan.network(spec, outputs).named_parameters())
             zeros = {name: torch.zeros_like(tensor) for name, tensor in self.state.items() if name in names}
             memory.states |= {f"selector_{moment}": dict(zeros) for moment in MOMENTS}
-
-    @property
-    def state(self) -> StateDict:
-        """The selector's weights."""
-        return self.memory.states["selector"]
 
     @property
     def sent(self) -> dict[str, StateDict]:
@@ -188,13 +183,13 @@ class ServerSelector:
         except torch.linalg.LinAlgError:  # invalid statistics of one site must not end the run
             return
         if torch.isfinite(weight).all():
-            self.memory.states["selector"] = {name: weight if name.endswith("weight") else bias for name in self.state}
+            self.state = {name: weight if name.endswith("weight") else bias for name in self.state}
 
     def step(self, replies: Mapping[str, Message]) -> None:
         """One Adam step along the sites' mean gradient. Sites, its classes, have equal weights: else it would choose the largest site."""
         states, step = self.memory.states, self.memory.meta["selector_step"] + 1
         mean = weighted_mean({site: reply.states[GRADIENT] for site, reply in replies.items()}, dict.fromkeys(replies, 1.0))
         moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}
-        states["selector"], moments = adam_step(self.state, mean, moments, step, RATES[selector_spec(self.plan)["name"]])
+        self.state, moments = adam_step(self.state, mean, moments, step, RATES[selector_spec(self.plan)["name"]])
         states |= {f"selector_{moment}": moments[moment] for moment in MOMENTS}
         self.memory.meta["selector_step"] = step

@@ -59,9 +59,7 @@ _SUPER_MODEL: dict[str, Any] = {"request": (GLOBAL, PERSONAL_OF, _SELECTOR), "re
 class FedSMSiteHyper(PersonalSiteHyper):
     """FedSM's site."""
 
-    selector: Literal["ridge", "compact_selector", "vgg11"] = param(
-        "ridge", "ridge: solved at the server in one exchange; or a trained network, VGG-11 being the paper's"
-    )
+    selector: Literal["ridge", "compact_selector", "vgg11"] = param("ridge", "solved at the server (ridge) or trained; VGG-11: the paper's")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.rng import seeded
 from medflare.inference.deployed import network_with
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
-from medflare.networks.catalogue import task_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.training.patches import Predictor
@@ -142,10 +140,8 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
     missing += [entry for entry in [*entries, "selector"] if entry not in message.states]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
-    with seeded(0, "deployed"):  # the initial weights are overwritten; no other generator is used for them
-        selector = task_network(task, message.meta["selector"], outputs)
-    selector.load_state_dict(message.states["selector"])
-    return [network_with(task, message.states[entry]) for entry in entries], selector.eval(), ["global", *sites]
+    selector = network_with(task, message.states["selector"], message.meta["selector"], outputs)
+    return [network_with(task, message.states[entry]) for entry in entries], selector, ["global", *sites]
 
 
 # -- tuning γ ----------------------------------------------------------------------------------------------------------------
@@ -200,15 +196,17 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
 
         return predict
 
+    def personal(gamma: float) -> int:
+        """Windows that take a personal model."""
+        return sum(int((part > gamma).sum()) for part in largest)
+
     by_gamma: dict[float, Scores] = {}
-    by_count: dict[int, Scores] = {}  # windows that take a personal model -> scores
+    count = -1
     for gamma in GAMMAS:
-        personal = int((torch.cat(largest) > gamma).sum()) if largest else -1
-        if personal not in by_count:
-            by_count[personal] = _measured(site, site.predictions(predictor(gamma), "validation")).scores(site.data.validation.patients)
-        by_gamma[gamma] = by_count[personal]
-        if personal < 0 and largest:
-            by_count[sum(map(len, largest))] = by_gamma[gamma]
+        if personal(gamma) != count:
+            reached = _measured(site, site.predictions(predictor(gamma), "validation")).scores(site.data.validation.patients)
+            count = personal(gamma)
+        by_gamma[gamma] = reached
     return by_gamma
 
 

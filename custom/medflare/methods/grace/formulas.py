@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
 from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
-from medflare.methods.parts.tensors import refuse_widths, widened
+from medflare.methods.parts.tensors import check_choice, refuse_widths, widened
 
 Granularity = Literal["total", "split", "reweight"]
 NegativeRule = Literal["shift", "clip", "none"]
 CoralForm = Literal["domainbed", "deep_coral"]
-MMDKernel = Literal["mixture", "dan"]
 Inner = Literal["optimizer", "sgd"]
 
 _FLOOR = 1e-3  # consistency of the least consistent site after the shift and clip rules
@@ -71,14 +70,13 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
         >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist(), similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
         ([[1.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]])
     """
+    check_choice("granularity", granularity, get_args(Granularity))
     if granularity == "total":
         return cosines(grams.sum(dim=0))
     if granularity == "split":
         return cosines(grams).mean(dim=0)
-    if granularity == "reweight":
-        depth = torch.linspace(1, 0, len(grams), dtype=grams.dtype)
-        return torch.einsum("l,lij->ij", depth / depth.sum(), cosines(grams))
-    raise ValueError(f"granularity must be one of {', '.join(get_args(Granularity))}, got {granularity!r}")
+    depth = torch.linspace(1, 0, len(grams), dtype=grams.dtype)
+    return torch.einsum("l,lij->ij", depth / depth.sum(), cosines(grams))
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
@@ -102,8 +100,7 @@ def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
     Raises:
         ValueError: an unknown rule, or weights p that are negative, not finite or all zero.
     """
-    if negative not in get_args(NegativeRule):
-        raise ValueError(f"negative must be one of {', '.join(get_args(NegativeRule))}, got {negative!r}")
+    check_choice("negative", negative, get_args(NegativeRule))
     if not bool((p >= 0).all()) or not 0 < float(p.sum()) < math.inf:
         raise ValueError(f"p must be finite, >= 0 and not all zero, got {p.tolist()}")
     lowest = float(c.min())
@@ -173,8 +170,7 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
         form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2); "deep_coral":
             ||C_x - C_y||_F^2 / (4 D^2).
     """
-    if form not in get_args(CoralForm):
-        raise ValueError(f"form must be one of {', '.join(get_args(CoralForm))}, got {form!r}")
+    check_choice("form", form, get_args(CoralForm))
     refuse_widths(x, y)
     dtype, x, y = torch.result_type(x, y), widened(x), widened(y)
     if min(len(x), len(y)) < 2:
@@ -199,17 +195,16 @@ def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
         kernel: "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
             "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
     """
+    check_choice("kernel", kernel, ("mixture", "dan"))
     refuse_widths(x, y)
     dtype, joined = torch.result_type(x, y), torch.cat([widened(x), widened(y)])
     squared = (joined.unsqueeze(1) - joined.unsqueeze(0)).square().sum(dim=-1)
     if kernel == "mixture":
         gammas: Sequence[Any] = [10.0**power for power in range(-3, 4)]
-    elif kernel == "dan":
+    else:
         pairs = max(len(joined) * (len(joined) - 1), 1)
         bandwidth = (squared.detach().sum() / pairs).clamp(min=torch.finfo(squared.dtype).eps)
         gammas = [2.0**power / bandwidth for power in range(-2, 3)]
-    else:
-        raise ValueError(f"kernel must be one of {', '.join(get_args(MMDKernel))}, got {kernel!r}")
     values = torch.stack([torch.exp(-gamma * squared) for gamma in gammas]).sum(dim=0)
     n = len(x)
     return (values[:n, :n].mean() + values[n:, n:].mean() - 2 * values[:n, n:].mean()).to(dtype)

@@ -4,6 +4,7 @@ A step on the first half (meta-train) gives theta'. The update is the gradient a
 times the distance between its features under the frozen global model and under theta' (meta-update).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.inference.deployed import build
 from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
 from medflare.methods.grace.formulas import Inner, a_distance, adversarial, coral, gradients_of, meta_trained, mmd
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
@@ -93,7 +94,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         reply = super().train(round, incoming)
         state = reply.states[MODEL]
         local = self.network("model", state)
-        value = finite_or_none(self.validation(local))
+        value = self.validation(local)
         reply.meta[VALIDATION]["personal"] = value
         self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
         if self.hyper.probe:
@@ -173,40 +174,33 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the local model (the global one if the site never trained). Outside: the global one, adapted by `tta`."""
-        shared = received(incoming)
+        best, task = self.personal, self.site.task
+        models = delivered(incoming, None if best.state is None else trained_model(best.state, best.round))
         if self.inside:
-            personal = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
-            return {"global": shared, "personal": personal, "deployed": personal}
-        adapted = shared
+            return {"personal": models["global"], **models}
         if self.hyper.tta == "tent":
-            adapted = with_tent(shared, self.site.task)
+            models["deployed"] = with_tent(models["global"], task)
         elif self.hyper.tta == "dsbn":
-            adapted = dsbn_for(self.site, shared, partial(build, self.site.task))
-        return {"global": shared, "deployed": adapted}
+            models["deployed"] = dsbn_for(self.site, models["global"], partial(build, task))
+        return models
 
 
+@dataclasses.dataclass
 class MetaLoss:
-    """L_meta (Eq. 2) of a batch as a function of theta; its gradient is that of the meta-update.
+    """L_meta (Eq. 2) of a batch as a function of theta, which `network` holds; its gradient is that of the meta-update.
 
-    Args:
-        network: holds theta.
-        loss: (logits, targets) -> the task's loss.
-        adapt: the meta-train step, differentiable by theta.
-        penalty: weighted alignment loss of the meta-test half's features; None for none.
-        swap: see `halves`.
+    `adapt` is the meta-train step, differentiable by theta, `penalty` the weighted alignment loss of the meta-test half's features.
     """
 
-    def __init__(
-        self,
-        network: FeatureNetwork,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        adapt: Adapt,
-        penalty: Penalty | None = None,
-        swap: bool = False,
-    ):
-        self.model = _WithFeatures(network)
+    network: FeatureNetwork
+    loss: Callable[[Tensor, Tensor], Tensor]
+    adapt: Adapt
+    penalty: Penalty | None = None
+    swap: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = _WithFeatures(self.network)
         self.parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.loss, self.adapt, self.penalty, self.swap = loss, adapt, penalty, swap
 
     def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         losses = [self._loss(images, targets, train, test) for train, test in halves(len(images), self.swap)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medflare.adaptation.dsbn import TestTimeNorm
+from medflare.adaptation.dsbn import TestTimeNorm, replace_layer
 from medflare.core.errors import StateError
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state, misfit
@@ -132,7 +132,7 @@ class RoutedNetwork(nn.Module):
         if routing.statistics == "batch":
             for name, layer in list(self.network.named_modules()):
                 if isinstance(layer, _BatchNorm):
-                    self._replace(name, TestTimeNorm(layer))
+                    replace_layer(self, f"network.{name}".rstrip("."), TestTimeNorm(layer))
         self.eval()
 
     def _route(self, experts: Sequence[StateDict], routing: Routing) -> None:
@@ -147,7 +147,7 @@ class RoutedNetwork(nn.Module):
                 parts = [{part: expert[f"{name}.{part}" if name else part] for part, _ in layer.named_parameters()} for expert in experts]
                 router = MLPRouter(_input_channels(layer), len(experts), routing.coefficients) if routing.per_layer else self._shared
                 routed[layer] = RoutedLayer(layer, parts, router)
-            self._replace(name, routed[layer])
+            replace_layer(self, f"network.{name}".rstrip("."), routed[layer])
 
     def forward(self, images: Tensor) -> Any:
         if self.router is not None:
@@ -184,13 +184,6 @@ class RoutedNetwork(nn.Module):
         self(images)
         layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
         return {name: layer.router.coefficients for name, layer in layers.items()}
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        if not name:
-            self.network = module
-            return
-        parent, _, child = name.rpartition(".")
-        setattr(self.network.get_submodule(parent), child, module)
 
 
 def _input_channels(layer: nn.Module) -> int:

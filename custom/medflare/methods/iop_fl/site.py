@@ -14,12 +14,11 @@ from medflare.core.settings import STRICT
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
 from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, received, trained_model
+from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, delivered, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, OutsideHyper, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.selection import Best
-from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 ADAPTED = TensorSpec("adapted", "the site's local adapted model, an expert of the routed models of outside sites")
@@ -48,7 +47,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training, after which P_k is updated (Eq. 4); the reply has the validation metric of P_k before."""
         global_ = incoming.states[GLOBAL]
-        personal = self._validate_adapted(round)
+        personal = self.offered(self.best, round, self.adapted)
         reply = super().train(round, incoming)
         if self.adapted is None:  # P_k^0 = w_g, which has just been validated
             self.adapted, personal = copy_state(global_), reply.meta["validation"]["global"]
@@ -58,18 +57,9 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global model and of P_k."""
-        personal = self._validate_adapted(round)
         reply = super().validate(round, incoming)
-        reply.meta["validation"]["personal"] = personal
+        reply.meta["validation"]["personal"] = self.offered(self.best, round, self.adapted)
         return reply
-
-    def _validate_adapted(self, round: int) -> float | None:
-        """The validation metric of P_k at the start of the round, which also enters the selection; None if there is no P_k."""
-        if self.adapted is None:
-            return None
-        value = finite_or_none(self.validation(self.network("model", self.adapted)))
-        self.best.offer(value, round, self.adapted)
-        return value
 
     def submit(self, round: int, incoming: Message) -> Message:
         """P_k, once, at the end, if there are outside sites; raises StateError if the site has not trained."""
@@ -80,19 +70,15 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
-        models = {"global": received(incoming)}
-        if self.inside:
-            if self.adapted is not None:
-                rule = self.plan.server_hyper.selection
-                rounds = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # else it is the global model's alone
-                models["personal"] = trained_model(*self.best.chosen(rule, self.adapted, rounds))
-            models["deployed"] = models.get("personal", models["global"])
-        elif EXPERT.family(incoming.states):
+        if self.inside and self.adapted is not None:
+            rule = self.plan.server_hyper.selection
+            rounds = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # else it is the global model's alone
+            return delivered(incoming, trained_model(*self.best.chosen(rule, self.adapted, rounds)))
+        models = delivered(incoming, None)
+        if not self.inside and EXPERT.family(incoming.states):
             models["deployed"] = self._routed(incoming)
             if self.hyper.comparisons:
                 models |= self._comparisons(incoming)
-        else:
-            models["deployed"] = models["global"]
         return models
 
     def _routed(self, incoming: Message) -> Message:

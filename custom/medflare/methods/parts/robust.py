@@ -16,16 +16,17 @@ validation comes first and rejects what is plainly wrong; these rules are for ba
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.core.states import LONG_CHUNK, StateDict, check_same_shapes, difference, iter_chunks, moved, weighted_mean
+from medflare.methods.parts.tensors import check_choice
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 _STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
@@ -36,13 +37,9 @@ _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 class RobustLimits:
     """Parameters of the rules."""
 
-    trim: float = param(0.2, "trimmed: fraction of the sites cut off at either end", symbol="β", source="Yin, Def. 2", low=0.0, high=0.5)
+    trim: Annotated[float, Field(lt=0.5)] = param(0.2, "trimmed: share cut at each end", symbol="β", source="Yin, Def. 2", low=0, high=0.5)
     faulty: int | None = param(None, "krum: bad sites to reckon with; none: as many as it bears", symbol="f", source="Blanchard", low=0)
     clip: float = param(1.0, "clipped: longest update, in medians of the round", symbol="M", source="Sun, Sec. 4", low=0.0)
-
-    def __post_init__(self) -> None:
-        if self.trim >= 0.5:
-            raise ConfigError(f"trim = {self.trim} cuts off all sites; choose it below 0.5")
 
 
 def combined(
@@ -67,8 +64,7 @@ def combined(
     Raises:
         ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where a rule needs lengths.
     """
-    if rule not in ("mean", *get_args(RobustRule)):
-        raise ValueError(f"rule {rule!r} is none of mean, {', '.join(get_args(RobustRule))}")
+    check_choice("rule", rule, ("mean", *get_args(RobustRule)))
     if not states:
         raise ValueError(f"rule {rule!r} needs at least one state")
     check_same_shapes(states)
@@ -114,8 +110,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     """
     if not states:
         raise ValueError("robust_mean needs at least one state")
-    if rule not in ("median", "trimmed"):
-        raise ValueError(f"rule {rule!r} is not coordinate-wise: choose median or trimmed")
+    check_choice("rule", rule, ("median", "trimmed"))
     if not 0 <= trim < 0.5:
         raise ValueError(f"trim = {trim} is outside [0, 0.5)")
     check_same_shapes(states)

@@ -1,4 +1,6 @@
-"""Requirements of formulas on their tensors: equal shapes, and more than half precision for squares and sums."""
+"""Requirements of formulas on their arguments: known options, equal shapes, and more than half precision for squares and sums."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -7,6 +9,12 @@ from torch import Tensor
 def widened(tensor: Tensor) -> Tensor:
     """A tensor of half precision as float32, since squares and sums leave its range; any other as it is."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ValueError if `value` is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
 
 
 def refuse_shapes(**tensors: Tensor) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medflare.methods.parts.tensors import widened
-from medflare.methods.prr.fourier import check_choice
+from medflare.methods.parts.tensors import check_choice, widened
 
 # Deputy-Enhanced Transfer (Sec. III-C)
 

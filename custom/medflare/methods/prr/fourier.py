@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.states import StateDict, batch_norm_entries, check_same_shapes, split_state, weighted_mean
+from medflare.methods.parts.tensors import check_choice
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
@@ -50,12 +51,6 @@ class Reading:
         check_choice("window", self.window, ("closed", "official"))
         check_choice("components", self.components, ("both", "amplitude", "phase"))
         check_choice("phase_mean", self.phase_mean, ("arithmetic", "circular"))
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError if `value` is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
 
 
 def fourier_aggregate(

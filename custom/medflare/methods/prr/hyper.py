@@ -50,9 +50,7 @@ class PRRServerHyper(ServerHyper):
     r0: float = param(0.35, "low-frequency threshold of the first round", symbol="r_0", source="Table VII", low=0, high=0.5)
     r1: float = param(0.48, "threshold it grows to; the official code ends at 0.475", symbol="r_1", source="Table VII", low=0, high=0.5)
     components: Literal["both", "amplitude", "phase"] = param("both", "what is averaged", source="Table V")
-    outside_model: Literal["mean", "personal"] = param(
-        "mean", "model for outside sites: mean deputy, or the most representative site's personal model"
-    )
+    outside_model: Literal["mean", "personal"] = param("mean", "for outside sites: mean deputy, or the most typical site's personal model")
 
     def __post_init__(self) -> None:
         _in_order(self, "r0", "r1")

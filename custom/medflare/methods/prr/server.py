@@ -106,12 +106,11 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Every site's next model and the next prototypes; at the end the model for outside sites."""
-        if step.phase == "train":
-            self._aggregate(step.round, replies)
-        elif step.phase.startswith("share"):
+        if step.phase.startswith("share"):
             self.outside, self.memory.meta["complete"] = self._outside(replies), True
-
-    def _aggregate(self, round: int, replies: Mapping[str, Message]) -> None:
+        if step.phase != "train":
+            return
+        round = step.round
         if round == 0:
             self._warn_of_absent_classes(self.class_totals)
         deputies = site_models(replies, DEPUTY)

@@ -22,7 +22,6 @@ from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
@@ -123,7 +122,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         validation = self._measure(round, personal, deputy)
         totals, prototypes = torch.tensor(incoming.meta[CLASS_TOTALS]), incoming.states.get(PROTOTYPES, {}).get("prototypes")
         supervision = Supervision(self.site, self.hyper, totals, prototypes)
-        transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
+        transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.validation, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())
         self.personal, self.normalisation = copy_state(personal.state_dict()), self.part.kept(trained)
@@ -171,8 +170,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return self.network("personal", self.personal or state), deputy
 
     def _validation(self, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
-        value = finite_or_none(self.validation(deputy))
-        return {"global": value, "personal": value if personal is deputy else finite_or_none(self.validation(personal))}
+        value = self.validation(deputy)
+        return {"global": value, "personal": value if personal is deputy else self.validation(personal)}
 
     def _measure(self, round: int, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
         """Validation metrics of both models at the start of the round; the site keeps the best model of each role."""
@@ -194,7 +193,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         models = {role: trained_model(*delivered) for role, delivered in self._delivered(incoming).items()}
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached = {role: finite_or_none(self.validation(self.network(role, models[role].states[MODEL]))) for role in models}
+        reached = {role: self.validation(self.network(role, models[role].states[MODEL])) for role in models}
         role = better_model(reached["personal"], reached["global"])
         meta = {**models[role].meta, KEPT: {"keep": "best", "model": role, "validation": reached}}
         return {**models, "deployed": Message(models[role].states, meta)}

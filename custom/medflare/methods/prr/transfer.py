@@ -5,7 +5,8 @@ A task is seen as G softmax problems ("groups") of C classes each, so that one f
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -159,34 +160,30 @@ def _inverse_frequencies(site: Site) -> Tensor:
     return torch.where(present, weight, 1.0).to(site.device)
 
 
+@dataclass
 class Transfer:
     """One round of training at a site.
 
-    Args:
+    Attributes:
         personal: P_k, trained in place; the same network as `deputy` if DET is off.
         deputy: D_k, trained in place.
+        measure: the validation metric of a network.
+        width: of the prototypes.
         prototypes: the site's own of the round before, empty at the start; `run` updates them every epoch.
-
-    Attributes:
         stages: of every epoch; empty if DET is off.
         gammas: (G, C) γ of every epoch, as nested lists; empty without refinement.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        hyper: PRRSiteHyper,
-        personal: FeatureNetwork,
-        deputy: FeatureNetwork,
-        supervision: Supervision,
-        width: int,
-        prototypes: StateDict,
-    ):
-        self.site, self.hyper, self.supervision = site, hyper, supervision
-        self.personal, self.deputy = personal, deputy
-        self.width, self.prototypes = width, prototypes
-        self.stages: list[int] = []
-        self.gammas: list[list[list[float]]] = []
+    site: Site
+    hyper: PRRSiteHyper
+    personal: FeatureNetwork
+    deputy: FeatureNetwork
+    supervision: Supervision
+    measure: Callable[[nn.Module], float | None]
+    width: int
+    prototypes: StateDict
+    stages: list[int] = field(default_factory=list)
+    gammas: list[list[list[float]]] = field(default_factory=list)
 
     @property
     def _single(self) -> bool:
@@ -242,17 +239,13 @@ class Transfer:
             return formulas.EXCHANGE
         if several and stage == 0:
             return formulas.RECOVER
-        metrics = validation if stage == 0 else {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
+        metrics = validation if stage == 0 else {"global": self.measure(self.deputy), "personal": self.measure(self.personal)}
         phi = {role: math.nan if value is None else value for role, value in metrics.items()}
         # With one epoch a round, the official machine would stay in Recover: the printed thresholds decide.
         following = formulas.next_stage(
             stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold"
         )
         return min(following, formulas.EXCHANGE) if hyper.det_steps == "RE" else following
-
-    def _metric(self, model: nn.Module) -> float | None:
-        metric = self.site.task.metric
-        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
     def _losses(self, images: Tensor, targets: Tensor, collected: SitePrototypes | None) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
