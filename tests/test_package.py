@@ -16,8 +16,15 @@ from medflare.core.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_run_local_is_seen_before_it_is_used() -> None:
-    code = "import sys, medflare; assert 'run_local' in dir(medflare); assert 'torch' not in sys.modules"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import medflare; assert 'run_local' in dir(medflare); heavy = {'torch'}",
+        "import medflare.flare.executors; heavy = {'torch', 'monai', 'medflare.tasks.config'}",  # the simulator starts it for every task
+    ],
+)
+def test_what_processes_start_with_is_light(code: str) -> None:
+    code = f"{code}; import sys; assert not heavy & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
 
 

@@ -13,8 +13,7 @@ from helpers.fixture_types import SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
 from medflare.data.loading import SiteData, load_site_data
-from medflare.data.local import Bounds, CacheSettings, cache_with_folder
-from medflare.data.reading import ImageBounds
+from medflare.data.local import Bounds, CacheSettings, ImageBounds, cache_with_folder
 from medflare.tasks.config import TaskConfig
 
 

@@ -14,7 +14,8 @@ from helpers.small_tasks import small_task
 from helpers.volume_sites import SHAPE, SPACING, affine, cube_task, dicom_series, write
 from medflare.core.errors import DataError
 from medflare.data.geometry import Grid, restore_grid, to_task_grid
-from medflare.data.reading import ImageBounds, read_image, read_mask, read_stored
+from medflare.data.local import ImageBounds
+from medflare.data.reading import read_image, read_mask, read_stored
 from medflare.tasks.config import TaskConfig
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows

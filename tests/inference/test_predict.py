@@ -22,7 +22,7 @@ from medflare.core.message import Message
 from medflare.data import reading
 from medflare.data.acquisition import acquisition_of
 from medflare.data.loading import FOLDERS, SiteData, Split
-from medflare.data.reading import ImageBounds
+from medflare.data.local import ImageBounds
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input
 from medflare.inference.predict import Prepared, predict, predictions, prepare

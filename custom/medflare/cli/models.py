@@ -49,7 +49,7 @@ def predict(
     Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row for every picture.
     """
     from medflare.core.settings import checked
-    from medflare.data.reading import ImageBounds
+    from medflare.data.local import ImageBounds
     from medflare.inference.deployed import load_model
     from medflare.inference.predict import predict
     from medflare.methods.catalogue import build_deployed

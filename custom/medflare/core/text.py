@@ -1,5 +1,6 @@
-"""Text of another party, made safe for a log, a terminal and a table."""
+"""Text for a log, a terminal and a table: that of another party made safe, and shapes."""
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 NAME: Final = 100  # maximum characters of a name
@@ -44,3 +45,8 @@ def is_name(text: str) -> bool:
         (True, False, False, False)
     """
     return bool(text.strip()) and text.isprintable() and len(text) <= NAME and text not in (".", "..")
+
+
+def format_shape(sides: Iterable[Any]) -> str:
+    """ "64 x 48", for messages."""
+    return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
-from medflare.data.geometry import format_shape
+from medflare.core.text import format_shape
 from medflare.data.reading import Image, is_coloured
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing

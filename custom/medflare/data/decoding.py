@@ -26,13 +26,13 @@ from torch import Tensor
 from medflare.core.errors import DataError
 from medflare.core.packages import versions
 from medflare.core.store import write_atomically
+from medflare.core.text import format_shape
 from medflare.data import phantom
 from medflare.data.acquisition import acquisition_of
 from medflare.data.datalist import SPLITS, DatalistItem, annotated_names, class_numbers, read_content, read_datalist
-from medflare.data.geometry import format_shape
-from medflare.data.local import CacheSettings
+from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.progress import counted
-from medflare.data.reading import Image, ImageBounds, channel_files, read_image, read_mask
+from medflare.data.reading import Image, channel_files, read_image, read_mask
 from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, encode_mask, stored_values, with_empty_masks
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig

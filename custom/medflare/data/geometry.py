@@ -1,7 +1,6 @@
 """The grid of a volume's voxels. An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.core.text import format_shape
 from medflare.tasks.config import TaskConfig
 
 _OBLIQUE: Final = 30.0  # degrees between an axis and the nearest axis of the patient; tilted scans have up to that
@@ -125,8 +125,3 @@ def restore_grid(values: Any, grid: Grid, stored: Grid, task: TaskConfig) -> Any
         resampled = resample(volume, dst_affine=torch.as_tensor(turned.affine), spatial_size=turned.shape)
         values = torch.as_tensor(resampled).as_subclass(torch.Tensor)
     return torch.as_tensor(apply_turn(values.cpu().numpy(), turned.turn(stored.codes)))
-
-
-def format_shape(sides: Sequence[Any] | np.ndarray) -> str:
-    """ "64 x 48", for messages."""
-    return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)

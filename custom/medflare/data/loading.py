@@ -16,8 +16,7 @@ from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import Decoded, PhantomSource, Source, decoded_once
-from medflare.data.local import CacheSettings
-from medflare.data.reading import ImageBounds
+from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, renumbering
 from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig

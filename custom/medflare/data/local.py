@@ -1,20 +1,27 @@
 """The settings that a site makes in its own local/medflare.json, and its folders. Imported without torch."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import untrusted
 from medflare.core.settings import STRICT, checked, nested
-from medflare.data.reading import ImageBounds
+from medflare.core.text import format_shape
 
+if TYPE_CHECKING:
+    from medflare.data.geometry import Grid
+    from medflare.tasks.config import TaskConfig
+
+_PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
+_RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
 LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
 PLACE: Final = f"local/{LOCAL_FILE}"
 FOLDER: Final = "medflare"  # see `private_folder`; at the server also the results' folder in the job's folder
@@ -91,6 +98,39 @@ class PrivacyLimit:
     epsilon: Annotated[float, Field(gt=0)]  # limit of the privacy loss ε at `delta`
     delta: Annotated[float, Field(gt=0, lt=1)]
     ledger: str | None = None  # folder for the site's ledger; None for the engine's choice
+
+
+@dataclass(frozen=True, config=STRICT)
+class ImageBounds:
+    """The largest image that is read: a file of a megabyte can hold many gigabytes."""
+
+    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26  # of a picture: 8192 x 8192
+    voxels: Annotated[int, Field(ge=1)] = 2**28  # of a volume with all its channels: 512 x 512 x 1024
+
+    def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
+        """Raise DataError for an image whose size in its header is larger; to be called before its pixels are read."""
+        unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
+        if math.prod(shape) > limit:
+            found = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
+            raise DataError(f"{path}: {found}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
+
+    def check_task(self, task: "TaskConfig", place: str) -> None:
+        """Raise ConfigError for a task whose images are larger."""
+        unit, limit = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
+        if math.prod(task.size) > limit:
+            size = format_shape(task.size)
+            raise ConfigError(f"{place}: task {task.name} has size {size}, more than {limit} {unit}; {_RAISE.format(unit)}")
+
+    def check_resampled(self, path: Path, grid: "Grid", task: "TaskConfig") -> None:
+        """Raise DataError for a volume that is larger at the task's spacing, as where the header's millimetres are wrong."""
+        spacing = grid.turned(task.orientation).spacing
+        if task.spacing is None or spacing is None:
+            return
+        sides = zip(spacing, grid.turned(task.orientation).shape, task.spacing, strict=True)
+        shape = [math.floor(old * (count - 1) / new + 0.5) + 1 for old, count, new in sides]
+        if task.image_channels * math.prod(shape) > self.voxels:
+            stored = f"with the task's spacing it has {format_shape(shape)} voxels; its header says {format_shape(grid.spacing or ())} mm"
+            raise DataError(f"{path}: {stored}; correct one of them, or {_RAISE.format('voxels')}")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -5,22 +5,20 @@ A stored image is (C, i, j) or (C, i, j, k), i along the columns of a picture or
 are turned to LPS first: rows run to posterior and columns to the patient's left, as in DICOM slices of the same scan.
 """
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError, DataError, one_line
+from medflare.core.errors import DataError, one_line
 from medflare.core.packages import require
-from medflare.core.settings import STRICT
+from medflare.core.text import format_shape
 from medflare.data import dicom
-from medflare.data.geometry import Grid, apply_turn, check_same_grid, format_shape, to_task_grid
+from medflare.data.geometry import Grid, apply_turn, check_same_grid, to_task_grid
+from medflare.data.local import ImageBounds
 from medflare.tasks.config import TaskConfig
 
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -30,42 +28,7 @@ GREY: Final = ("1", "L", "I", "F")  # Pillow's modes, I;16 too, that are read wi
 LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 _SLICES: Final = "LPS"  # orientation of volumes that are cut into slices
 _COLOURED: Final = 0.02  # mean difference of the channels of a coloured picture, as a fraction of the brightest value
-_PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
 _OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}  # NIfTI's codes of lengths that are not millimetres
-_RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
-
-
-@dataclass(frozen=True, config=STRICT)
-class ImageBounds:
-    """The largest image that is read: a file of a megabyte can hold many gigabytes."""
-
-    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26  # of a picture: 8192 x 8192
-    voxels: Annotated[int, Field(ge=1)] = 2**28  # of a volume with all its channels: 512 x 512 x 1024
-
-    def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
-        """Raise DataError for an image whose size in its header is larger; to be called before its pixels are read."""
-        unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
-        if math.prod(shape) > limit:
-            found = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
-            raise DataError(f"{path}: {found}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
-
-    def check_task(self, task: TaskConfig, place: str) -> None:
-        """Raise ConfigError for a task whose images are larger."""
-        unit, limit = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
-        if math.prod(task.size) > limit:
-            size = format_shape(task.size)
-            raise ConfigError(f"{place}: task {task.name} has size {size}, more than {limit} {unit}; {_RAISE.format(unit)}")
-
-    def check_resampled(self, path: Path, grid: Grid, task: TaskConfig) -> None:
-        """Raise DataError for a volume that is larger at the task's spacing, as where the header's millimetres are wrong."""
-        spacing = grid.turned(task.orientation).spacing
-        if task.spacing is None or spacing is None:
-            return
-        sides = zip(spacing, grid.turned(task.orientation).shape, task.spacing, strict=True)
-        shape = [math.floor(old * (count - 1) / new + 0.5) + 1 for old, count, new in sides]
-        if task.image_channels * math.prod(shape) > self.voxels:
-            stored = f"with the task's spacing it has {format_shape(shape)} voxels; its header says {format_shape(grid.spacing or ())} mm"
-            raise DataError(f"{path}: {stored}; correct one of them, or {_RAISE.format('voxels')}")
 
 
 class Image(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import refuse_arguments
-from medflare.data.geometry import format_shape
+from medflare.core.text import format_shape
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.transforms import SIZING, smooth_augmentations, spatial_augmentations
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.geometry import format_shape
+from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual

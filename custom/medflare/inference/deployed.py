@@ -21,7 +21,7 @@ from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import file_digest, read_message, write_json, write_message
 from medflare.core.text import printable_json
-from medflare.data.reading import ImageBounds
+from medflare.data.local import ImageBounds
 from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities

@@ -25,8 +25,9 @@ from medflare.core.packages import require
 from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
 from medflare.data.geometry import Grid
+from medflare.data.local import ImageBounds
 from medflare.data.progress import counted
-from medflare.data.reading import ImageBounds, channel_files, read_image
+from medflare.data.reading import channel_files, read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.inputs import Input, find_inputs

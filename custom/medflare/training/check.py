@@ -15,9 +15,9 @@ from torch.utils.data import ConcatDataset
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
+from medflare.core.text import format_shape
 from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
 from medflare.data.decoding import Source, target_of
-from medflare.data.geometry import format_shape
 from medflare.data.loading import SiteData, allowed_folders, load_site_data, renumbered_entries
 from medflare.data.local import CacheSettings, LocalSettings, cache_with_folder
 from medflare.data.progress import counted

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from medflare.core.errors import ConfigError
+from medflare.core.text import format_shape
 from medflare.data.checking.fingerprint import DatasetFingerprint, Spread
-from medflare.data.geometry import format_shape
 from medflare.networks.dry_run import check_network, step_bytes
 from medflare.tasks.config import load_task
 

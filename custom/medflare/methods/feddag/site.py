@@ -18,7 +18,7 @@ from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
-from medflare.data.geometry import format_shape
+from medflare.core.text import format_shape
 from medflare.data.loading import Batch
 from medflare.methods.base import MEASURED, PersistentState, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite, FedAvgSiteHyper
