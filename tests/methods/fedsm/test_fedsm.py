@@ -166,6 +166,15 @@ def test_a_site_without_statistics_is_never_chosen() -> None:
     assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
 
 
+@pytest.mark.parametrize(("silent", "kinds"), [((), []), (SITES, ["warning"])])
+def test_a_selector_without_any_statistics_is_an_event(silent: Sequence[str], kinds: list[str]) -> None:
+    """As of sites with too few patients: nothing tells their images apart."""
+    _, server, _ = federation(
+        selector="ridge", rounds=1, gamma=0.5, absent=lambda step, name: step.phase == "selector_features" and name in silent
+    )
+    assert [event["kind"] for event in server.context.events if "selector" in event["message"]] == kinds
+
+
 def test_per_fedavg_adapts_the_aggregated_model() -> None:
     """The personal model is a few steps from the shared model that the server sent, and it is the one that was measured."""
     log, server, algorithms = federation(personalization="perfedavg", gamma=0.5, selection="last", rounds=2)

@@ -166,7 +166,12 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
 
     Returns:
         W (K, F) and b (K,), float32. Predictions sum to one over the classes.
+
+    Raises:
+        ValueError: no class.
     """
+    if not statistics:
+        raise ValueError("ridge_solution needs statistics of at least one class")
     present = sorted(statistics)
     means = torch.stack([statistics[k]["mean"] for k in present])
     centre = means.mean(dim=0)

@@ -172,18 +172,21 @@ class ServerSelector:
         """The entry that a site needs to train it; empty if it is never trained."""
         return {} if is_ridge(self.plan) else {"selector": self.state}
 
-    def solve(self, replies: Mapping[str, Message]) -> None:
-        """Solves the ridge selector; a site without statistics is never chosen. Without any, or if singular, it stays as it is."""
+    def solve(self, replies: Mapping[str, Message]) -> bool:
+        """Solves the ridge selector; False, and it stays as it is, without statistics or if they are singular.
+
+        A site without statistics is never chosen.
+        """
         statistics = {self.plan.sites.index(site): reply.states[STATISTICS] for site, reply in replies.items()}
         statistics = {label: state for label, state in statistics.items() if state["products"].any()}
-        if not statistics:
-            return
         try:
             weight, bias = ridge_solution(statistics, len(self.plan.sites), PENALTY)
-        except torch.linalg.LinAlgError:  # invalid statistics of one site must not end the run
-            return
-        if torch.isfinite(weight).all():
+        except (ValueError, torch.linalg.LinAlgError):  # invalid statistics of one site must not end the run
+            return False
+        solved = bool(torch.isfinite(weight).all())
+        if solved:
             self.state = {name: weight if name.endswith("weight") else bias for name in self.state}
+        return solved
 
     def step(self, replies: Mapping[str, Message]) -> None:
         """One Adam step along the sites' mean gradient. Sites, its classes, have equal weights: else it would choose the largest site."""

@@ -81,7 +81,8 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
             case "train_selector":
                 self.selector.step(replies)
             case "selector_features":
-                self.selector.solve(replies)
+                if not self.selector.solve(replies):
+                    self.context.events.add("warning", "the sites' statistics give no selector: the models that it selects mean nothing")
             case "selector_confidence":
                 losses = {site: reply.meta[CALIBRATION] for site, reply in replies.items() if CALIBRATION in reply.meta}
                 self.memory.meta["temperature"] = fitted_temperature(losses)
