@@ -93,7 +93,11 @@ def site_name(folder: Path) -> str:
 
 
 def read_content(folder: Path) -> Mapping[str, Any]:
-    """A site's datalist.json, entries unchecked; DataError if it is missing, not JSON in UTF-8, or has none of the three lists."""
+    """The JSON object of a site's datalist.json; its entries are not checked.
+
+    Raises:
+        DataError: the file is missing, not JSON in UTF-8, or has none of the three lists.
+    """
     path = folder / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -107,10 +111,14 @@ def read_content(folder: Path) -> Mapping[str, Any]:
 
 
 def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
-    """All items, in the order of the file; `kind` is "segmentation" or "classification".
+    """All items, in the order of the file.
 
-    DataError as of `read_content`, or for an entry that lacks its image or label, is listed twice, or names a file that is, with its links
-    resolved, neither in `folder` nor in `folders`.
+    Args:
+        kind: of the task, "segmentation" or "classification".
+        folders: further folders in which files may be. Links are resolved first.
+
+    Raises:
+        DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or names a file in another folder.
     """
     content, allowed = read_content(folder), [path.resolve() for path in (folder, *folders)]
     entries: dict[Path, DatalistItem] = {}
@@ -207,7 +215,11 @@ def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
-    """The structures that a datalist calls "annotated", by the task's names; None without it, DataError if it is no list of names."""
+    """ "annotated" of a datalist: the structures that the site annotated, by the task's names; None where it is left out.
+
+    Raises:
+        DataError: it is no list of names.
+    """
     if "annotated" not in content:
         return None
     names = content["annotated"]

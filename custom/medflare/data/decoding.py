@@ -214,7 +214,11 @@ def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) ->
 def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]) -> Iterator[DecodedRow]:
     """The rows of `decode` one by one; no more than one file is in memory.
 
-    Items that cannot be used come into `failed` (index -> why); DataError for the first if the task's `unreadable` is "error".
+    Args:
+        failed: receives the index of every item that cannot be used, and why.
+
+    Raises:
+        DataError: an item cannot be used, and the task's `unreadable` is "error".
     """
     preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries):
@@ -242,7 +246,11 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
 
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
-    """The item's target at its stored size, int64: masks (M, ...), or a label () or (C,); DataError if it does not fit task or image."""
+    """The item's target at its stored size, int64: masks (M, ...); or a label (), multilabel (C,).
+
+    Raises:
+        DataError: a label or mask that does not fit the task or the image.
+    """
     if task.kind == "classification":
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # items without a target were left out before
@@ -280,9 +288,13 @@ _decoded_sites: OrderedDict[tuple[str, CacheSettings | None], Decoded] = Ordered
 
 
 def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem], cache: CacheSettings | None) -> Decoded:
-    """The decoded images of `entries`: from this process, else from the cache folder (None: no cache), else from the source.
+    """The decoded images of `entries`: from this process, else from the cache folder, else from the source.
 
-    DataError for an image that cannot be used, and for images that fit neither into memory nor into the cache.
+    Args:
+        cache: the folder, and how much of it comes into memory; None decodes into memory.
+
+    Raises:
+        DataError: an image cannot be used, or the images fit neither into memory nor into the cache.
     """
     keys = _keys(task, source, entries)
     key = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16).hexdigest(), cache

@@ -107,7 +107,11 @@ class SiteData:
 
 
 def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: Path | str | None = None) -> Path | None:
-    """`site_folder`, or None where the task has embedded data and no root is set; DataError if it has none, or a root without the site."""
+    """The folder that holds a site's datalist.json, see `site_folder`; None where the task has embedded data and no root is set.
+
+    Raises:
+        DataError: a root without data of the site, or no root for a task without embedded data.
+    """
     folder = site_folder(site, local, data_root)
     if folder is not None or task.embedded:
         return folder
@@ -118,7 +122,10 @@ def resolve_data_root(site: str, task: TaskConfig, local: str = "", data_root: P
 def site_folder(site: str, local: str = "", data_root: Path | str | None = None) -> Path | None:
     """The folder that holds a site's datalist.json: the data root, or its subfolder named like the site; None without a data root.
 
-    The root is `data_root`, else `local` ("data_root" of local/medflare.json), else MEDFLARE_DATA_ROOT; DataError if it has no such site.
+    The root is `data_root`, else `local` ("data_root" of the site's local/medflare.json), else MEDFLARE_DATA_ROOT.
+
+    Raises:
+        DataError: a root without data of the site.
     """
     variable, setting = f"--data-root or {ENVIRONMENT}", '"data_root" of local/medflare.json'
     roots = {"data_root": data_root, setting: local, variable: os.environ.get(ENVIRONMENT)}
@@ -157,7 +164,7 @@ def load_site_data(
     folders: Sequence[str] = (),
     bounds: ImageBounds = ImageBounds(),
 ) -> SiteData:
-    """A site's data, ready for the network; DataError, with file or value and remedy, if they cannot be used.
+    """A site's data, ready for the network.
 
     Images are decoded once per process, and with `cache` once per site: later processes read the decoded tensors from its folder unless a
     file, the datalist or the task's data settings changed. Images beyond `cache.memory_gb` stay on disk.
@@ -167,6 +174,9 @@ def load_site_data(
         role: "inside" needs images in every split, "outside" in the test split alone.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
         folders: see `allowed_folders`.
+
+    Raises:
+        DataError: the data cannot be used; the message names the file or value and the remedy.
     """
     source = open_source(site, task, root, folders, bounds)
     entries, notes = usable_entries(site, task, source, role=role)
@@ -211,7 +221,11 @@ def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequenc
 
 
 def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
-    """The items that the task can use, with their splits, and notes on other items and names; DataError as of `assign_splits`, too."""
+    """The items that the task can use, each with its split; and notes on renamed classes and left out images.
+
+    Raises:
+        DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task does not list.
+    """
     entries, notes = renumbered_entries(site, task, source)
     used = [entry for entry in entries if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
     if dropped := len(entries) - len(used):
@@ -220,7 +234,11 @@ def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "
 
 
 def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:
-    """All items with the task's class numbers, and a note where the site's differ; DataError as of `read_datalist` and `renumbering`."""
+    """All items with the task's class numbers, and a note where the site's names or numbers differ, see `targets.renumbering`.
+
+    Raises:
+        DataError: see `datalist.read_datalist` and `targets.renumbering`.
+    """
     entries = source.entries()
     used = {entry.label for entry in entries if type(entry.label) is int}
     numbers, note = renumbering(source.names() if entries else {}, used, task, f"site {site}")
@@ -230,7 +248,11 @@ def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[lis
 
 
 def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
-    """Raise DataError, with the first reason, if more images are unusable (`failed`: index -> why) than the task's `unreadable_limit`."""
+    """Compare the number of unusable images (`failed`: index -> why) with the task's `unreadable_limit`.
+
+    Raises:
+        DataError: there are more, with the first reason.
+    """
     share, count = task.unreadable_limit.share, task.unreadable_limit.count
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))

@@ -182,7 +182,11 @@ def read_local(path: Path) -> dict[str, Any]:
 
 
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:
-    """The settings of local/medflare.json; ConfigError for one that is unknown, missing, of another type or outside its range."""
+    """The validated settings of the JSON object in local/medflare.json.
+
+    Raises:
+        ConfigError: a setting that is unknown, missing, of another type or outside its range.
+    """
     for name in ("outbound", "privacy"):  # null looks like a limit and would be none
         limits = content.get(name, {})
         if limits is None or (isinstance(limits, Mapping) and None in limits.values()):

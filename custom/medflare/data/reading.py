@@ -132,8 +132,10 @@ def explained(path: Path) -> Iterator[None]:
 def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool = False) -> Stored:
     """The content of a file, or of a folder with one DICOM series. Its size is checked before its pixels are read.
 
-    A `mask`'s numbers are labels, to which no palette and no inversion applies. DataError for a file that is missing, unreadable, too
-    large, of an unknown format or no image.
+    A `mask`'s numbers are labels, to which no palette and no inversion applies.
+
+    Raises:
+        DataError: it is missing, unreadable, too large, of an unknown format or no image.
     """
     with explained(path):
         if path.is_dir() or is_dicom(path):
@@ -227,7 +229,11 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """A file for each channel, None for zeros where `listed` has None or a file is missing; DataError if it must not, or for doubles."""
+    """The files of an image's channels, None for a channel of zeros: one that is missing, where `listed` has None or no file exists.
+
+    Raises:
+        DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
+    """
     names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(names):
         raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")
@@ -248,8 +254,11 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
 
     In 2-D tasks colours become luminance for one channel, and grey is repeated for three. The volumes of a 4-D file are channels.
 
-    Of `files`, None stands for zeros; channels are turned to the orientation of the first. DataError for a file that cannot be read, is too
-    large, contains NaN, or has other channels than the task, and for channels on different grids.
+    Args:
+        files: None stands for zeros. The other channels are turned to the orientation of the first one.
+
+    Raises:
+        DataError: a file cannot be read, is too large, contains NaN, or has other channels than the task; channels on different grids.
     """
     arrays: list[np.ndarray | None] = []
     path, first, coloured = Path(), Stored(np.zeros(0)), False

@@ -18,10 +18,16 @@ _SCARCE: Final = 3  # training images; a class with fewer is hardly learnt
 
 
 def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
-    """Target of one picture or volume: int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
+    """Target of one picture or volume.
 
-    `masks` are stored values, int64 (M, ...), M = 1 for one mask file, or one per label (multilabel). DataError for a value that no label
-    lists (see `TaskConfig.unlisted_labels`), and for a wrong number of masks.
+    Args:
+        masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label (multilabel).
+
+    Returns:
+        int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
+
+    Raises:
+        DataError: a value that no label lists (see `TaskConfig.unlisted_labels`), or a wrong number of masks.
     """
     if task.target == "multilabel" and not task.label_values:
         if len(masks) != len(task.labels):

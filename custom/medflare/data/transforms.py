@@ -56,7 +56,11 @@ class Preprocessing:
 
 
 class Augmentation:
-    """The random transforms; spatial ones move image and mask alike. ConfigError for what MONAI refuses, and for another size of images."""
+    """The random transforms, MONAI's dictionary forms: spatial ones move image and mask alike.
+
+    Raises:
+        ConfigError: an argument that MONAI refuses, or an augmentation that changes the size of images.
+    """
 
     def __init__(self, task: TaskConfig):
         self._masks, self._size = task.kind == "segmentation", task.size

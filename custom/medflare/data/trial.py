@@ -28,11 +28,14 @@ _DRAWS: Final = 3
 
 
 def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "") -> None:
-    """Try the task's transforms, unless no argument can make much work; ConfigError for one that fails, or takes more time or memory.
+    """Try the task's transforms, unless none of their arguments can make much work.
 
     Args:
         memory: GiB that they may take.
         setting: the setting that allows more memory; "" for none.
+
+    Raises:
+        ConfigError: a transform fails, or takes more time or memory.
     """
     if all(map(is_usual, (task.intensity, *task.augment))):
         return

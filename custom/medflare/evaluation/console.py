@@ -28,8 +28,11 @@ def round_line(
 ) -> str:
     """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
 
-    `round` is 0-based and shown from 1; `rounds` for the validation of the last round's models. `meta`: site -> metadata of its reply;
-    `rejected`: site -> reason; `aggregation`: site -> numbers of the server about it, for example its weight.
+    Args:
+        round: 0-based, shown from 1; `rounds` for the validation of the last round's models.
+        meta: site -> metadata of its reply.
+        rejected: site -> reason.
+        aggregation: site -> numbers of the server about it, for example its weight.
     """
     after = f"after round {rounds}" if rounds else "without training"
     place = after if round >= rounds else f"round {round + 1}/{rounds}"

@@ -287,8 +287,10 @@ def _by_label(site: Mapping[str, Any], task: TaskConfig) -> tuple[list[str], lis
 
 
 def patient_values(cases: classes.Cases, task: TaskConfig) -> dict[str, float]:
-    """Patient -> a model's value, without undefined ones: the task's metric; for classification the mean probability of the true class
-    over a patient's images and labels.
+    """A model's value for every patient, without undefined ones.
+
+    Returns:
+        Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
     """
     if task.kind == "segmentation":
         values = cases.values.get(task.metric, ())

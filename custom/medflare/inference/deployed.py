@@ -42,7 +42,9 @@ T = TypeVar("T")
 def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = lambda kind: None) -> nn.Module:
     """The module of a delivered model, in evaluation mode on the CPU; `builder_of`: kind -> its builder, or None.
 
-    ConfigError for an unknown kind, StateError for weights that do not fit the task.
+    Raises:
+        ConfigError: an unknown kind.
+        StateError: weights that do not fit the task.
     """
     kind = message.meta.get("kind", "plain")
     if kind == "plain":

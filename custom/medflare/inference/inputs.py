@@ -24,7 +24,10 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
 
     A folder is searched with its subfolders except `out`, without segmentation objects. Its DICOM files are one volume if they are the
     slices of one series. With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image,
-    P07. ConfigError if an input folder is the output folder.
+    P07.
+
+    Raises:
+        ConfigError: an input folder is the output folder.
     """
     found: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
     problems, names = [], set[str]()

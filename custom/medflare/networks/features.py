@@ -173,7 +173,11 @@ class _LastLayer(nn.Module):
 def main_output(output: Any, images: Tensor) -> Tensor:
     """The logits (N, outputs, ...) in the output of a network for images (N, C, ...).
 
-    `output` is a tensor, or a list or tuple that begins with it, else ConfigError; (N, heads, outputs, ...) is stacked deep supervision.
+    Args:
+        output: a tensor, or a list or tuple that begins with it; (N, heads, outputs, ...) is stacked deep supervision.
+
+    Raises:
+        ConfigError: any other output.
     """
     if isinstance(output, list | tuple) and output:
         output = output[0]

@@ -79,7 +79,11 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
 
 
 def find_weights(file: str, place: Path | None = None) -> Path:
-    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file or its folder), else of a package; else ConfigError."""
+    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file itself, or its folder), else that of an installed package.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     packaged = [weights for weights in PACKAGED.values() if weights.file == file]
     candidates: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT), *(weights.path for weights in packaged)]
     for folder in [Path(candidate).expanduser() for candidate in candidates if candidate]:
@@ -113,7 +117,11 @@ PACKAGED: Final = {"efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-5
 
 
 def packaged_weights(network: str) -> dict[str, Any]:
-    """The setting `network.weights` for the weights of an installed package; ConfigError if there are none, or it is not installed."""
+    """The setting `network.weights` for the weights of an installed package.
+
+    Raises:
+        ConfigError: no package has weights for the network, or it is not installed.
+    """
     if network not in PACKAGED:
         raise ConfigError(f"--pretrained: there are no weights for network {network}; use --network {', '.join(PACKAGED)}")
     packaged = PACKAGED[network]

@@ -154,12 +154,16 @@ def run_study(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run what has not completed yet, and write study.zip, table.md and study.html; returns label of a candidate -> its runs.
+    """Run what has not completed yet, and write study.zip, table.md and study.html.
 
     Args:
+        seeds: each candidate runs with each.
         left_out: each of these sites in turn does not train and gets the final models; none: all sites are inside.
         processes: runs at the same time, one thread each.
         say: gets a line for every run that ended.
+
+    Returns:
+        Label of a candidate -> its runs.
 
     Raises:
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice, or no site is left to train.

@@ -33,10 +33,13 @@ _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples; with three p
 
 
 def study_values(groups: Groups) -> pd.DataFrame:
-    """The test metrics of a study: index label, model, role, metric, site (`ALL_SITES`: mean over those of the role); a column per seed.
+    """The test metrics of a study, one value per seed.
 
     Runs of one seed that leave out different sites are averaged site by site. Models that differ only in a site's name ("personal/A",
-    "personal/B") are averaged and named "personal/*". NaN: undefined.
+    "personal/B") are averaged and named "personal/*".
+
+    Returns:
+        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role); columns: seeds; NaN: undefined.
     """
     frames = [
         results_frame(run).loc[lambda table: table["label"] == ALL].assign(label=label, seed=run["seed"], run=place)
@@ -114,9 +117,16 @@ def joined_cases(tables: Sequence[CaseTable]) -> CaseTable:
 
 
 def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
-    """A metric (...) of one model at one site, NaN where the weighted cases leave it undefined; ConfigError: an unknown metric of classes.
+    """A metric of one model at one site.
 
-    `weights`: (..., cases), how often each case counts.
+    Args:
+        weights: (..., cases), how often each case counts.
+
+    Returns:
+        (...); NaN where the weighted cases leave the metric undefined.
+
+    Raises:
+        ConfigError: an unknown metric of classes.
     """
     if "values" in cases:
         return weighted_mean(cases["values"], weights)
@@ -164,7 +174,10 @@ def compare_patients(
     several cases must have them in the same order in both runs, else the pair is left out. There is no interval if a site has fewer than
     two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
 
-    `first` and `second`: results dicts with scores of single patients, and the model's name in them; `role`: of the sites.
+    Args:
+        first: results dicts with scores of single patients, and the model's name in them.
+        second: likewise, of the other row.
+        role: of the sites, "inside" or "outside".
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # means of undefined values, and resamples that are all equal

@@ -112,12 +112,15 @@ class MonaiLoss(nn.Module):
 
 
 class SoftDice(MonaiLoss):
-    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5; ConfigError for a classification.
+    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5.
 
     Args:
         batch: pool the pixels of a batch, so that an image without foreground does not count as a miss.
         squared: square the denominator's terms (V-Net).
         include_background: whether class 0 of a multiclass task counts.
+
+    Raises:
+        ConfigError: a classification task.
     """
 
     def __init__(self, task: TaskConfig, batch: bool = False, squared: bool = False, include_background: bool = True):
@@ -134,8 +137,11 @@ class Focal(MonaiLoss):
 
     Args:
         gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass: not between 0 and 1, where the slope of (1 - p)^gamma is
-            infinite at p = 1. Otherwise ConfigError.
-        weights: factor of every class (multiclass) or of every output, where there are several; ConfigError where there is one.
+            infinite at p = 1.
+        weights: factor of every class (multiclass) or of every output, where there are several.
+
+    Raises:
+        ConfigError: weights for a task with one output, or a gamma without a gradient.
     """
 
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):

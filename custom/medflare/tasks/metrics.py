@@ -103,11 +103,14 @@ class Measured:
 
 
 def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str], annotation: Annotation | None = None) -> Measured:
-    """What the named metrics are computed from (ConfigError for an unknown one); only one portion of images is in memory.
+    """What the named metrics are computed from; only one portion of images is in memory.
 
     Args:
         portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
         annotation: the structures that count; None: all of the task.
+
+    Raises:
+        ConfigError: an unknown metric.
     """
     annotation = annotation or Annotation(task)
     table = metric_table()

@@ -36,13 +36,16 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer]":
 def build_optimizer(
     settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, norm: float | None = None, value: float | None = None
 ) -> "Optimizer":
-    """torch's optimizer of `parameters`; ConfigError for an unknown name, or an argument or value that torch's class does not accept.
+    """torch's optimizer of `parameters`.
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         place: the beginning of a message, for example "task brain_lgg".
         norm: maximum norm of all gradients together, before every step; None: no maximum.
         value: maximum absolute value of each number of a gradient; None: no maximum.
+
+    Raises:
+        ConfigError: an unknown name, or an argument or value that torch's class does not accept.
     """
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -145,7 +148,11 @@ SCHEDULES: Final[dict[str, type[Schedule]]] = {"constant": Schedule, "step": Ste
 
 
 def build_schedule(settings: Any) -> Any:
-    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; a pydantic validator, ValueError for what is wrong in it."""
+    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; as a pydantic validator.
+
+    Raises:
+        ValueError: an unknown name, or a setting or value that the schedule does not have.
+    """
     if not isinstance(settings, Mapping):
         return settings
     name = str(settings.get("name"))

@@ -105,10 +105,17 @@ class CheckReport:
 
 
 def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, local: LocalSettings = LocalSettings()) -> CheckReport:
-    """Read everything below a data root: a folder with datalist.json, or with folders that have one.
+    """Read everything below a data root: one site's folder, or a folder with one folder per site.
 
-    `out` is a folder for the contact sheet `thumbnails.png`; of `local`, bounds and the folders that a datalist may name count. ConfigError
-    if the task exceeds the bounds, or does not work, see `check_task`; DataError if `root` has no site. Problems of data are in the report.
+    Args:
+        root: has a datalist.json, or folders that do.
+        out: folder for the contact sheet `thumbnails.png`, or None.
+        local: the site's local settings: its bounds, and the folders that a datalist may name files in.
+
+    Raises:
+        ConfigError: the task exceeds the site's bounds, or does not work, see `check_task`.
+        DataError: `root` has no site. Problems of a site's data are listed in the report instead.
+        OSError: `out` cannot be made.
     """
     root = Path(root)
     check_task_bounds(task, local.bounds, "this site")
@@ -134,7 +141,11 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
 
 
 def check_task(task: TaskConfig) -> None:
-    """One training step on noise; ConfigError for a network, loss or transform that is unknown, misconfigured or does not fit the size."""
+    """One training step on noise, so that a task that does not work fails before a federation starts.
+
+    Raises:
+        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
+    """
     check_network(task)
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
@@ -240,7 +251,10 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
     """How far sites' images differ: balanced accuracy of telling the site from a 12 x 12 thumbnail.
 
     Linear discriminant analysis with shrinkage on the network's input (of a volume its middle slice), three-fold cross-validation by
-    patient; 1 / sites is chance. Returns the accuracy and "", or None and the reason.
+    patient. 1 / sites is chance.
+
+    Returns:
+        The accuracy and "", or None and the reason.
     """
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.metrics import balanced_accuracy_score

@@ -65,7 +65,11 @@ def open_site(
 
 
 def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
-    """Raises ConfigError if a task's image size, epochs, network or transforms are beyond a site's bounds; no images are read."""
+    """Compare a task's image size, epochs, network and transforms with a site's bounds, before images are read.
+
+    Raises:
+        ConfigError: the task is beyond them, or a transform fails on an image of its size.
+    """
     bounds.check_task(task, place)
     if task.local_epochs > bounds.epochs:
         raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
@@ -77,7 +81,11 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
 
 
 def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
-    """Raises ConfigError if a task's batches or patches are beyond a site's bounds."""
+    """Compare a task's batches and patches with a site's bounds.
+
+    Raises:
+        ConfigError: the task is beyond them.
+    """
     for setting in ("batch_size", "accumulate", "patches_per_image"):
         if (count := getattr(task, setting)) > bounds.batch:
             raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")

@@ -89,9 +89,14 @@ class DatasetFingerprint:
 
 
 def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:
-    """The fingerprints of a site's folder, or of the sites below it; of the task count labels, channels and axes.
+    """The fingerprint of every site below a data root.
 
-    DataError if there is no site, no training image, or one that cannot be used (unless the task skips those).
+    Args:
+        root: one site's folder, or a folder with one folder per site.
+        task: its labels, channels and axes count; its size, spacing, intensity transform and network do not.
+
+    Raises:
+        DataError: no site, no training image, or one that cannot be used (unless the task skips those).
     """
     folders = site_folders(Path(root))
     all_sites = [fingerprint_of(site_name(folder), task, partial(open_source, site_name(folder), root=folder)) for folder in folders]
@@ -105,13 +110,20 @@ def fingerprint_of(
     minimum: int = 0,
     aborted: Callable[[], bool] = lambda: False,
 ) -> DatasetFingerprint | None:
-    """The fingerprint of one site, read one image at a time; None for fewer than `minimum` patients, DataError as of `fingerprints`.
+    """The fingerprint of one site; training images are read one at a time.
 
     Args:
         source_of_task: task -> the site's images as that task reads them.
         minimum: small-cell suppression: number of patients below which a number is left out. A class or a foreground that fewer patients
             show is left out (of exclusive classes then all), and minimum and maximum of a `Spread` become the 10th and 90th percentile.
-        aborted: called before every image; where it returns True, Aborted is raised.
+        aborted: called before every image.
+
+    Returns:
+        The fingerprint; None if there are fewer than `minimum` training patients.
+
+    Raises:
+        DataError: see `fingerprints`.
+        Aborted: `aborted` returned True.
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)

@@ -179,10 +179,17 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
 
 
 def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "") -> tuple[list[Item], str]:
-    """The images with their patients, by the pattern, else the table, else DICOM's PatientID; and a warning if none is known, else "".
+    """The images with their patients: by the pattern, otherwise by the table, otherwise by DICOM's PatientID.
 
-    The pattern is a regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
-    ConfigError if it is none; DataError if it does not match a name, or if some images have no patient.
+    Args:
+        pattern: regular expression on the file name (on the path within the folder if it has a "/"); its first group is the patient.
+
+    Returns:
+        The images, and a warning if no patient is known, otherwise "".
+
+    Raises:
+        ConfigError: not a regular expression.
+        DataError: it does not match a name, or some images have no patient.
     """
     if pattern:
         try:
@@ -245,9 +252,15 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
 
 
 def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], seed: int) -> list[Item]:
-    """A site's images with their splits; a split of `shares` that no image has is drawn from the training patients, stratified by class.
+    """The images with their splits; a split that no image has is drawn from the training patients, stratified by class.
 
-    `shares`: split -> its share of the patients. DataError for a patient in two splits, and for too few patients.
+    Args:
+        items: of one site, with their patients.
+        site: its name, a key of the random draw.
+        shares: split -> its share of the patients; a split that is not in it is not drawn.
+
+    Raises:
+        DataError: a patient in two splits, or too few patients.
     """
     drawn = [replace(item, split=item.split or "training") for item in items]
     first_of: dict[str, Item] = {}

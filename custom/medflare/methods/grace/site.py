@@ -187,9 +187,14 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
 
 @dataclasses.dataclass
 class MetaLoss:
-    """L_meta (Eq. 2) of a batch as a function of theta, which `network` holds; its gradient is that of the meta-update.
+    """L_meta (Eq. 2) of a batch as a function of theta; its gradient is that of the meta-update.
 
-    `adapt` is the meta-train step, differentiable by theta, `penalty` the weighted alignment loss of the meta-test half's features.
+    Attributes:
+        network: holds theta.
+        loss: (logits, targets) -> the task's loss.
+        adapt: the meta-train step, differentiable by theta.
+        penalty: weighted alignment loss of the meta-test half's features; None for none.
+        swap: see `halves`.
     """
 
     network: FeatureNetwork
