@@ -36,7 +36,8 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
-            self.memory.meta[ROUNDS] = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
+            rounds = {site: reply.meta[SELECTED_ROUND] for site, reply in replies.items()}
+            self.memory.meta[ROUNDS] = self.memory.meta.get(ROUNDS, {}) | rounds
         else:
             super().aggregate(step, replies)
 
