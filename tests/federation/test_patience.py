@@ -28,7 +28,7 @@ def curve(monkeypatch: pytest.MonkeyPatch) -> None:
         return perform(algorithm, phase, round, incoming)
 
     monkeypatch.setattr(SiteAlgorithm, "perform", performed)
-    monkeypatch.setattr(SiteAlgorithm, "validation", lambda algorithm, model: CURVE[rounds[id(algorithm)]])
+    monkeypatch.setattr(SiteAlgorithm, "validation", lambda algorithm, *_: CURVE[rounds[id(algorithm)]])
 
 
 def run(method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **more: Any) -> dict[str, Any]:
