@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from weakref import WeakKeyDictionary
 
 import torch
@@ -176,13 +175,18 @@ class Steps:
 
 def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
     """The scaler of an optimizer's losses; made at its first use."""
-    return _SCALERS.setdefault(optimizer, GradScaler(optimizer.param_groups[0]["params"][0].device.type))
+    if optimizer not in _SCALERS:
+        _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
+    return _SCALERS[optimizer]
 
 
 @contextmanager
 def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restores the optimizer's moments afterwards."""
-    before = {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
+    before = {
+        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
+        for weight, slots in optimizer.state.items()
+    }
     try:
         yield
     finally:
