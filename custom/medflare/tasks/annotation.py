@@ -84,6 +84,8 @@ class Annotation:
 
     def logits(self, logits: Tensor) -> Tensor:
         """Logits (N, outputs, ...) of the task as logits of `reduced`."""
+        if self.complete:
+            return logits
         return marginal_logits(logits, self.outputs) if self.task.target == "multiclass" else logits[:, list(self.outputs)]
 
     def targets(self, targets: Tensor) -> Tensor:
