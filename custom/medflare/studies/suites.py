@@ -18,8 +18,6 @@ from medflare.tasks.config import load_task
 
 MEAN: Final = "mean"  # the column of the mean over the sites
 BESIDE_FILE: Final = "beside_the_paper.md"
-_FOLDER: Final = resources.files("medflare.tasks") / "presets" / "suites"
-_FILES: Final[dict[str, Any]] = {file.name.removesuffix(".json"): file for file in _FOLDER.iterdir() if file.name.endswith(".json")}
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
@@ -90,12 +88,17 @@ class Suite:
 
 def suites() -> tuple[str, ...]:
     """Names of the suites that come with medflare."""
-    return tuple(sorted(_FILES))
+    return tuple(sorted(_files()))
+
+
+def _files() -> dict[str, Any]:
+    folder = resources.files("medflare.tasks") / "presets" / "suites"
+    return {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
 
 
 def load_suite(source: str) -> Suite:
     """The suite of a name, or of a JSON file; raises ConfigError if there is none, or a setting, row or column is wrong."""
-    file = _FILES.get(source, Path(source))
+    file = _files().get(source, Path(source))
     if not file.is_file():
         raise unknown("suite", source, suites())
     place, remedy = f"suite {source}", "see app_configs/suites/ for working examples"
