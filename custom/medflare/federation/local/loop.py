@@ -144,19 +144,41 @@ class _Shown(ArtifactStore):
         self.home.finish(site, role, models, events)
 
 
-def resume_local(folder: Path | str, **more: Any) -> dict[str, Any]:
-    """Finish an interrupted run of the plain loop in `folder`, its `out`.
-
-    Args:
-        more: arguments of `run_local` that do not belong to the plan: `data_root`, `weights`, `device`, `workers`, `track`, `say`, ...
+def resume_local(
+    folder: Path | str,
+    *,
+    data_root: Path | str | None = None,
+    workers: int | None = None,
+    weights: Path | str | None = None,
+    device: str | None = None,
+    track: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Finish an interrupted run of the plain loop in `folder`, its `out`; the other arguments are those of `run_local`.
 
     Raises:
         StateError: the folder holds no checkpoint.
     """
     plan = stored_plan(Path(folder))
-    site, server = plan["algorithms"]
-    settings = {name: plan[name] for name in RUN_SETTINGS if name in plan} | plan["hyper"] | more
-    return run_local(site, plan["task"], plan["sites"], site_algorithm=site, server_algorithm=server, out=folder, resume=True, **settings)
+    site_algorithm, server_algorithm = plan["algorithms"]
+    settings = {name: plan[name] for name in RUN_SETTINGS if name in plan}
+    return run_local(
+        site_algorithm,
+        plan["task"],
+        plan["sites"],
+        site_algorithm=site_algorithm,
+        server_algorithm=server_algorithm,
+        data_root=data_root,
+        weights=weights,
+        device=device,
+        out=folder,
+        resume=True,
+        workers=workers,
+        track=track,
+        say=say,
+        **settings,
+        **plan["hyper"],
+    )
 
 
 def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
