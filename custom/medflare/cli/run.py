@@ -310,8 +310,8 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
             raise
-        given = [option for option in (("--data-root", root), ("--device", device)) if option[1]]
-        words = ["medflare", "resume", folder, *chain.from_iterable(given)]
+        used = [option for option in (("--data-root", root), ("--device", device)) if option[1]]
+        words = ["medflare", "resume", folder, *chain.from_iterable(used)]
         raise KeyboardInterrupt(f"continue with: {shlex.join(map(str, words))}") from None
 
 

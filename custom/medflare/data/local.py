@@ -111,8 +111,8 @@ class ImageBounds:
         """Raise DataError for an image whose size in its header is larger; to be called before its pixels are read."""
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(shape) > limit:
-            found = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
-            raise DataError(f"{path}: {found}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
+            size = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
+            raise DataError(f"{path}: {size}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
 
     def check_task(self, task: "TaskConfig", place: str) -> None:
         """Raise ConfigError for a task whose images are larger."""

@@ -29,7 +29,7 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
     Raises:
         ConfigError: an input folder is the output folder.
     """
-    found: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
+    channels_of: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
     problems, names = [], set[str]()
     prefixed = sum(path.is_dir() for path in paths) > 1
     for path in paths:
@@ -40,11 +40,11 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
             problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
         for image in images:
             whole, channel = _part_of(image, channels)
-            if (key := whole.resolve()) not in found:
-                found[key] = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names), {}
-            found[key][1].setdefault(channel, image)
+            if (key := whole.resolve()) not in channels_of:
+                channels_of[key] = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names), {}
+            channels_of[key][1].setdefault(channel, image)
     inputs = []
-    for name, files in found.values():
+    for name, files in channels_of.values():
         listed = tuple(files.get(channel) for channel in channels) if set(files) != {""} else ()
         inputs.append(Input(next(filter(None, (*listed, *files.values()))), name, listed))
     return inputs, problems

@@ -140,7 +140,9 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
         items = [replace(item, split="") for item in items]
-    sites = {site: draw_splits(own, site, options.shares or SHARES, options.seed) for site, own in _items_by_site(items, options).items()}
+    sites = {
+        site: draw_splits(of_site, site, options.shares or SHARES, options.seed) for site, of_site in _items_by_site(items, options).items()
+    }
     home = options.out or root
     check_target(home, sites, force=options.force)
     header = {"labels": dataset.labels, "channel_names": dataset.channels}

@@ -117,8 +117,8 @@ def scan_folder(root: Path) -> ImageFolder:
         own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
         own_tables = [file for file in files if suffix(file) in _TABLES]
         only_slices = not own_images and not own_tables and folder != root
-        found, apart = _dicom_series(folder, list(dicom_images(files)), only_slices)
-        headers |= found
+        series_headers, apart = _dicom_series(folder, list(dicom_images(files)), only_slices)
+        headers |= series_headers
         loose |= apart
         images += own_images
         tables += own_tables
@@ -152,11 +152,11 @@ def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[d
         referenced = tags.get("ReferencedSeriesSequence") or [{}]
         segments = str(referenced[0].get("SeriesInstanceUID", "")) if tags.get("SOPClassUID") == SEGMENTATION else ""
         headers[file] = _Header(str(tags.get("SeriesInstanceUID", file)), patient_id(str(tags.get("PatientID", "") or "")), segments)
-    images = {file: found for file, found in headers.items() if found.segments}
+    images = {file: header for file, header in headers.items() if header.segments}
     series: defaultdict[str, list[Path]] = defaultdict(list)
-    for file, found in headers.items():
-        if not found.segments:
-            series[found.series].append(file)
+    for file, header in headers.items():
+        if not header.segments:
+            series[header.series].append(file)
     apart: dict[Path, tuple[Path, ...]] = {}
     for uid, slices in series.items():
         whole = len(series) == 1 and only_slices  # the folder itself is the image

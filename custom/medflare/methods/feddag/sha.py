@@ -98,8 +98,8 @@ class ScoredSite(SiteAlgorithm[Any]):
         state, batch = reply.states[MODEL], self.last_batch(round)
         model = self.network("model", state).eval()
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
-        gradients = {name: gradient.cpu() for name, gradient in zip(names, found, strict=True) if gradient is not None}
+        of_parameters = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
+        gradients = {name: gradient.cpu() for name, gradient in zip(names, of_parameters, strict=True) if gradient is not None}
         step = formulas.sharpness_perturbation(gradients, self.plan.server_hyper.rho)
         reply.states[PERTURBED] = {**state, **moved({name: state[name] for name in gradients}, step)}
 
