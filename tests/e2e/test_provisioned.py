@@ -4,9 +4,11 @@ import contextlib
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,67 @@ def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Pa
         assert name in job_here["refused"][0]
     assert not marker.exists()
     assert (kit / "local" / "medflare.json").read_text() == before
+
+
+HOCON = """format_version = 2
+x { include %s }
+y = ${?PATH}
+executors = [ { tasks = ["*"], executor { path = ${%s}, args { seed = 0 } } } ]
+"""
+
+
+def test_configuration_in_another_format_is_refused_unread(federation: ProvisionedFederation, job: Path, tmp_path: Path) -> None:
+    """FLARE's HOCON includes files of the party, environment variables and pages of its network."""
+    own_settings = 'file("../../../local/medflare.json")'
+    asked: list[str] = []
+
+    class Intranet(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+    page = HTTPServer(("127.0.0.1", 0), Intranet)
+    threading.Thread(target=page.serve_forever, daemon=True).start()
+    url = f'url("http://127.0.0.1:{page.server_port}/page")'
+    contents = {
+        "settings": ("config_fed_client.conf", HOCON % (own_settings, "x")),
+        "environment": ("config_fed_client.conf", HOCON % (own_settings, "y")),
+        "page": ("config_fed_client.conf", HOCON % (url, "x")),
+        "yaml": ("config_fed_client.yml", "executors: [{tasks: ['*'], executor: {path: '${oc.env:PATH}'}}]"),
+        "below": ("more/config_fed_client.conf.default", HOCON % (own_settings, "x")),
+    }
+    try:
+        for case, (name, text) in contents.items():
+            evil = _in_another_format(job, tmp_path / case, SITE, name, text)
+            watched = federation.watch(federation.submit(evil), check=False)
+            assert watched.returncode != 0
+            assert f"configuration {Path(name).name}: medflare reads JSON only" in watched.stdout, case
+            assert "data_root" not in watched.stdout and "/bin" not in watched.stdout, case
+            assert f"{Path(name).name} refused" in text_of(federation.kit("site-1") / "audit.log")
+        for case, include in (("server", own_settings), ("server-page", url)):
+            evil = _in_another_format(job, tmp_path / case, SERVERS, "config_fed_server.conf", HOCON % (include, "x"))
+            refused = federation.script("submit.sh", federation.kit("lead"), evil, check=False)
+            assert refused.returncode != 0 and "reads JSON only" in refused.stdout + refused.stderr
+    finally:
+        page.shutdown()
+        page.server_close()
+    assert not asked
+
+
+def _in_another_format(job: Path, copy: Path, removed: str, name: str, text: str) -> Path:
+    """A copy of a job whose sites' app has another file in the place of one of its configuration files."""
+    shutil.copytree(job, copy)
+    sites = copy / "app"
+    if removed == SITE:
+        sites = copy / "app_sites"
+        shutil.copytree(job / "app", sites)
+        edit(copy / "meta.json", lambda meta: meta.update(deploy_map={"app": ["server"], "app_sites": ["site-1", "site-2"]}))
+    path = sites / "config" / name
+    if path.parent.name == "config":
+        (path.parent / removed).unlink()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return copy
 
 
 def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:

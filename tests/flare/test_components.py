@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FLContextKey, SiteType
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 from nvflare.fuel.utils.class_loader import load_class
+from nvflare.private.fed.app.fl_app_validator import FLAppValidator
+from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
 from e2e.simulation import ROOT, edit
@@ -82,7 +84,16 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
     ],
 )
 def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
-    assert "refused" in _refusal(name, COMPONENTS["site"]) and str(name) in _refusal(name, COMPONENTS["site"])
+    """A refusal is shown to the lead: it repeats a plain name, and no other value."""
+    refusal = _refusal(name, COMPONENTS["site"])
+    plain = isinstance(name, str) and name != ""
+    assert refusal.startswith(f"component {name} refused: " if plain else "component without a plain name refused: ")
+
+
+def test_a_refusal_repeats_no_value_that_is_no_name() -> None:
+    for value in ("/srv/data", {"data_root": "/srv"}, ["JOHN_DOE"], "JOHN DOE", "0123", "a" * 201, "\x1b[2J"):
+        refusal = _refusal(value, COMPONENTS["site"])
+        assert refusal == _refusal(None, COMPONENTS["site"])
 
 
 @pytest.mark.parametrize("name", ["os.system", "medflare.cli.command.main", "medflare.core.message.Message", "nvflare.apis.dxo.DXO"])
@@ -161,6 +172,53 @@ def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: P
 def test_a_job_that_brings_code_is_left_to_flares_own_policy(party: Path) -> None:
     (party / "4711" / "app_site-1" / "custom").mkdir()
     assert reason_for(party, "mine.Widget") == ""
+
+
+# -- other formats -------------------------------------------------------------------------------------------------------------
+
+INCLUDE = 'x { include file("local/medflare.json") }\nexecutors = [ { executor { path = ${x} } } ]\n'
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config_fed_client.conf",
+        "config_fed_client.yml",
+        "config_fed_client.yaml",
+        "config_fed_client.json.default",
+        "more/config_fed_client.CONF",
+        "../log_config.conf",
+    ],
+)
+@pytest.mark.parametrize("beside_json", [True, False])
+def test_configuration_in_another_format_is_refused_by_name(party: Path, name: str, beside_json: bool) -> None:
+    config = party / "4711" / "app_site-1" / "config"
+    if not beside_json:
+        (config / "config_fed_client.json").unlink()
+    (config / name).parent.mkdir(exist_ok=True)
+    (config / name).write_text(INCLUDE)
+    validator = FLAppValidator(SiteType.CLIENT, [JobComponents()])
+    reason, _ = validator.validate(str(party / "4711" / "app_site-1"))
+    assert reason == f"configuration {Path(name).name} refused: medflare reads JSON only"
+    assert reason in (party / "audit.log").read_text()
+
+
+def test_missing_configuration_is_refused_without_the_partys_folder(party: Path) -> None:
+    (party / "4711" / "app_site-1" / "config" / "config_fed_client.json").unlink()
+    reason, _ = FLAppValidator(SiteType.CLIENT, [JobComponents()]).validate(str(party / "4711" / "app_site-1"))
+    assert reason == "configuration config_fed_client.json refused: it is missing"
+
+
+@pytest.mark.parametrize("suffix", ["conf", "yml", "yaml", "conf.default"])
+@pytest.mark.parametrize("file", ["meta", "app/config/config_fed_server"])
+def test_the_server_refuses_an_upload_in_another_format(tmp_path: Path, file: str, suffix: str) -> None:
+    """Before it reads it, so that no include is followed."""
+    job = build_job("fedavg", "phantom", byoc=False, out=tmp_path / "job")
+    (job / f"{file}.json").unlink()
+    (job / f"{file}.{suffix}").write_text("name = ${PATH}" if "conf" in suffix else "name: x")
+    JobComponents()
+    valid, reason, _ = JobMetaValidator().validate("job", shutil.make_archive(str(tmp_path / "job"), "zip", tmp_path, "job"))
+    assert not valid and reason.endswith("refused: medflare reads JSON only")
 
 
 def asked(party: Path, config: dict[str, Any], byoc: bool = False) -> str:

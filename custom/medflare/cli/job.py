@@ -11,6 +11,7 @@ import typer
 from medflare.cli.options import AUTO_HELP, DefaultGroup, Track, add_command, takes
 from medflare.cli.run import Federation, chosen
 from medflare.core.errors import ConfigError
+from medflare.core.text import printable
 from medflare.federation.settings import RunSettings
 
 Kit = Annotated[Path, typer.Option(help="Startup kit of the lead, or of the project admin")]
@@ -84,7 +85,7 @@ def submit_job(folder: Annotated[Path, typer.Argument(help="Job folder, of medfl
     if not (folder / "meta.json").is_file():
         raise ConfigError(f"{folder} is no job folder; write one with medflare job create")
     with session(kit) as connection:
-        print(connection.submit_job(str(folder.resolve())))
+        print(printable(connection.submit_job(str(folder.resolve()))))
     return 0
 
 

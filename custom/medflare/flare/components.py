@@ -1,5 +1,8 @@
 """Security: what a job may name at a party, and what it may not.
 
+Configuration is JSON. FLARE also parses HOCON and YAML, which include other files of the party; here it does not
+(`flare_patches.parse_json_only`), and such files are refused by name.
+
 A job without code may have FLARE build the classes that the party's resources.json lists. FLARE takes an entry of `class_allow_list` for
 a prefix and calls any callable below it. `JobComponents`, the "app_validator" of resources.json, demands the full name and a class derived
 from `FLComponent`, before anything is called. It checks a job when it arrives, so that the lead learns the reason, and again before each
@@ -27,17 +30,26 @@ from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils.class_loader import load_class
 from nvflare.fuel.utils.config_factory import ConfigFactory
 
-from medflare.core.errors import ConfigError, one_line
+from medflare.core.errors import ConfigError
 from medflare.core.packages import untrusted
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
+from medflare.flare.flare_patches import JSON_ONLY, parse_json_only
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
 
 _PATH_KEYS: Final = ("path", "class_path", "name")  # FLARE's keys for a component's class; FLARE takes the first one that is there
-_PLAIN: Final = re.compile(r"[\w.:]{1,200}", re.ASCII)
+_PLAIN: Final = re.compile(r"[A-Za-z_][\w.:]{0,199}", re.ASCII)  # a name that a refusal may repeat
+_OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")  # suffixes of the configuration files that FLARE reads beside JSON
 
 
 class JobComponents(FLComponent, AppValidator):
-    """Refuses jobs that name what the party does not list, and FLARE's building of it."""
+    """Refuses jobs that name what the party does not list, and FLARE's building of it.
+
+    FLARE makes it in the process of the party and in that of each job, before either reads a job's configuration.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        parse_json_only()
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         """FLARE calls this when a job arrives.
@@ -46,14 +58,12 @@ class JobComponents(FLComponent, AppValidator):
             Why the job is refused, or ""; and nothing else for FLARE.
         """
         folder = Path(app_folder).resolve()
-        if (folder / WorkspaceConstants.CUSTOM_FOLDER_NAME).exists():  # FLARE checks its own policy: byoc
-            return "", {}
         name, job = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX), folder.parent.name
         workspace = Workspace(str(folder.parents[1]), name)
         try:
-            reason = _job_refusal(Path(workspace.get_app_config_dir(job)), workspace, name)
+            reason = _job_refusal(folder, workspace, name)
         except Exception as error:  # a job that cannot be read does not run
-            reason = f"component configuration refused: {type(error).__name__}: {one_line(error)!a}"
+            reason = _unreadable(error)
         if reason:
             _audit(workspace, name, job, REFUSED, reason)
         return reason, {}
@@ -70,9 +80,9 @@ class JobComponents(FLComponent, AppValidator):
             workspace: Workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
             path, job = _path_of(fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG)), str(fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID))
             reason = "" if brings_code(fl_ctx) else _refusal(path, _allow_list(workspace))
-            _audit(workspace, workspace.site_name, job, REFUSED if reason else BUILT, reason or f"component {_shown(path)}")
+            _audit(workspace, workspace.site_name, job, REFUSED if reason else BUILT, reason or f"component {path}")
         except Exception as error:  # FLARE would ignore any other exception
-            raise UnsafeComponentError(f"component configuration refused: {type(error).__name__}: {one_line(error)}") from error
+            raise UnsafeComponentError(_unreadable(error)) from error
         if reason:
             raise UnsafeComponentError(reason)
 
@@ -157,12 +167,19 @@ def settings_of(workspace: Workspace) -> LocalSettings:
     return local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
 
 
-def _job_refusal(folder: Path, workspace: Workspace, name: str) -> str:
-    """Why a job's configuration is refused; "" if it is not."""
+def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
+    """Why the job in this folder is refused; "" if it is not."""
+    code = app / WorkspaceConstants.CUSTOM_FOLDER_NAME
+    for path in sorted(app.rglob("*")):
+        if path.suffix.lower() in _OTHER_FORMATS and not path.is_relative_to(code):
+            return f"configuration {_named(path.name, 'file')} refused: {JSON_ONLY}"
+    folder = Path(workspace.get_app_config_dir(app.parent.name))
     file = JobConstants.SERVER_JOB_CONFIG if name == SiteType.SERVER else JobConstants.CLIENT_JOB_CONFIG
     config = ConfigFactory.load_config(file, [str(folder)])
     if config is None:
-        return f"component configuration refused: {file} is missing"
+        return f"configuration {file} refused: it is missing"
+    if code.exists():  # FLARE checks its own policy: byoc
+        return ""
     allowed = _allow_list(workspace)
     reasons = (_refusal(path, allowed) for path in _component_paths(config.to_dict()))
     return next(filter(None, reasons), "") or _network_refusal(folder / TASK_FILE, workspace)
@@ -171,13 +188,13 @@ def _job_refusal(folder: Path, workspace: Workspace, name: str) -> str:
 def _refusal(path: Any, allowed: Collection[str]) -> str:
     """Why a component may not be built; "" if it may. Only a listed class is imported, and medflare's own not even then."""
     if path not in allowed:
-        return f"component {_shown(path)} refused: class_allow_list in local/resources.json does not name it"
+        return f"component {_named(path, 'without a plain name')} refused: class_allow_list in local/resources.json does not name it"
     if any(path in classes for classes in COMPONENTS.values()):
         return ""
     loaded = load_class(path)
     if isinstance(loaded, type) and issubclass(loaded, FLComponent):
         return ""
-    return f"component {_shown(path)} refused: it is no class derived from FLARE's FLComponent"
+    return f"component {path} refused: it is no class derived from FLARE's FLComponent"
 
 
 def _network_refusal(task: Path, workspace: Workspace) -> str:
@@ -187,7 +204,7 @@ def _network_refusal(task: Path, workspace: Workspace) -> str:
     name = network.get("name") if isinstance(network, Mapping) else None
     module, colon, _ = str(name).partition(":")
     if colon and (reason := untrusted(module, settings_of(workspace).packages)):
-        return f"network {_shown(name)} refused: {reason}"
+        return f"network {_named(name, 'without a plain name')} refused: {reason}"
     return ""
 
 
@@ -221,6 +238,11 @@ def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) ->
     auditor.close()
 
 
-def _shown(name: Any) -> str:
-    """A name that a job chose, safe for logs and screens."""
-    return name if isinstance(name, str) and _PLAIN.fullmatch(name) else ascii(name)[:200]
+def _named(name: Any, otherwise: str) -> str:
+    """A name that a job chose if it is plain letters, else `otherwise`: a refusal is shown to the lead and repeats no other value."""
+    return name if isinstance(name, str) and _PLAIN.fullmatch(name) else otherwise
+
+
+def _unreadable(error: Exception) -> str:
+    """A refusal for an error, without its text: that may repeat values of the party's files."""
+    return f"component configuration refused: it cannot be read ({type(error).__name__})"

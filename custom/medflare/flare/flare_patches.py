@@ -8,14 +8,43 @@ import threading
 import weakref
 from contextlib import suppress
 from functools import cache
-from typing import Any, Final
+from pathlib import PurePath
+from typing import Any, Final, NoReturn
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
+from nvflare.fuel.utils.config_factory import ConfigFactory
+from nvflare.private.fed.app import default_app_validator
 
 _SIMULATOR: Final = "nvflare.private.fed.app.simulator.simulator_runner"
 _PORTS: Final = range(10_000, 30_000)  # above services, below the ports that systems hand out (Linux: from 32768)
+JSON_ONLY: Final = "medflare reads JSON only"
 _POLL_TIMEOUT: Final = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
+
+
+class _RefusedFormat(ConfigLoader):
+    """Stands where FLARE has a parser of HOCON or YAML: both can read other files and environment variables, HOCON also URLs."""
+
+    def load_config(self, file_path: str) -> NoReturn:
+        raise ValueError(f"configuration {PurePath(file_path).name} refused: {JSON_ONLY}")
+
+    def load_config_from_str(self, config_str: str) -> NoReturn:
+        raise ValueError(f"configuration in {self.format.value} refused: {JSON_ONLY}")
+
+    def load_config_from_dict(self, config_dict: dict[str, Any]) -> NoReturn:
+        raise ValueError(f"configuration in {self.format.value} refused: {JSON_ONLY}")
+
+
+def parse_json_only() -> None:
+    """Have FLARE parse configuration in JSON and nothing else, in this process.
+
+    FLARE parses a job's configuration when the job is uploaded and when it is deployed, before it asks the party's app_validator.
+    """
+    for refused in (ConfigFormat.PYHOCON, ConfigFormat.OMEGACONF):
+        ConfigFactory._fmt2Loader[refused] = _RefusedFormat(refused)
+    # FLARE's own validator only looks whether the file is there, which `components.JobComponents` does as well.
+    default_app_validator._config_exists = lambda *args, **kwargs: ""
 
 
 def share_cleanup_thread() -> None:

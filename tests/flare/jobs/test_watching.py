@@ -134,14 +134,58 @@ def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.Mon
     [
         (f"ERROR - {UNABLE}site A stops: longer than bounds.minutes", ["A could not do its part: site A stops", "bounds.minutes"]),
         (f"ERROR - {UNABLE}ZeroDivisionError in 'train' of round 2", ["A could not", "ZeroDivisionError"]),
-        ("Component 'medflare.x.Y' in ... is not in allow_list", ["A does not allow", "medflare.x.Y", "resources.json"]),
-        ("component os.system refused: it is not listed", ["A refused", "os.system", "not listed"]),
+        ("ERROR: privacy scope 'public' is not allowed", ["A ", "'public'", "scope"]),
+        ("no reply (deployment timeout)", ["A did not reply", "doctor"]),
+        ("ERROR - aborting due to fatal return code UNSAFE_JOB from client B", ["B ", "task_result_filters"]),
+        ("ConfigError: \"filters\" must contain Filter object but got <class 'a.B'>", ["A ", "a.B", "filter"]),
+        ("WARNING - [wf=medflare] - received dead job report for client B", ["at B", "log.txt"]),
     ],
 )
 def test_a_line_of_a_log_is_explained(line: str, parts: list[str]) -> None:
     (reason,) = explanations([("A", line)])
     assert all(part in reason for part in parts)
     assert list(explanations([("A", "medflare: noted: warning: two sites only\nINFO - medflare: site A: 12 images")])) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}Component '{}.x.Y' in ... is not in allow_list",
+        "{}component {}.x.Y refused: class_allow_list in local/resources.json does not name it",
+    ],
+)
+def test_an_administrator_is_asked_for_new_policies_for_medflares_names_only(line: str) -> None:
+    for name in ("medflare", "os", "medflared"):
+        (reason,) = explanations([("A", line.format("ERROR: " if "component" in line else "", name))])
+        assert reason.startswith("A ") and f"{name}.x.Y" in reason
+        assert ("--replace-policies" in reason) == (name == "medflare")
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "component without a plain name",
+        "component without a plain class name",
+        "component configuration",
+        "network medflare.cli.command:main",
+        "network nets.small:Net",
+        "configuration config_fed_client.conf",
+        "configuration file",
+    ],
+)
+def test_a_refusal_of_anything_else_is_repeated(refused: str) -> None:
+    (reason,) = explanations([("A", f"NVFLARE_ERROR: {refused} refused: medflare reads JSON only")])
+    assert reason.startswith("A ") and reason.endswith(f"{refused}: medflare reads JSON only")
+
+
+def test_text_of_other_parties_is_printable() -> None:
+    escape = "\x1b]0;PWN\x07\x1b[2J"
+    stats = (told(f"round 1/3 train: {escape}"),)
+    details = (f"{escape}: component a.B refused: {escape}",)
+    log = f"ERROR - medflare: FAILED: {escape}\n"
+    ended, output = watched(Served(RUNNING, FAILED, stats=stats, details=details, log=log))
+    assert not ended and sum("PWN" in line for line in output) == 4
+    assert all(line.isprintable() for line in output)
 
 
 def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ REFUSALS: Final = (
     *LOST,
     api_spec.AuthorizationError,
     api_spec.InternalError,
+    api_spec.InvalidJobDefinition,
     api_spec.JobNotDone,
     api_spec.JobNotFound,
     api_spec.JobNotRunning,

@@ -12,6 +12,7 @@ from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
+from medflare.core.text import printable
 from medflare.flare.jobs.sessions import LOST, REFUSALS, RUNNING, Job, Unreachable, found_job, id_of, jobs_of, session
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import GROUP, NOTED
@@ -25,19 +26,39 @@ _STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"  # from `e
 _SLOW = r"slow: \S+: at work on .+"  # from `tasks`
 _PROGRESS = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
 
+_NEW_POLICIES: Final = "the administrator of {party} runs `medflare site setup KIT --replace-policies`, then submit the job again"
+
 # What FLARE or medflare writes -> what it means; {party} is the server or site that wrote it.
 MEANINGS: Final[Mapping[str, str]] = {
     r"BYOC not permitted": (
         "{party} refuses jobs that bring their own code; submit the job without app/custom/ (medflare job ... --no-byoc), "
         'or have {party} allow "byoc" to your role in its local/authorization.json'
     ),
-    r"Component '(?P<what>[\w.]+)'.* is not in allow_list": (
-        "{party} does not allow the component {what}; where it is one of medflare's, its administrator brings class_allow_list in "
-        "{party}'s local/resources.json up to date (`medflare site setup KIT --replace-policies`), then submit the job again"
+    r"Component '(?P<what>medflare\.[\w.]+)'.* is not in allow_list": f"{{party}} does not allow the component {{what}}; {_NEW_POLICIES}",
+    r"Component '(?P<what>(?!medflare\.)[\w.]+)'.* is not in allow_list": "{party} does not allow the component {what}",
+    r"^(?:\w+: )?component (?P<what>medflare\.\S+) refused: (?P<why>.+)": (
+        f"{{party}} refuses this job's component {{what}}: {{why}}; {_NEW_POLICIES}"
     ),
-    r"^(?:\w+: )?(?P<kind>component|network) (?P<what>.+?) refused: (?P<why>.+)": (
-        "{party} refused the {kind} {what} that the job names: {why}; where it is one of medflare's, the administrator of {party} runs "
-        "`medflare site setup KIT --replace-policies`, then submit the job again"
+    r"^(?:\w+: )?(?P<what>(?:component (?!medflare\.)|network |configuration ).+?) refused: (?P<why>.+)": (
+        "{party} refuses this job's {what}: {why}"
+    ),
+    r"privacy scope '(?P<what>.*)' is not allowed": (
+        "{party} does not allow the privacy scope '{what}' of this job; remove \"scope\" from its meta.json"
+    ),
+    r"no reply \(deployment timeout\)": (
+        "{party} did not reply when the job was sent to it; its administrator checks it "
+        "(`medflare site doctor KIT`), then submit the job again"
+    ),
+    r"fatal return code UNSAFE_JOB from client (?P<site>\S+)": (
+        "{site} takes no job with task_result_filters of its own, which would run after the site's filters; "
+        "leave them out, or have the site name them in its local/privacy.json"
+    ),
+    r"\"filters\" must contain Filter object but got <class '(?P<what>[\w.]+)'>": (
+        "{party} cannot use {what} as a filter; remove it from the filters of this job"
+    ),
+    r"received dead job report for client (?P<site>\S+)": (
+        "the job's process at {site} ended too early; its administrator finds the reason in ID/log.txt of its kit; "
+        "a frequent one is a class in the job's filters that is no filter"
     ),
     r"No module named '(?P<what>[\w.]+)'": (
         "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in, "
@@ -52,7 +73,7 @@ class Follower:
     """Passes what is new about a job to `say`, line by line, over all sessions with its server."""
 
     def __init__(self, say: Callable[[str], None]):
-        self._say = say
+        self._say = lambda line: say(printable(line))  # the server and the sites write some of it
         self._printed: set[str] = set()
         self._reported: dict[str, float] = {}  # site -> its silence when it was last reported
 
