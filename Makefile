@@ -3,7 +3,7 @@
 # make test-fast   ruff, mypy and the tests that start no FLARE processes
 # make docs        the documentation as a site in site/; a link or reference that leads nowhere fails it
 # make release     wheel, sdist and bill of materials in dist/, each distribution installed in a clean environment and tried
-# make lock        requirements.lock anew from pyproject.toml and constraints.txt (needs uv)
+# make lock        requirements.lock and requirements-torch.lock anew from pyproject.toml and constraints.txt (needs uv)
 # make clean       remove everything that these commands made
 #
 # Needs Python 3.10, 3.11 or 3.12 with pip; everything else goes into .venv, once, and again when pyproject.toml or
@@ -51,12 +51,12 @@ docs: $(VENV)/.installed-dev
 release: $(VENV)/.installed-dev
 	.ci/release
 
-# Without torch and what only its CUDA builds bring: which build of torch is right depends on the machine.
+# torch and what only its CUDA builds bring have a file of their own: which build of torch is right depends on the machine.
 lock:
 	uv pip compile pyproject.toml --extra export --extra privacy --extra dicomseg --extra pretrained --extra transformers \
 		--constraint constraints.txt --python-version 3.11.5 --universal --generate-hashes \
 		--no-annotate --no-header \
-		| awk '/^[a-z]/ { keep = !/^(torch|triton|cuda-.*|nvidia-.*)==/ } keep' > requirements.lock
+		| awk '/^[a-z]/ { file = "requirements" (/^(torch|triton|cuda-.*|nvidia-.*)==/ ? "-torch" : "") ".lock" } { print > file }'
 
 clean:
 	rm -rf $(VENV) workspace build dist site custom/*.egg-info .coverage coverage.xml .hypothesis .pytest_cache .mypy_cache .ruff_cache

@@ -56,6 +56,7 @@ for kit in "$newest"/*/; do
     fi
 done
 python3 "$here/party.py" setup "${kits[@]}"
+chmod -R go= "$newest" # nvflare lets everybody read and run its scripts, those in the kits of people too
 echo "startup kits: $newest"
 if [[ $newest != */prod_00 ]]; then
     echo "Hand over those of new parties alone and delete the others: kits of earlier generations stay in use."

@@ -43,6 +43,22 @@ def test_mistakes_of_the_first_minutes(settings: dict[str, Any], reason: str) ->
         medflare.run_local("fedavg", "phantom", given.pop("sites"), seed=0, **given)
 
 
+def test_the_locked_versions_are_the_tested_ones() -> None:
+    tested = set(re.findall(r"^[\w.-]+==[\w.]+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for file, package in (("requirements.lock", "nvflare"), ("requirements-torch.lock", "torch")):
+        lock = (ROOT / file).read_text()
+        (locked,) = re.findall(rf"^{package}==[\w.]+", lock, re.MULTILINE)
+        assert locked in tested
+        versions = re.findall(r"^\S+==.*\n(.*)", lock, re.MULTILINE)
+        assert all(re.match(r"    --hash=sha256:[0-9a-f]{64}", following) for following in versions)
+
+
+def test_actions_are_named_by_commit() -> None:
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", workflow.read_text())
+        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used)
+
+
 @pytest.mark.slow
 def test_the_image_for_containers_has_the_presets(tmp_path: Path) -> None:
     for line in re.findall(r"^COPY (.+)$", (ROOT / "poc_workspace/runtime/Dockerfile").read_text(), re.MULTILINE):

@@ -105,6 +105,7 @@ def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task
     data = {"/data/": f"{tmp_path}/data/"}
     output = person.types(commands("Project admin"))
     assert "startup kits: federation/medflare/prod_00" in output and "localhost is up" in output
+    assert (tmp_path / "medflare-storage").is_dir(), "outside of the checkout"
     for site in SITES:
         output = person.types(commands("Site administrator").replace("site-1", site), **data)
         assert f"{site} is up" in output

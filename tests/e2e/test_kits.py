@@ -39,6 +39,12 @@ def test_keys_are_for_one_account_alone(provisioned: ProvisionedFederation) -> N
     assert {path.stat().st_mode & 0o077 for path in [*keys, *(path.parent for path in keys)]} == {0}
 
 
+def test_no_file_of_a_kit_is_for_others(provisioned: ProvisionedFederation) -> None:
+    files = [path for path in provisioned.kits.rglob("*") if not path.is_symlink()]
+    assert provisioned.kit("lead") / "startup" / "fl_admin.sh" in files
+    assert not [path for path in files if path.stat().st_mode & 0o077]
+
+
 def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFederation) -> None:
     kit = provisioned.kit("site-1")
     provisioned.command("nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml")
