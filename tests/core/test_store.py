@@ -1,5 +1,6 @@
 """Stored messages are read back bit for bit, and every damage is detected."""
 
+import errno
 import json
 import math
 import os
@@ -9,9 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
+from medflare.core import store
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore, read_message, write_json, write_message
@@ -114,6 +117,18 @@ def test_a_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: py
         write_json(path, {"round": 2})
     assert json.loads(path.read_text()) == {"round": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_failed_write_of_tensors_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors gives it in the text only."""
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(store, "save_file", Mock(side_effect=full))
+    with pytest.raises(OSError, match="model") as refused:
+        write_message(tmp_path / "model", Message({}, {}))
+    assert refused.value.errno == errno.ENOSPC
+    monkeypatch.setattr(store, "save_file", Mock(side_effect=SafetensorError("odd")))
+    with pytest.raises(OSError, match="odd"):
+        write_message(tmp_path / "model", Message({}, {}))
 
 
 def test_nan_in_json_raises_before_the_file_is_written(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Text of other parties: one printable line in errors, events, tables, names and metadata."""
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import medflare
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.events import EventLog
 from medflare.core.message import Message
-from medflare.core.store import csv_text
+from medflare.core.store import csv_cell, csv_text
 from medflare.core.text import printable_json
 from medflare.data.datalist import read_datalist
 from medflare.federation.update_validation import messages
@@ -38,8 +40,24 @@ def test_another_librarys_error_is_one_line_or_its_type(error: Exception, line: 
 
 def test_csv_has_no_control_characters() -> None:
     text = csv_text([{EVIL: EVIL, "b": -0.5}, {"b": "-1", "c": 3}], [EVIL, "b"])
-    assert all(letter.isprintable() or letter in "\r\n" for letter in text) and text.count(r"\x1b[2J") == 2
+    assert all(letter.isprintable() or letter == "\n" for letter in text) and text.count(r"\x1b[2J") == 2
     assert csv_text([{"a": "plain, with a comma"}], ["a"], header=False) == '"plain, with a comma"\n'
+
+
+@pytest.mark.parametrize("text", ['=cmd|"/c calc"!A1', "+1+cmd", "-1+cmd|x", "@SUM(A1)", "\t=1", "\n=1", "-", "-1\n"])
+def test_no_csv_cell_is_a_formula(text: str) -> None:
+    assert csv_cell(text) == f"'{text}"
+    ((heading,), (cell,)) = csv.reader(io.StringIO(csv_text([{text: text}], [text]), newline=""))
+    assert heading == cell == f"'{text}"
+
+
+def test_a_carriage_return_begins_no_row() -> None:
+    assert csv_text([{"a": "\r=1"}, {"a": "b\r=1"}], ["a"], header=False) == "'\\r=1\nb\\r=1\n"
+
+
+@pytest.mark.parametrize("value", ["-1", "+0.5", "-1.5E-7", "a=b", "", -0.5, 3, None])
+def test_numbers_and_plain_text_of_a_csv_cell_stay(value: Any) -> None:
+    assert csv_cell(value) == value
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "..", ".", "x" * 5000, "a\u202eb", " "])

@@ -89,6 +89,23 @@ def test_a_site_name_is_not_markup(record: RunRecord) -> None:
     assert "[red]evil[/red]" in results_table(build_results(named))
 
 
+def test_a_metric_and_a_models_name_are_not_markup(record: RunRecord) -> None:
+    results = build_results(record)
+    for site in results["sites"].values():
+        site["metrics"]["[link=file:///]m[/link]"] = {"[/x]": 0.5}
+    for role in results["mean"]:
+        results["mean"][role]["[link=file:///]m[/link]"] = {"[/x]": 0.5}
+    for site in results["sites"].values():
+        for model in ("global", "personal", "deployed"):
+            site["metrics"][model]["[/x]"] = 0.5
+        site["metrics"]["[link=file:///]m[/link]"] |= dict.fromkeys(("dice", "iou", "hd95"), 0.5)
+    for models in results["mean"].values():
+        for metrics in models.values():
+            metrics.update(dict.fromkeys(("dice", "iou", "hd95", "[/x]"), 0.5))
+    text = results_table(results)
+    assert "[/x]" in text and "[link=file:///]m[/link]" in text
+
+
 def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: RunRecord) -> None:
     stream = io.StringIO()
     write_results(tmp_path / "good" / "medflare", record)

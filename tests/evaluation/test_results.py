@@ -1,6 +1,7 @@
 """results.json keeps its schema for complete, odd and failed runs; metrics.jsonl survives crashes and restarts."""
 
 import copy
+import csv
 import dataclasses
 import json
 import math
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from evaluation.conftest import History
+from medflare.cli.run import results as show
 from medflare.core.errors import StateError
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import (
@@ -97,6 +99,7 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
         ("costs", {"A": {"down_bytes": 1, "up_bytes": -1, "seconds": 1.5}}, "costs.A.up_bytes"),
         ("status", "FAILED", "reason"),
         ("configuration.hyper", {"lam": 0.7}, "configuration.hyper.site"),
+        ("sites", {"..": {}}, "sites."),
     ],
 )
 def test_a_violation_of_the_schema_is_named(record: RunRecord, path: str, value: Any, named: str) -> None:
@@ -137,10 +140,50 @@ def test_missing_or_damaged_results_raise_an_error_with_the_path(tmp_path: Path)
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(StateError, match=str(path)):
             load_results(path)
-    for content in ("", "{", "[]", '{"schema": 1}'):
+    for content in ("", "{", "[]", '{"schema": 1}', "[" * 10_000):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(StateError, match=r"results\.json"):
             load_results(tmp_path)
+
+
+ESCAPE = "\x1b]0;PWN\x07\x1b[2J"
+
+
+@pytest.mark.parametrize("name", [ESCAPE, "", "..", "A\nB", "x" * 101])
+def test_a_name_that_no_site_can_have_is_refused(tmp_path: Path, record: RunRecord, name: str) -> None:
+    """The server of another institution may have written the file."""
+    results = build_results(record)
+    results["sites"][name] = results["sites"]["A"]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(StateError, match=r"results\.json: .*name of a site") as refused:
+        load_results(tmp_path)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 600
+
+
+def test_all_text_of_results_is_printable(tmp_path: Path, record: RunRecord) -> None:
+    hostile = {"name": ESCAPE, "metric": ESCAPE, "source": ESCAPE}
+    results = build_results(dataclasses.replace(record, reason=ESCAPE, method=ESCAPE, citation=ESCAPE))
+    results |= {"task": ESCAPE, "tables": {ESCAPE: {ESCAPE: {ESCAPE: ESCAPE}}}, "cross_site": {ESCAPE: {ESCAPE: 0.5}}}
+    results["events"].append({"round": None, "site": ESCAPE, "kind": "warning", "message": ESCAPE})
+    results["configuration"]["task"] |= hostile
+    results["configuration"]["settings"]["label"] = ESCAPE
+    for site in results["sites"].values():
+        site["metrics"][ESCAPE] = {ESCAPE: 0.5}
+        site["metrics"]["deployed"] = {ESCAPE: 0.5, "structures": {ESCAPE: {ESCAPE: 0.5}}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    loaded = load_results(tmp_path)
+    assert "\x1b" not in json.dumps(loaded, ensure_ascii=False) and "PWN" in loaded["reason"]
+    assert loaded["sites"]["A"]["role"] == "inside" and load_results(tmp_path) == loaded
+
+
+def test_no_site_is_a_formula_in_the_table(tmp_path: Path, record: RunRecord) -> None:
+    formula = '=cmd|"/c calc"!A1'
+    write_results(tmp_path / "medflare", dataclasses.replace(record, sites={formula: record.sites["B"]}))
+    assert show(tmp_path, tmp_path / "table.csv") == 0
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["site"] for row in rows} == {f"'{formula}"} and rows[0]["value"] == "0.6"
+    assert rows[-1]["value"] == "", "undefined"
 
 
 def test_steps_are_appended_and_read(tmp_path: Path, history: History) -> None:

@@ -375,11 +375,12 @@ def results(
     csv: options.CsvFile = None,
 ) -> int:
     """Show the results of a finished run; exits non-zero if it failed."""
+    from medflare.core.store import csv_cell
     from medflare.evaluation.console import show_results
     from medflare.evaluation.results import load_results, results_frame
 
     completed = show_results(path)
     if csv is not None:
-        results_frame(load_results(path)).to_csv(csv, index=False)
+        results_frame(load_results(path)).map(csv_cell).to_csv(csv, index=False)
         print(f"table: {csv}")
     return 0 if completed else 1

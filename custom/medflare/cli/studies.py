@@ -152,7 +152,7 @@ def show_tables(
     """Print the tables of a study's folder again; trains nothing."""
     import pandas as pd
 
-    from medflare.core.store import write_atomically
+    from medflare.core.store import csv_cell, write_atomically
     from medflare.evaluation.results import results_frame
     from medflare.studies import grid, page, tables
 
@@ -165,7 +165,7 @@ def show_tables(
     _write_curves(figures, groups)
     if csv is not None:
         rows = [results_frame(run).assign(method=row, seed=run["seed"]) for row, runs in groups.items() for run in runs]
-        pd.concat(rows).to_csv(csv, index=False)
+        pd.concat(rows).map(csv_cell).to_csv(csv, index=False)
         print(f"table: {csv}")
     return 0
 

@@ -6,12 +6,13 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,8 @@ from medflare.core.states import StateDict, copy_state
 from medflare.core.text import escaped
 
 SEPARATOR = "//"  # between entry and tensor name
+_FORMULA: Final = re.compile(r"[=@\t\r\n]|[+-](?![\d.]+(?:e[+-]?\d+)?\Z)", re.ASCII | re.IGNORECASE)
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")  # in an error of safetensors
 _HEADER = "medflare"  # the field of the safetensors header with metadata, entry names and checksum
 
 
@@ -90,13 +93,25 @@ def write_json(path: Path, content: Any, *, public: bool = False) -> None:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
-    """Rows (column -> value) as CSV without control characters; a missing column is empty."""
+    """Rows (column -> value) as CSV of `csv_cell`; a missing column is empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if header:
-        writer.writerow({name: escaped(name) for name in columns})
-    writer.writerows({name: escaped(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows)
+        writer.writerow({name: csv_cell(name) for name in columns})
+    writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
+
+
+def csv_cell(value: Any) -> Any:
+    """A value for a CSV file: text without control characters that no spreadsheet takes for a formula.
+
+    Examples:
+        >>> csv_cell("=1+1"), csv_cell("-3.5e-2"), csv_cell("-"), csv_cell("A"), csv_cell(-3.5)
+        ("'=1+1", '-3.5e-2', "'-", 'A', -3.5)
+    """
+    if not isinstance(value, str):
+        return value
+    return ("'" if _FORMULA.match(value) else "") + escaped(value)
 
 
 def write_message(path: Path, message: Message) -> None:
@@ -108,6 +123,9 @@ def write_message(path: Path, message: Message) -> None:
         try:
             save_file(tensors, temporary, metadata={_HEADER: header})  # safetensors writes several fields in any order
         except SafetensorError as error:
+            code = _OS_ERROR.search(str(error))
+            if code:
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
             raise OSError(f"{path}: {error}") from error
 
 
@@ -124,6 +142,11 @@ def flat(message: Message) -> StateDict:
             named[key] = copy_state({key: tensor})[key]
         end = max(end, tensor.data_ptr() + tensor.nbytes)
     return named
+
+
+def states_digest(states: Mapping[str, StateDict]) -> str:
+    """A checksum of the names, dtypes, shapes and values of all tensors."""
+    return _digest(flat(Message(dict(states))), {})
 
 
 def read_message(path: Path) -> Message:

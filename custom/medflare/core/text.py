@@ -19,11 +19,11 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The same, with line breaks and tabs as they are."""
+    """The same, with line feeds and tabs as they are."""
     if text.isprintable():
         return text
     letters = text.encode(errors="replace").decode()
-    return "".join(letter if letter.isprintable() or letter in "\t\r\n" else letter.encode("unicode_escape").decode() for letter in letters)
+    return "".join(letter if letter.isprintable() or letter in "\t\n" else letter.encode("unicode_escape").decode() for letter in letters)
 
 
 def printable_json(value: Any, depth: int = 32) -> Any:

@@ -67,7 +67,8 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     from rich.text import Text
 
     terminal = stream.isatty()
-    console = Console(file=stream, force_terminal=terminal, highlight=False, width=None if terminal else _WIDE)
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # names are other parties'
+    console = Console(file=stream, force_terminal=terminal, width=None if terminal else _WIDE, **plain)
     width = min(console.width, _WIDTH)
 
     def fits(metrics: Sequence[str]) -> bool:

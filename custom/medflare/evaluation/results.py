@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import installed_versions
+from medflare.core.text import NAME, is_name, printable_json
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL
 
@@ -257,6 +258,12 @@ def _known_kind(kind: str) -> str:
     return kind
 
 
+def _site_name(name: str) -> str:
+    if not is_name(name):
+        raise ValueError("not the name of a site")
+    return name
+
+
 class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -308,7 +315,7 @@ class _Results(_Open):
     rounds: _Count
     status: Literal["COMPLETED", "FAILED"]
     reason: str | None
-    sites: dict[str, _Site]
+    sites: dict[Annotated[str, AfterValidator(_site_name)], _Site]
     mean: dict[Literal["inside", "outside"], _Models]
     traffic: _Traffic
     seconds: dict[str, float]
@@ -329,7 +336,7 @@ def validate_results(results: Mapping[str, Any]) -> None:
     try:
         _Results.model_validate(results)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, problem['loc'])) or 'results'}: {problem['msg']}" for problem in error.errors()]
+        problems = [f"{'.'.join(str(part)[:NAME] for part in problem['loc']) or 'results'}: {problem['msg']}" for problem in error.errors()]
         raise ValueError("not valid results: " + "; ".join(problems)) from None
 
 
@@ -351,11 +358,23 @@ def load_results(path: Path) -> dict[str, Any]:
     """The results dict of a run, validated; `path` as for `find_results`. Raises StateError also if the file is damaged."""
     file = find_results(Path(path))
     try:
-        results = json.loads(file.read_bytes())
-        validate_results(results)
+        return parse_results(file.read_bytes())
     except ValueError as error:
         raise StateError(f"{file}: not the {RESULTS_FILE} of a run: {error}") from error
-    return results
+
+
+def parse_results(content: bytes) -> dict[str, Any]:
+    """The results dict of a file's content, validated; all its text is printable, since another party may have written it.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        results = json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    validate_results(results)
+    printed: dict[str, Any] = printable_json(results)
+    return printed
 
 
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.store import file_digest, replacing, write_atomically
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
-from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, validate_results
+from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, parse_results
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import Candidate
 from medflare.studies.page import PAGE_FILE, study_page
@@ -79,7 +79,7 @@ def read_runs(out: Path) -> dict[str, dict[str, Any]]:
     for entry in sorted(entry for entry in contents if entry.endswith(f"/{RESULTS_FILE}")):
         name = entry.removesuffix(f"/{RESULTS_FILE}")
         try:
-            validate_results(results := json.loads(contents[entry]))
+            results = parse_results(contents[entry])
             scores = json.loads(contents.get(f"{name}/{SCORES_FILE}", "{}"))
             for models in scores.values():
                 models.update({model: models[cases] for model, cases in models.items() if isinstance(cases, str)})
