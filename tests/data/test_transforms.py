@@ -8,7 +8,7 @@ from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError
 from medflare.data import trial
 from medflare.data.transforms import Augmentation, Preprocessing
-from medflare.data.trial import try_transforms
+from medflare.data.trial import try_task
 from medflare.tasks.config import load_task
 from medflare.tasks.transforms import photometric_augmentations, spatial_augmentations
 
@@ -160,14 +160,33 @@ TASK = load_task("phantom").to_dict()
 def test_transforms_that_need_too_much_memory_are_refused(setting: str, value: Any) -> None:
     name = value["name"] if isinstance(value, dict) else value[-1]["name"]
     with pytest.raises(ConfigError, match=rf"{setting} {name}"):
-        try_transforms(load_task({**TASK, setting: value}), 4.0, "site A", "bounds.memory")
+        try_task(load_task({**TASK, setting: value}), 4.0, "site A", "bounds.memory")
 
 
 def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_SECONDS", 1)
     task = load_task({**TASK, "augment": [{"name": "RandGridDistortion", "num_cells": 10**7}]})
     with pytest.raises(ConfigError, match=r"RandGridDistortion.* 1 s"):
-        try_transforms(task, 4.0, "site A", "bounds.memory")
+        try_task(task, 4.0, "site A", "bounds.memory")
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"name": "unet", "channels": [8, 8], "num_res_units": 10**7},
+        {"name": "UNet", "channels": [8, 8], "strides": [2], "num_res_units": 10**7},
+    ],
+)
+def test_a_network_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, network: dict[str, Any]) -> None:
+    monkeypatch.setattr(trial, "_SECONDS", 1)
+    with pytest.raises(ConfigError, match=rf"^site A: network {network['name']}: more than 1 s"):
+        try_task(load_task({**TASK, "network": network}), 4.0, "site A", "bounds.memory")
+
+
+def test_the_trial_of_a_network_says_what_is_wrong_with_it() -> None:
+    network = {"name": "unet", "channels": [8, 8], "chanels": 65}
+    with pytest.raises(ConfigError, match=r"site A: network unet: .*'chanels'"):
+        try_task(load_task({**TASK, "network": network}), 4.0, "site A")
 
 
 def test_ordinary_arguments_are_accepted_and_common_ones_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +198,10 @@ def test_ordinary_arguments_are_accepted_and_common_ones_not_tried(monkeypatch: 
         {"name": "RandAffine", "prob": 0.5, "spatial_size": [64, 64]},
         {"name": "RandBiasField"},
     ]
-    task = load_task({**TASK, "augment": augment, "intensity": {"name": "GaussianSmooth", "sigma": 2.0}})
-    try_transforms(task, 4.0, "site A", "bounds.memory")
+    changed = {"augment": augment, "intensity": {"name": "GaussianSmooth", "sigma": 2.0}}
+    network = {"name": "unet", "channels": [8, 8], "num_res_units": 65}
+    task = load_task({**TASK, **changed, "network": network})
+    try_task(task, 4.0, "site A", "bounds.memory")
     monkeypatch.setattr(trial, "_problem", None)
     intensity = {"name": "ScaleIntensityRange", "a_min": -1000, "a_max": 1e6, "b_min": 0, "b_max": 1}
-    try_transforms(load_task({**TASK, "intensity": intensity}), 4.0, "site A", "bounds.memory")
+    try_task(load_task({**TASK, "intensity": intensity}), 4.0, "site A", "bounds.memory")

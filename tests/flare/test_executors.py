@@ -1,5 +1,6 @@
 """A site's executor: tasks in, answers or one-line reasons out, in this process or in a fork of a warm host."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from medflare.flare import executors
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import validate_tensors
 from medflare.flare.liveness import Heartbeat
-from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
+from medflare.flare.messages import UNABLE, error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import ParticipantSpec, anchor_data_root
 from medflare.flare.simulator import SimulatorHost
@@ -96,7 +97,7 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
     assert reply.meta["n_samples"] > 0
     assert reply.states["model"].keys() == model(task).states["model"].keys()
-    delivered = to_message(answered(executor, fl_ctx, "finalize", model(task, step=1), round=1))
+    delivered = to_message(answered(executor, fl_ctx, "finalize", model(task, step=4), round=3))
     assert 0 <= delivered.meta["metrics"]["deployed"]["dice"] <= 1
     kept = load_model(place / "medflare" / "run" / "personal")
     assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
@@ -185,6 +186,29 @@ def test_no_name_of_a_file_leaves_with_an_error(
     assert "Meier" not in caplog.text
     kept = place / "medflare/run/errors.log"
     assert kept.read_text().count("Meier Anna.png is odd") == 2 and kept.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_is_said_in_words(
+    fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, wrapped: bool
+) -> None:
+    """To the lead, and in the job's log at the site; without a path."""
+    executor = FedAvgExecutor(seed=0)
+    answered(executor, fl_ctx, "enrol", enrolment(task))
+
+    def full(*arguments: object) -> None:
+        try:
+            raise OSError(number, os.strerror(number), "/archive/Meier Anna.png")
+        except OSError as error:
+            if wrapped:
+                raise DataError("Meier Anna.png cannot be stored") from error
+            raise
+
+    monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", full)
+    reason = str(error_of(answered(executor, fl_ctx, "train", model(task))))
+    assert "disk is full" in reason and "Meier" not in reason and "/" not in reason
+    assert f"{UNABLE}{reason}" in caplog.text
 
 
 @pytest.mark.parametrize("bound", ["minutes", "hours"])

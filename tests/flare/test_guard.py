@@ -1,11 +1,13 @@
 """The outbound guard: what the manifest and the site allow leaves, and nothing else."""
 
 import csv
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -268,6 +270,17 @@ def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, spec:
     assert blocked(result) == "no images"
     (row,) = report(spec)
     assert (row["entry"], row["purpose"], row["sent"]) == ("error", "no images", "yes"), "the line leaves, too"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_full_disk_cannot_record_does_not_leave(
+    context: FLContext, update: Message, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", f"/srv/{SECRET}/outbound.csv")
+    monkeypatch.setattr("medflare.flare.guard._record", Mock(side_effect=full))
+    result = make_reply(ReturnCode.EXECUTION_EXCEPTION, {"medflare.error": SECRET}) if failed else to_shareable(update)
+    left = OutboundGuard().process(result, context)
+    assert "disk is full" in blocked(left) and SECRET.encode() not in contents(left)
 
 
 def test_results_of_other_executors_stay(update: Message) -> None:

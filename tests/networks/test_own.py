@@ -9,9 +9,11 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.local import local_settings
+from medflare.data.trial import try_task
 from medflare.networks import own
 from medflare.networks.catalogue import build_network
 from medflare.networks.own import VARIABLE, own_module
+from medflare.tasks.config import load_task
 
 CODE = """
 from torch import nn
@@ -66,6 +68,15 @@ def test_a_package_that_is_not_trusted_is_not_imported(monkeypatch: pytest.Monke
         monkeypatch.setenv(VARIABLE, named)
         with pytest.raises(ConfigError, match="lab_nets"):
             build_network({"name": "lab_nets.small:Plain"}, 1, 2)
+
+
+def test_the_trial_of_a_task_trusts_what_this_process_trusts() -> None:
+    network = {"name": "lab_nets.small:Plain", "width": 8}
+    task = load_task({**load_task("phantom").to_dict(), "network": network})
+    with pytest.raises(ConfigError, match="lab_nets"):
+        try_task(task, 4.0, "site A")
+    own.trust("lab_nets")
+    try_task(task, 4.0, "site A")
 
 
 @pytest.mark.parametrize(

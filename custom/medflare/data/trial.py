@@ -1,6 +1,7 @@
-"""One image of a task's size through each of its transforms, in a process with limited time and memory.
+"""A task's network and transforms, tried in a process with limited time and memory.
 
-How much work an argument makes depends on MONAI's transform (a width, a number of cells, a factor). So transforms are tried.
+How much work an argument makes depends on MONAI (a number of blocks, a width, a number of cells, a factor). So the network is
+built on the meta device, and one image of the task's size goes through each transform.
 """
 
 import json
@@ -19,26 +20,31 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
+from medflare.networks.catalogue import meta_network
+from medflare.networks.own import VARIABLE, imported, own_module
+from medflare.networks.usual import is_usual_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
 
-_SECONDS: Final = 30  # of computing, for one image and all transforms
+_SECONDS: Final = 30  # of computing, for the network, one image and all transforms
 _START: Final = 600  # seconds in which a busy machine starts Python and imports MONAI
 _DRAWS: Final = 3
 
 
-def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "") -> None:
-    """Try the task's transforms, unless none of their arguments can make much work.
+def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> None:
+    """Try the task's network and transforms, unless none of their arguments can make much work.
 
     Args:
         memory: GiB that they may take.
         setting: the setting that allows more memory; "" for none.
 
     Raises:
-        ConfigError: a transform fails, or takes more time or memory.
+        ConfigError: the network or a transform fails, or takes more time or memory.
     """
-    if all(map(is_usual, (task.intensity, *task.augment))):
+    if is_usual_network(task.network) and all(map(is_usual, (task.intensity, *task.augment))):
         return
+    if own_module(task.network):
+        imported(task.network["name"])  # refused here if this process does not trust its package
     if problem := _problem(json.dumps(task.to_dict(), sort_keys=True), memory, _SECONDS):
         remedy = "make its arguments smaller" + (f", or raise {setting} where it needs more than {memory:.3g} GiB" if setting else "")
         raise ConfigError(f"{place}: {problem} (one image of {format_shape(task.size)}); {remedy}")
@@ -46,28 +52,36 @@ def try_transforms(task: TaskConfig, memory: float, place: str, setting: str = "
 
 @cache
 def _problem(task: str, memory: float, seconds: int) -> str:
-    """The transform that failed, and why; "" if none did."""
+    """The network or the transform that failed, and why; "" if none did."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    if module := own_module(json.loads(task)["network"]):
+        environment[VARIABLE] = module
     command = [sys.executable, "-u", "-m", "medflare.data.trial", str(memory), str(seconds)]
     try:
         ended = subprocess.run(command, input=task, capture_output=True, text=True, env=environment, timeout=_START + seconds, check=False)
     except subprocess.TimeoutExpired:
-        return f"transforms: more than {_START + seconds} s"
+        return f"network and transforms: more than {_START + seconds} s"
     if ended.returncode == 0:
         return ""
     error = f"exit status {ended.returncode}, {ended.stderr.strip().rpartition(chr(10))[2]:.200}"
-    name = (ended.stdout.splitlines() or ["transforms"])[-1]
+    name = (ended.stdout.splitlines() or ["network and transforms"])[-1]
     return f"{name}: {f'more than {seconds} s of computing' if ended.returncode == -signal.SIGPROF else error}"
 
 
 def main(memory: float, seconds: int) -> None:
-    """Try the task in the standard input; each transform is printed before it runs, since it may end this process."""
+    """Try the task in the standard input; what is tried is printed before, since it may end this process."""
     task = load_task(json.load(sys.stdin))
-    import monai.transforms  # noqa: F401  # not part of the measured time
+    import monai.networks.nets  # not part of the measured time
+    import monai.transforms  # noqa: F401
 
     torch.set_num_threads(1)
     _limit(memory)
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    sys.stdout.write(f"network {task.network['name']}\n")
+    try:
+        meta_network(task)
+    except ConfigError as error:
+        sys.exit(str(error))
     image = np.random.RandomState(0).random_sample((task.image_channels, *task.size)).astype(np.float32)
     sys.stdout.write(f"intensity {task.intensity['name']}\n")
     Preprocessing(task).intensities(image)

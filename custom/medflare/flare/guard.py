@@ -23,7 +23,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.components import refuse_result_filters
-from medflare.flare.messages import UNABLE, error_reply, error_text, to_message, to_shareable, without_folders
+from medflare.flare.messages import DISK_FULL, UNABLE, disk_is_full, error_reply, error_text, to_message, to_shareable, without_folders
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
 
 if TYPE_CHECKING:
@@ -62,10 +62,23 @@ class OutboundGuard(Filter):
             self.log_error(fl_ctx, f"{UNABLE}{error}")
             raise UnsafeJobError(str(error)) from error
         task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
-        if (code := _return_code(shareable)) != ReturnCode.OK:
-            return _failed(shareable, code, task)
         if task is None:
-            return error_reply(f"site {site} sends results of medflare's methods only; this task has declared none")
+            return _undeclared(shareable, site)
+        try:
+            return self._checked(shareable, task, fl_ctx)
+        except OSError as error:  # what outbound.csv cannot record does not leave
+            if not disk_is_full(error):
+                raise
+            self.log_error(fl_ctx, f"{UNABLE}{DISK_FULL}")
+            return error_reply(DISK_FULL)
+
+    def _checked(self, shareable: Shareable, task: SiteTask, fl_ctx: FLContext) -> Shareable:
+        """What may leave of a declared result, recorded; OSError if it cannot be recorded."""
+        site = fl_ctx.get_identity_name()
+        if (code := _return_code(shareable)) != ReturnCode.OK:
+            line = _failure(shareable, code)
+            _record(task, [{"entry": "error", "tensors": 0, "bytes": len(line.encode()), "purpose": line, "sent": "yes"}])
+            return error_reply(line, code)
         try:
             _check_headers(shareable)
             message = to_message(shareable)
@@ -166,12 +179,16 @@ def _return_code(shareable: Shareable) -> str:
     return _RETURN_CODES.get(code, ReturnCode.EXECUTION_EXCEPTION) if isinstance(code, str) else ReturnCode.EXECUTION_EXCEPTION
 
 
-def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable:
-    """A failed task's return code and one line, whatever else the result holds."""
-    line = _one_line(error_text(shareable) or f"the task ended with FLARE's return code {code}")
-    if task is not None:
-        _record(task, [{"entry": "error", "tensors": 0, "bytes": len(line.encode()), "purpose": line, "sent": "yes"}])
-    return error_reply(line, code)
+def _undeclared(shareable: Shareable, site: str) -> Shareable:
+    """The reply to a task that no method of medflare has declared: a failed task."""
+    if (code := _return_code(shareable)) != ReturnCode.OK:
+        return error_reply(_failure(shareable, code), code)
+    return error_reply(f"site {site} sends results of medflare's methods only; this task has declared none")
+
+
+def _failure(shareable: Shareable, code: str) -> str:
+    """A failed task's line, whatever else the result holds."""
+    return _one_line(error_text(shareable) or f"the task ended with FLARE's return code {code}")
 
 
 def _one_line(text: str) -> str:

@@ -5,6 +5,7 @@ task, one line of text. Tensors are sent as numpy arrays, which FLARE's filters 
 where a message is packed or unpacked: the simulator's processes pass messages on without it.
 """
 
+import errno
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 UNABLE: Final = "medflare: unable: "  # in a site's log, before the reason of a failed task
 FACTS: Final = "meta"  # name of the METRICS DXO; no state may have it
 ERRORS: Final = "errors.log"  # in the site's folder of a job: full errors, which may name images and patients
+DISK_FULL: Final = "the disk is full: free some space at the site and submit the job again"
 _ERROR_HEADER = "medflare.error"
 _BFLOAT16 = "bfloat16"  # in a state's DXO: names of tensors whose bits are sent as int16, because numpy has no bfloat16
 
@@ -155,10 +157,22 @@ def outward(error: Exception, phase: str, round: int) -> str:
         'medflare.json: not JSON'
         >>> outward(DataError("Meier.png: file not found"), "enrol", 0)
         "DataError in 'enrol' of round 0; errors.log at the site says why"
+        >>> outward(OSError(errno.ENOSPC, "full", "/srv/kit/outbound.csv"), "train", 1) == DISK_FULL
+        True
     """
+    if disk_is_full(error):
+        return DISK_FULL
     if isinstance(error, MedflareError) and not isinstance(error, DataError):
         return without_folders(str(error))
     return f"{type(error).__name__} in '{phase}' of round {round}; {ERRORS} at the site says why"
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error, or the one that led to it, says that there is no space or no more quota."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    earlier = error.__cause__ or error.__context__
+    return earlier is not None and disk_is_full(earlier)
 
 
 def without_folders(text: str) -> str:

@@ -22,7 +22,7 @@ from medflare.core.states import StateDict, misfit
 from medflare.core.store import file_digest, read_message, write_json, write_message
 from medflare.core.text import printable_json
 from medflare.data.local import ImageBounds
-from medflare.data.trial import try_transforms
+from medflare.data.trial import try_task
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
@@ -31,7 +31,7 @@ MODEL = "model"  # the entry of a plain model that holds its weights
 KEPT = "kept"  # item of a deployed model that the site chose: its role, for the card and the results
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
-_TRIAL = 16.0  # maximum GiB for the intensity transform of one image
+_TRIAL = 16.0  # maximum GiB for the network's shapes and the intensity transform of one image
 SEAL = "signature"  # the checksum of the card, which contains that of the weights
 _PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "image_mode", "orientation", "spacing")
 
@@ -165,7 +165,7 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
     Raises:
         StateError: a file is missing or damaged, the card has another schema, was changed or has no signature, its task is invalid, or card
             and weights do not belong together.
-        ConfigError: the task's images are larger than the bounds.
+        ConfigError: the task's images are larger than the bounds, or its network or transform needs too much time or memory.
     """
     folder, place = Path(folder), Path(folder) / CARD_FILE
     if missing := [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]:
@@ -193,5 +193,5 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
         remedy = f"use the medflare that wrote it ({(card.get('versions') or {}).get('medflare', 'no release is named')})"
         raise StateError(f"{place}: its task cannot be used here, {remedy}: {error}") from error
     bounds.check_task(task, str(place))
-    try_transforms(replace(task, augment=()), _TRIAL, str(place))
+    try_task(replace(task, augment=()), _TRIAL, str(place))
     return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

@@ -7,7 +7,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.data.loading import load_site_data, open_source, resolve_data_root
 from medflare.data.local import PLACE, Bounds, LocalSettings, cache_with_folder, local_settings
-from medflare.data.trial import try_transforms
+from medflare.data.trial import try_task
 from medflare.networks.catalogue import meta_network
 from medflare.networks.dry_run import step_bytes
 from medflare.tasks.config import TaskConfig
@@ -68,16 +68,16 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     """Compare a task's image size, epochs, network and transforms with a site's bounds, before images are read.
 
     Raises:
-        ConfigError: the task is beyond them, or a transform fails on an image of its size.
+        ConfigError: the task is beyond them, its network takes too long to build, or a transform fails on an image of its size.
     """
     bounds.check_task(task, place)
     if task.local_epochs > bounds.epochs:
         raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
+    try_task(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
     needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
     if needed > bounds.model_bytes:
         allowed = f"{_named('model_bytes')} allows {bounds.model_bytes}"
         raise ConfigError(f"{place}: task {task.name}: the network has {needed} bytes, {allowed}")
-    try_transforms(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
 
 
 def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:

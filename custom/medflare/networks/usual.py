@@ -1,0 +1,42 @@
+"""Networks that are built in seconds, whatever their arguments say. Light to import."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from medflare.networks.own import own_module
+
+_FEW: Final = 32  # values of an argument
+_DEEP: Final = 64  # largest number: of blocks, of layers, ...
+_WIDE: Final = 2048  # largest width
+_WIDTHS: Final = frozenset({"channels", "features", "hidden", "hidden_size", "mlp_dim", "width", "dimension"})
+
+
+def is_usual_network(spec: Mapping[str, Any]) -> bool:
+    """Whether no argument of {"name": ..., arguments} can make the network slow to build.
+
+    Examples:
+        >>> is_usual_network({"name": "unet", "channels": [16, 32, 512], "num_res_units": 2})
+        True
+        >>> is_usual_network({"name": "DenseNet", "block_config": [200, 1, 1, 1]})
+        False
+    """
+    arguments = {name: value for name, value in spec.items() if name not in ("name", "weights")}
+    if own_module(spec):
+        return not arguments
+    return all(_is_small(name, tuple(_leaves(value))) for name, value in arguments.items())
+
+
+def _is_small(argument: str, values: tuple[Any, ...]) -> bool:
+    largest = _WIDE if argument in _WIDTHS else _DEEP
+    return len(values) <= _FEW and all(value <= largest for value in values if isinstance(value, int | float))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested lists and mappings."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value

@@ -1,0 +1,51 @@
+"""Networks of the task files are built without a trial; many blocks, layers or values need one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.simulation import ROOT
+from medflare.networks.usual import is_usual_network
+
+TASKS = sorted(path for path in (ROOT / "app_configs").rglob("*.json") if "network" in json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_networks_of_the_task_files_need_no_trial(path: Path) -> None:
+    assert is_usual_network(json.loads(path.read_text())["network"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"weights": {"file": "x", "bytes": 10**9}},
+        {"channels": [16, 32, 64, 128, 256], "strides": [2, 2, 2, 2], "num_res_units": 2, "norm": "batch"},
+        {"kernel_size": [[3, 3, 3]] * 6, "norm": ["group", {"num_groups": 8}], "dropout": 0.2},
+        {"block_config": [6, 12, 48, 32]},
+    ],
+)
+def test_small_arguments_need_no_trial(arguments: dict[str, Any]) -> None:
+    assert is_usual_network({"name": "UNet", **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"block_config": [200, 1, 1, 1]},
+        {"num_res_units": 65},
+        {"num_layers": 1e9},
+        {"channels": [8] * 33},
+        {"channels": [4096]},
+        {"blocks": {"down": [[[1, 65]]]}},
+    ],
+)
+def test_large_arguments_need_a_trial(arguments: dict[str, Any]) -> None:
+    assert not is_usual_network({"name": "UNet", **arguments})
+
+
+def test_a_network_of_another_package_with_arguments_needs_a_trial() -> None:
+    assert is_usual_network({"name": "lab_nets.small:Plain"})
+    assert not is_usual_network({"name": "lab_nets.small:Plain", "width": 4})
