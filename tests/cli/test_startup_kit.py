@@ -31,7 +31,7 @@ def _all(kit: Kit) -> dict[str, str]:
 
 def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert set(_verdicts(set_up(site, KitSettings())).values()) == {"added"}
-    assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5}
+    assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5, "bounds": {"inside_sites": 2, "drop_share": 0.5}}
     resources = _read(site, "resources.json")
     assert resources["class_allow_list"] == list(COMPONENTS["site"])
     assert resources["components"][0]["path"] == template("site", "resources.json")["components"][2]["path"] != PLAIN

@@ -53,7 +53,8 @@ def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_tas
     task = make_task("classification", labels=["dark", "bright"], label_values={"dark": [0], "bright": [2]}, unlisted_labels="drop")
     folder = make_site({"training": ["a", "b", "c"], "validation": ["d"], "test": ["e", "f"]}, kind="classification")
     data = load_site_data("A", task, folder)
-    assert data.notes == ("2 images left out: label_values lists no label for them",)
+    assert data.notes == () and len(data.dropped) == 2, "the number is the site's own"
+    assert data.dropped_line == "2 images left out: label_values lists no label for them"
     assert (len(data.train), len(data.validation), len(data.test)) == (2, 1, 1)
     four = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
     assert load_site_data("A", four, folder).notes == ("class brightest is absent from the training images",)

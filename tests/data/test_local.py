@@ -9,7 +9,9 @@ from medflare.data.local import Bounds, CacheSettings, LocalSettings, OutboundLi
 def test_defaults_and_nested_settings() -> None:
     settings = local_settings({})
     assert settings == LocalSettings() and settings.minimum_patients == 0 and settings.outbound == OutboundLimits(None, None)
-    assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16)
+    assert settings.bounds == Bounds(
+        pixels=2**26, voxels=2**28, epochs=1000, hours=720.0, memory=64.0, minutes=1440.0, model_bytes=2**33, batch=2**16
+    )
     content = {
         "bounds": {"pixels": 1000, "epochs": 3, "hours": 12},
         "data_folders": ["/scans"],
@@ -17,7 +19,7 @@ def test_defaults_and_nested_settings() -> None:
         "privacy": {"epsilon": 8, "delta": 1e-5, "ledger": "/kept"},
     }
     given = local_settings(content)
-    assert given.bounds == Bounds(1000, 2**28, 3, 12.0) and given.data_folders == ("/scans",)
+    assert given.bounds == Bounds(pixels=1000, epochs=3, hours=12.0) and given.data_folders == ("/scans",)
     assert given.outbound == OutboundLimits(("model",), 50_000_000) and given.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 
 

@@ -86,7 +86,9 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
     artifacts = SiteFolder(tmp_path, "A", FEDAVG, task, 0)
     site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, artifacts=artifacts, local=LocalSettings(minimum_patients=7))
     site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
-    site.answer("finalize", 0, Message({"model": Site("A", task, split).network().state_dict()}, {"step": 0, "run_rounds": 1}))
+    model = Site("A", task, split).network().state_dict()
+    for step, (phase, round) in enumerate([("validate", 1), ("finalize", 1)]):
+        site.answer(phase, round, Message({"model": model}, {"step": step, "run_rounds": 1}))
     assert "status doubtful" in (tmp_path / "report.html").read_text()
 
 

@@ -124,9 +124,9 @@ def test_no_message_of_any_method_holds_a_suppressed_count(name: str, data: Path
 # ---- prototypes of PRR -----------------------------------------------------------------------------------------------------------
 
 
-def rare_square(task: TaskConfig) -> Site:
+def rare_square(task: TaskConfig, name: str = "A") -> Site:
     """A site with two of twelve training patients in the last class."""
-    site = squares.site("A", task)
+    site = squares.site(name, task)
     split = site.data.train
     targets = split.targets.clone()
     if task.target == "multilabel":
@@ -287,12 +287,13 @@ def test_a_federation_without_counts_by_class(method: str) -> None:
     chosen = get_method(method)
 
     def member(name: str) -> Participant:
-        return Participant(name, lambda role: squares.site(name), chosen, options, local=LocalSettings(minimum_patients=13))
+        local = LocalSettings(minimum_patients=3)
+        return Participant(name, lambda role: rare_square(squares.SEGMENTATION, name), chosen, options, local=local)
 
     run = Run(chosen, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
     results = run.execute(LocalExchange("ABCO", member))
     assert results["status"] == "COMPLETED", results["reason"]
     warnings = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]
-    assert "no counts by class leave the site: a class has fewer than 13 training patients" in warnings
+    assert "no counts by class leave the site: a class has fewer than 3 training patients" in warnings
     assert method == "iop_fl" or any("minimum_patients" in line for line in warnings)
     assert not any("is in no site's training images" in event["message"] for event in results["events"])

@@ -23,8 +23,6 @@ def test_equal_releases_are_joined_and_others_listed() -> None:
     for release in (Release(1.0, 0.1, 3), Release(1.0, 0.1, 4), Release(2.0, 0.1, 5), Release(1.0, 0.1, 6)):
         ledger.add(release)
     assert ledger.releases() == [Release(1.0, 0.1, 7), Release(2.0, 0.1, 5), Release(1.0, 0.1, 6)]
-    ledger.clear()
-    assert ledger.releases() == []
 
 
 def test_a_damaged_ledger_is_an_error(tmp_path: Path) -> None:

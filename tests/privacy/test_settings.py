@@ -149,9 +149,9 @@ class TestAccount:
     def ask(self, task: TaskConfig, tmp_path: Path) -> Any:
         method, start = get_method("fedavg"), squares.start(task)
 
-        def ask(phase: str, step: int = 0, budget: Budget | None = None, finished: int = 0) -> Message:
+        def ask(phase: str, step: int = 0, budget: Budget | None = None, finished: int = 0, run: str = "state") -> Message:
             site = squares.site("A", task)
-            participant = Participant("A", lambda role: site, method, PRIVATE, store=StateStore(tmp_path / "state"), budget=budget)
+            participant = Participant("A", lambda role: site, method, PRIVATE, store=StateStore(tmp_path / run), budget=budget)
             if phase == "enrol":
                 meta = {**identity_of(method, PRIVATE, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
                 return participant.answer("enrol", 0, Message({}, {**meta, "finished": finished}))
@@ -164,7 +164,7 @@ class TestAccount:
         [
             (["new", 0, 1, 2], [2, 4, 6]),
             (["new", 0, 1, 1, 1], [2, 4, 6, 8]),  # of a repeated step, the first answer has left the site all the same
-            (["new", 0, "resumed", 1, "new", 0], [2, 4, 2]),
+            (["new", 0, "resumed", 1, "new", 2], [2, 4, 6]),  # the server cannot begin anew: a ledger only grows
         ],
     )
     def test_the_account_of_a_run_continues_from_process_to_process(self, ask: Any, asked: list[Any], steps: list[int]) -> None:
@@ -183,14 +183,16 @@ class TestAccount:
 
     def test_the_sites_budget_counts_over_all_runs(self, ask: Any, tmp_path: Path) -> None:
         budget = Budget(epsilon(1.0, 0.5, 7), 1e-5, tmp_path / "kept", "A")
-        for _ in range(3):  # runs of one round; the budget is for three
-            ask("enrol", budget=budget)
-            ask("train", 0, budget=budget)
-        ask("enrol", budget=budget)
+        for run in "123":  # runs of one round; the budget is for three
+            ask("enrol", budget=budget, run=run)
+            ask("train", 0, budget=budget, run=run)
+        ask("enrol", budget=budget, run="4")
         with pytest.raises(PrivacyError, match="ε"):
-            ask("train", 0, budget=budget)
+            ask("train", 0, budget=budget, run="4")
         assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
-        assert ask("validate", 1, budget=budget).meta["validation"]["global"] is not None, "measuring costs no training patient anything"
+        assert ask("validate", 3, budget=budget, run="4").meta["validation"]["global"] is not None, (
+            "measuring costs no training patient anything"
+        )
 
 
 def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:

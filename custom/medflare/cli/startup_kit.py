@@ -297,7 +297,7 @@ def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _
         content = {}
     elif content is None:
         usual = template(kit.kind, LOCAL_FILE)
-        content = {name: usual[name] for name in ("device", "minimum_patients")}  # the rest of the template is an example
+        content = {name: usual[name] for name in ("device", "minimum_patients", "bounds")}  # the rest of the template is an example
     if settings.data_root is not None:
         content["data_root"] = str(settings.data_root.expanduser().absolute())  # not resolved: mounts move
     if settings.cache == "off":

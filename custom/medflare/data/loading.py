@@ -24,6 +24,7 @@ from medflare.tasks.metrics import Images, Spacing
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
 FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
+NOT_LISTED = "label_values lists no label for them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +93,17 @@ class SiteData:
     validation: Split
     test: Split
     notes: tuple[str, ...] = ()  # remarks about the data, one line each
-    left_out: tuple[str, ...] = ()  # one line for each unusable image
+    left_out: Mapping[str, str] = field(default_factory=dict)  # one line for each unusable image -> its patient
+    dropped: tuple[str, ...] = ()  # the patient of each image that the task leaves out, since no label of it lists the image's value
     annotated: tuple[str, ...] | None = None  # the structures that the site annotated; None: it does not say, and all count as annotated
     absent: tuple[str, ...] = ()  # structures in none of the training masks of a site without "annotated", one line each with the remedy
     # float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it was not computed
     acquired: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+
+    @property
+    def dropped_line(self) -> str:
+        """One line about `dropped` for the site itself; "" if it is empty."""
+        return f"{len(self.dropped)} images left out: {NOT_LISTED}" if self.dropped else ""
 
     def split(self, name: str) -> Split:
         """A split by name: "train" (or "training"), "validation", "test"."""
@@ -179,7 +186,7 @@ def load_site_data(
         DataError: the data cannot be used; the message names the file or value and the remedy.
     """
     source = open_source(site, task, root, folders, bounds)
-    entries, notes = usable_entries(site, task, source, role=role)
+    entries, notes, dropped = usable_entries(site, task, source, role=role)
     annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
     _check_not_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
@@ -195,8 +202,19 @@ def load_site_data(
         notes += [f"class {name} is absent from the training images" for name in missing]
     acquired = {row.entry: row.acquired for row in decoded.rows if entries[row.entry].split == "training"}
     numbers = torch.tensor(list(acquired.values()), dtype=torch.float64)
-    left_out, annotated = tuple(decoded.failed.values()), None if annotation is None else annotation.names
-    return SiteData(train, validation, test, (*notes, *absent), left_out, annotated, tuple(absent), numbers)
+    left_out = {line: entries[place].patient for place, line in decoded.failed.items()}
+    annotated = None if annotation is None else annotation.names
+    return SiteData(
+        train,
+        validation,
+        test,
+        notes=(*notes, *absent),
+        left_out=left_out,
+        dropped=dropped,
+        annotated=annotated,
+        absent=tuple(absent),
+        acquired=numbers,
+    )
 
 
 def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:
@@ -220,17 +238,30 @@ def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequenc
     return PhantomSource(site, task) if root is None else Source(root, task, allowed_folders(folders), bounds)
 
 
-def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[DatalistItem], list[str]]:
-    """The items that the task can use, each with its split; and notes on renamed classes and left out images.
+class UsableEntries(NamedTuple):
+    """The items that a task can use, each with its split; notes on renamed classes; the patients of the items that it drops."""
+
+    entries: list[DatalistItem]
+    notes: list[str]
+    dropped: tuple[str, ...]
+
+
+def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> UsableEntries:
+    """What the task can use of a site's datalist.
 
     Raises:
         DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task does not list.
     """
     entries, notes = renumbered_entries(site, task, source)
-    used = [entry for entry in entries if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
-    if dropped := len(entries) - len(used):
-        notes.append(f"{dropped} images left out: label_values lists no label for them")
-    return assign_splits(used, source.listed(), site, outside=role == "outside", resplit=task.resplit), notes
+    used: list[DatalistItem] = []
+    dropped: list[str] = []
+    for entry in entries:
+        if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None:
+            used.append(entry)
+        else:
+            dropped.append(entry.patient)
+    split = assign_splits(used, source.listed(), site, outside=role == "outside", resplit=task.resplit)
+    return UsableEntries(split, notes, tuple(dropped))
 
 
 def renumbered_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[DatalistItem], list[str]]:

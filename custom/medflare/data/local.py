@@ -137,11 +137,15 @@ class ImageBounds:
 class Bounds(ImageBounds):
     """Limits of what a job may demand of the site, and of the size of images."""
 
+    drop_share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the site's images that a task may leave out, by its labels or unread
     epochs: Annotated[int, Field(ge=1)] = 1000  # passes over the training images in a round
+    evaluations: Annotated[int, Field(ge=1)] = 1000  # of models on test images, over all jobs on one data folder
     hours: Annotated[float, Field(gt=0)] = 720.0  # of work on one job, without waits; then the site only receives the final models
+    inside_sites: Annotated[int, Field(ge=1)] = 1  # that a job must have, this site included, for the site to train
     memory: Annotated[float, Field(gt=0)] = 64.0  # GiB that a training step needs at least; a transform of one image may take a quarter
     minutes: Annotated[float, Field(gt=0)] = 1440.0  # of one step of the federation; a day
     model_bytes: Annotated[int, Field(ge=1)] = 2**33  # of the task's network
+    rounds: Annotated[int, Field(ge=0)] = 10_000  # of one job
     batch: Annotated[int, Field(ge=1)] = 2**16  # largest `batch_size`, `accumulate` and `patches_per_image` of a task
 
 
@@ -158,7 +162,7 @@ class LocalSettings:
     data_root: str = ""  # folder of the data, see `data.loading.site_folder`
     device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu
     keep: Literal["global", "personal"] | None = None  # the model that is deployed here in the end; None: the method's choice
-    minimum_patients: Annotated[int, Field(ge=0)] = 0  # metrics of fewer patients do not leave the site
+    minimum_patients: Annotated[int, Field(ge=0)] = 0  # numbers of fewer patients do not leave the site, nor a model trained on fewer
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()  # installed, whose networks and methods a job may name
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None

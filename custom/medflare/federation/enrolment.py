@@ -13,7 +13,7 @@ from medflare.federation.exchange import Transport
 from medflare.federation.settings import ENROL
 from medflare.federation.update_validation.messages import FINISHED, RANGE, ROLE, SITES, START, VERSIONS
 from medflare.federation.update_validation.updates import capped
-from medflare.methods.base import ServerContext, Step
+from medflare.methods.base import N_SAMPLES, ServerContext, Step
 
 _COMPARED: Final = ("medflare", "torch", "monai")
 
@@ -101,7 +101,7 @@ class Enrolment:
         for site, reply in self.transport.ask(Step(ENROL, round), outgoing).items():
             kind, problem = reply.kind, reply.problem
             if reply.message is not None:
-                kind, problem = "rejected", self._problem(site, reply.message.meta)
+                kind, problem = "rejected", self._problem(site, roles[site], reply.message.meta)
             if problem:
                 if self._problems.get(site) != (kind, problem):  # the site is invited at every step
                     context.events.add(kind, problem, site=site, round=round)
@@ -114,8 +114,11 @@ class Enrolment:
                 context.events.extend(meta.pop("events", []), site=site)
                 self.enrolled[site] = context.site_counts[site] = {**meta, ROLE: roles[site]}
 
-    def _problem(self, site: str, meta: Mapping[str, Any]) -> str:
+    def _problem(self, site: str, role: str, meta: Mapping[str, Any]) -> str:
         """Why a site cannot take part with what it reports, "" if it can."""
+        trains = any(N_SAMPLES in phase.reply_meta for phase in self.context.phases)
+        if trains and role == "inside" and "train" not in meta["n"]:
+            return "it does not say how many training images it has"
         there = meta.get(VERSIONS, {}).get("medflare", medflare.__version__)
         if there.split(".")[:2] != medflare.__version__.split(".")[:2]:
             return f"runs medflare {there}, the server {medflare.__version__}; install the same version at both"
@@ -129,7 +132,7 @@ class Enrolment:
 
     def _weigh(self, round: int) -> None:
         """Limit the weight of sites, and warn if one has more than half of all training images (of two: more than three quarters)."""
-        images = {site: self.enrolled[site]["n"]["train"] for site in self.inside}
+        images = {site: self.enrolled[site]["n"].get("train", 0) for site in self.inside}
         if self.max_client_weight is not None and all(images.values()):
             self.context.counted = {site: count / images[site] for site, count in capped(images, self.max_client_weight).items()}
         fractions = shares(images)

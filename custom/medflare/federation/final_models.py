@@ -18,7 +18,7 @@ from medflare.data.local import PLACE, PROGRESS
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label
 from medflare.evaluation.results import REPORT_FILE
-from medflare.federation.update_validation.suppression import has_small_class
+from medflare.federation.update_validation.suppression import counts_of_splits, has_small_cell, has_small_class, most_images, small_report
 from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
@@ -114,7 +114,7 @@ def evaluated(
     Args:
         models: role -> final model, of `MODEL_ROLES` and others to compare; equal objects are evaluated once.
         keep: stores a model with its scores by patient, which are not metadata: they do not leave the site.
-        minimum_patients: see `suppression.has_small_class`.
+        minimum_patients: see `suppression`.
         inside: whether the site trained.
 
     Returns:
@@ -125,6 +125,7 @@ def evaluated(
     log, constant = EventLog(), {}
     metrics, reports, classes, by_label, intervals = (dict[str, Any]() for _ in range(5))
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
+    least_images = minimum_patients * most_images(site.data.test.patients)  # a smaller count may be of fewer patients
     for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.roles else ():
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.test_metrics)
@@ -132,9 +133,9 @@ def evaluated(
             continue
         if id(models[role]) not in measured:
             module = build_deployed(site.task, models[role]).to(site.device)
-            measured[id(models[role])] = _measured(site, module, role, log)
-            if report := getattr(module, "report", None):  # JSON values about its predictions, for example how often each member answered
-                reports[role] = report()
+            measured[id(models[role])] = _measured(site, module, role, log, minimum_patients)
+            if (report := _report(module, role, least_images, log)) is not None:
+                reports[role] = report
             if KEPT in models[role].meta:
                 reports[role] = {**reports.get(role, {}), KEPT: models[role].meta[KEPT]["model"]}
             if notices := getattr(module, "notices", None):  # one line for each adaptation that the model reverted
@@ -146,6 +147,8 @@ def evaluated(
         small = has_small_class(summary.cases, site.task, minimum_patients)
         if site.task.kind == "classification" and not small:
             classes[role] = class_report(summary.cases, site.task.target, site.task.labels)
+            if classes[role] and has_small_cell(summary.cases, site.task, minimum_patients):
+                classes[role]["confusion"] = []
         if role in MODEL_ROLES and not small:
             by_label[role] = summary.by_label
             intervals[role] = {label: {metric: [*bounds] for metric, bounds in of.items()} for label, of in summary.intervals.items()}
@@ -155,8 +158,19 @@ def evaluated(
             constant = {} if small else {"constant": least}
     parts = {"classes": classes, "by_label": by_label, "intervals": intervals}
     defined = {name: {role: content for role, content in part.items() if content} for name, part in parts.items()}
-    meta = {**constant, "metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
+    meta = {**constant, "metrics": metrics, "n": counts_of_splits(site, minimum_patients), "reports": reports, "events": log.to_list()}
     return meta | {name: part for name, part in defined.items() if part}
+
+
+def _report(module: nn.Module, role: str, least_images: int, log: EventLog) -> dict[str, Any] | None:
+    """What a model reports of its predictions, for example how often each member answered; None if it reports nothing."""
+    if not hasattr(module, "report"):
+        return None
+    report: dict[str, Any] = module.report()  # type: ignore[operator]  # a Tensor to mypy, as every attribute of a module
+    if getattr(module, "counts_images", True) and small_report(report, least_images):
+        log.add("warning", f"{role}: no report leaves the site: a count in it is of fewer patients than minimum_patients")
+        return {}
+    return report
 
 
 def metric_of(model: Message, site: Site) -> float | None:
@@ -207,7 +221,7 @@ def _doubt(site: Site, metrics: Metrics, constant: Sequence[str], least: float |
         log.add("at_chance", f"{text}, not above the constant answer{constant_metric}")
 
 
-def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Summary, tuple[str, ...]]:
+def _measured(site: Site, module: nn.Module, role: str, log: EventLog, minimum_patients: int) -> tuple[Summary, tuple[str, ...]]:
     measured = site.measure(site.predictions(module, "test"), "test", site.task.test_metrics)
     scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():
@@ -215,6 +229,7 @@ def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[
     distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
-            log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
+            shown = "some" if minimum_patients > 1 else count
+            log.add("undefined", f"{role} {metric}: undefined for {shown} patients and structures, left out of the means")
     metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
     return summarize(metrics, scores.cases, site.task), measured.constant_outputs()

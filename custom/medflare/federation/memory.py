@@ -110,10 +110,6 @@ class WorkingTime:
         self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
         self._began, self._before, self._limited = time.monotonic(), 0.0, False
 
-    def clear(self) -> None:
-        """A new run begins with this step."""
-        self._before = 0.0
-
     @contextmanager
     def step(self, limited: bool) -> Iterator[None]:
         """The time of the block is that of a step; `limited` if `hours` applies to it.

@@ -5,18 +5,22 @@ from typing import Any, Final
 
 import torch
 
-from medflare.core.errors import Aborted, ConfigError
+from medflare.core.errors import Aborted, ConfigError, MessageError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
+from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
 from medflare.federation.final_models import ArtifactStore, evaluated, metric_of, with_choice
 from medflare.federation.memory import StoredAlgorithm, WorkingTime
+from medflare.federation.request_order import RequestOrder
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
+from medflare.federation.site_rules import check_training
+from medflare.federation.study_record import StudyRecord
 from medflare.federation.update_validation.messages import (
     CROSS,
     DELIVERS,
@@ -34,6 +38,8 @@ from medflare.federation.update_validation.messages import (
 )
 from medflare.federation.update_validation.suppression import (
     Suppression,
+    count_in_words,
+    counts_of_splits,
     small_classes,
     small_splits,
     suppress_splits,
@@ -95,6 +101,7 @@ class Participant:
         budget: the site's privacy budget over all runs; None: no limit.
         local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
+        study: opens the record of the site's data over all jobs; None: there is none, as for a site without secrets.
     """
 
     def __init__(
@@ -109,21 +116,25 @@ class Participant:
         budget: Budget | None = None,
         local: LocalSettings = LocalSettings(),
         hours: float | None = None,
+        study: Callable[[], StudyRecord | None] = lambda: None,
     ):
         self.name, self.open_site, self.method, self.hyper = name, open_site, method, hyper
         self.store = store or MemoryStore()
         self.artifacts = artifacts or ArtifactStore()
         self.minimum_patients, self.chosen, self.shares = local.minimum_patients, local.keep, local.share_model
+        self.bounds, self.study = local.bounds, study
         self.working = WorkingTime(name, self.store, local.bounds.minutes, hours)
         self.account = Account(Ledger(self.store), budget)
         self._algorithm = StoredAlgorithm(name, self.store, self._make)
         self._site: Site | None = None
         self._validator = RequestValidator(name)
+        self._order = RequestOrder(name, self.store, method, local.bounds.rounds)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. The engine turns errors into a reply that names the site.
 
-        A step that is requested again (the item "step" counts the steps of the run) is answered from the same state as before.
+        A step that is requested again (the item "step" counts the steps of the run) is answered from the same state as before. Any other
+        order than the schedule's is refused.
 
         Args:
             phase: "enrol", "finalize", "cross_site" or a phase of the method's site algorithm.
@@ -140,7 +151,13 @@ class Participant:
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
         numbers = self._validator.pop_numbers(phase, round, incoming)
         step, rounds = numbers[STEP], numbers[RUN_ROUNDS]
-        self._validator.check_request(phase, round, incoming, self._algorithm.recall(step))
+        recalled = self._algorithm.recall(step)
+        if phase not in PHASES_OF_ALL and self.name not in recalled.plan.sites:
+            raise MessageError(f"site {self.name} refuses '{phase}' of round {round}: it is an outside site, which does not train")
+        self._validator.check_request(phase, round, incoming, recalled)
+        new = self._order.admit(phase, round, incoming, step, rounds, recalled)
+        if new and phase in (FINALIZE, CROSS_SITE) and (study := self.study()) is not None:
+            study.note_evaluation(phase, max(1, len(incoming.states)) if phase == CROSS_SITE else 1, self.name)
         self.artifacts.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=phase not in PHASES_OF_ALL) as algorithm:
@@ -163,6 +180,10 @@ class Participant:
         role, sites = incoming.meta[ROLE], tuple(incoming.meta[SITES])
         site = self._opened(role)
         self._check_identity(site, role, incoming.meta)
+        if role == "inside" and self.method.trains:
+            check_training(site, sites, self.minimum_patients, self.bounds)
+        if (study := self.study()) is not None:
+            study.fix_selection(site)
         if self.method.trains and self.chosen == "personal" and role == "outside":
             raise ConfigError(f"site {self.name}: keep in its {PLACE} is 'personal', but a site that does not train has no personal model")
         self._validator.check_start(round, incoming, self.method.plan(site.task, sites, self.hyper))
@@ -170,10 +191,10 @@ class Participant:
             self._algorithm.recall(incoming.meta[FINISHED])
         else:
             self._algorithm.begin(role, sites, incoming.states.get(START))
-            self.account.ledger.clear()
-            self.working.clear()
+        self._order.note_enrolment(round)
         small = bool(small_classes(site, "train", self.minimum_patients))
-        meta = {"n": site.n, "class_counts": [] if small else site.class_counts().tolist(), VERSIONS: versions_here()}
+        n = counts_of_splits(site, self.minimum_patients)
+        meta = {"n": n, "class_counts": [] if small else site.class_counts().tolist(), VERSIONS: versions_here()}
         trained_on = site.trained_on(self.minimum_patients) if self.method.trains and role == "inside" and not self._private(site) else None
         if trained_on is not None:
             meta[RANGE] = trained_on.to_dict()
@@ -278,6 +299,9 @@ def _data_events(site: Site, minimum_patients: int, small: bool) -> list[dict[st
         log.add("warning", note[:_LONGEST_NOTE])
     if len(site.notes) > _MOST_NOTES:
         log.add("warning", f"and {len(site.notes) - _MOST_NOTES} more, which the site's data check names")
+    if site.data.dropped:
+        log.add("warning", f"{count_in_words(site.data.dropped, minimum_patients)} images left out: {NOT_LISTED}")
     if site.data.left_out:  # their names are not sent
-        log.add("left_out", f"{len(site.data.left_out)} images cannot be used; the site's data check names them")
+        count = count_in_words(tuple(site.data.left_out.values()), minimum_patients)
+        log.add("left_out", f"{count} images cannot be used; the site's data check names them")
     return log.to_list()

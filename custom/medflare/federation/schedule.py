@@ -228,7 +228,7 @@ class Federation:
     def _note_few_validation_images(self) -> None:
         """An event for every model whose round was chosen on few validation images, of all sites or of one that chooses alone."""
         outcome = self.outcome
-        images = {site: enrolled["n"]["validation"] for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
+        images = {site: enrolled["n"].get("validation", 0) for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
         for model, selection in outcome.model_selection.items():
             voters = sorted({site for candidate in selection["candidates"] for site in candidate["votes"]})
             counts = {site: images[site] for site in voters if site in images}

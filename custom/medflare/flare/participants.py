@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SITE_TASK: Final = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
 _DATA_ROOT: Final = "MEDFLARE_DATA_ROOT"
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
-_LEDGER = "privacy"  # folder beside local/medflare.json: the privacy budget that the site's jobs have spent
+_LEDGER = "privacy"  # folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the record of each study
 _STATE = "state"  # folder of the participant's state, in the site's folder of the job
 _log = logging.getLogger(__name__)
 
@@ -70,13 +70,15 @@ class ParticipantSpec:
             ConfigError: the task, the method or the site's local settings are wrong.
         """
         from medflare.core.store import StateStore
+        from medflare.data.loading import resolve_data_root
         from medflare.federation.final_models import SiteFolder
         from medflare.federation.participant import Participant
+        from medflare.federation.study_record import StudyRecord, study_folder
         from medflare.methods.catalogue import get_method
         from medflare.networks.own import trust
         from medflare.privacy.ledger import budget_of
         from medflare.tasks.config import load_task
-        from medflare.training.opening import open_site
+        from medflare.training.opening import check_task_bounds, open_site
 
         if self.resumed:
             self._resume(Path(self.resumed) / _STATE)
@@ -84,14 +86,25 @@ class ParticipantSpec:
         for module in filter(None, (*local.packages, self.trusted)):
             trust(module)
         method = get_method(self.method, server=self.server_algorithm or None)
+        check_task_bounds(task, local.bounds, f"site {self.name}")  # `check` builds the network
         method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
             site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=Path(self.local_file).parents[1] / CACHE)
             site.abort = aborted
-            for note in site.notes:
+            for note in filter(None, (*site.notes, site.data.dropped_line)):
                 _log.info("%s: %s", self.name, note)
             return site
+
+        records = Path(self.local_file).with_name(_LEDGER)
+        keeps_record = local.minimum_patients > 1 or local.privacy is not None
+
+        def study() -> StudyRecord | None:
+            root = resolve_data_root(self.name, task, local.data_root) if keeps_record else None
+            if root is None:
+                return None
+            job, most, private = Path(self.folder).name, local.bounds.evaluations, local.privacy is not None
+            return StudyRecord(study_folder(records, root), root, job, most, private)
 
         return Participant(
             self.name,
@@ -100,9 +113,10 @@ class ParticipantSpec:
             self.hyper,
             store=StateStore(self.state_folder),
             artifacts=SiteFolder(Path(self.folder), self.name, method, task, self.seed),
-            budget=budget_of(local.privacy, self.name, Path(self.local_file).with_name(_LEDGER)),
+            budget=budget_of(local.privacy, self.name, records),
             local=replace(local, share_model=shares or local.share_model),
             hours=local.bounds.hours,
+            study=study,
         )
 
     def _resume(self, interrupted: Path) -> None:

@@ -54,10 +54,6 @@ class Ledger:
             release = release._replace(steps=release.steps + releases.pop().steps)
         self._store.save(self._name, Message({}, {"releases": [list(entry) for entry in [*releases, release]]}))
 
-    def clear(self) -> None:
-        """Starts the ledger of a new run."""
-        self._store.delete(self._name)
-
 
 @dataclass(frozen=True)
 class Budget:

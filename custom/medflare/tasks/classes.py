@@ -101,12 +101,40 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     from sklearn.metrics import confusion_matrix
 
     curves = one_against_rest(cases, target, labels).values()
-    if target == "multiclass":
-        matrices = [confusion_matrix(cases.targets, cases.probabilities.argmax(dim=1), labels=range(len(labels))).tolist()]
-    else:
-        matrices = [confusion_matrix(positive, scores > 0.5, labels=[False, True]).tolist() for scores, positive in curves]
+    matrices = [
+        confusion_matrix(truth, predicted, labels=range(classes)).tolist() for truth, predicted, classes in decisions(cases, target, labels)
+    ]
     independent = len(set(cases.patients)) == len(cases.patients)
     return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
+
+
+class Decisions(NamedTuple):
+    """True and predicted class (images,) of the images of one confusion matrix, and its number of classes."""
+
+    truth: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    classes: int
+
+
+def decisions(cases: Cases, target: str, labels: Sequence[str]) -> list[Decisions]:
+    """What each matrix of `matrix_names` counts; empty for segmentation."""
+    if cases.probabilities is None or cases.targets is None:
+        return []
+    if target == "multiclass":
+        return [Decisions(cases.targets.numpy(), cases.probabilities.argmax(dim=1).numpy(), len(labels))]
+    curves = one_against_rest(cases, target, labels).values()
+    return [Decisions(positive.astype(np.int64), (scores > 0.5).astype(np.int64), 2) for scores, positive in curves]
+
+
+def patients_of_cells(cases: Cases, target: str, labels: Sequence[str]) -> list[int]:
+    """Number of patients behind every cell of the confusion matrices that is not 0."""
+    patients: list[int] = []
+    for truth, predicted, classes in decisions(cases, target, labels):
+        cells: dict[int, set[str]] = {}
+        for patient, cell in zip(cases.patients, (truth * classes + predicted).tolist(), strict=True):
+            cells.setdefault(cell, set()).add(patient)
+        patients += [len(names) for names in cells.values()]
+    return patients
 
 
 def one_against_rest(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]]:

@@ -176,6 +176,8 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSetting
     report.splits = {split: (len(data.split(split)), len(set(data.split(split).patients))) for split in ("train", "validation", "test")}
     report.classes = dict(zip(task.classes, class_counts(data.train.targets, task).tolist(), strict=True))
     report.notes += [note for note in data.notes if note not in data.absent]
+    if data.dropped:
+        report.notes.append(data.dropped_line)
     report.problems += data.absent
     scarce = scarce_classes(data.train.targets, task, data.annotated)
     if scarce := {label: images for label, images in scarce.items() if images or not data.absent}:

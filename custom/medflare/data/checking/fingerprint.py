@@ -127,7 +127,7 @@ def fingerprint_of(
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
-    entries = [entry for entry in usable_entries(site, task, source)[0] if entry.split == "training"]
+    entries = [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
     drawn = min(_DRAWN, _MAX_DRAWN // max(1, len(entries)))
     values = [(_Values(drawn), _Values(drawn)) for _ in range(task.image_channels)]  # of a channel overall, and in the foreground
     rows: list[_Row] = []

@@ -1,5 +1,6 @@
 """The plain loop: a federation on one machine without FLARE, with the same algorithms and schedule."""
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -117,6 +118,9 @@ def run_local(
         return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, local=LocalSettings(share_model=True))
 
     names = (*inside, *apart)
+    if folder is not None and not resume:  # a new run begins in the folder of an earlier one
+        for name in names:
+            shutil.rmtree(folder / SITES / name / STATE, ignore_errors=True)
     with nullcontext() if workers is None else threads_of_a_site():
         exchange = LocalExchange(names, participant, absent)
         if workers is not None and workers > 1:

@@ -139,8 +139,10 @@ class _Event(TypedDict, total=False):
 
 
 class _Counts(TypedDict, total=False):
+    """A split of too few patients is missing."""
+
     __pydantic_config__ = _FORBID  # type: ignore[misc]
-    train: Required[_Count]
+    train: _Count
     validation: _Count
     test: _Count
 

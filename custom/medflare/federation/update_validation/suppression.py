@@ -1,10 +1,12 @@
 """Small-cell suppression: a site does not send values that describe fewer patients than its `minimum_patients`.
 
 A method declares what its values describe (`TensorSpec` and `MetaSpec`: `measured`, `per_class`); the participant suppresses them here.
+What a site says about how many images or patients it has is decided here, too.
 """
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
 from medflare.data.targets import counts_by_image
-from medflare.tasks.classes import Cases, class_names, patients_of_classes
+from medflare.tasks.classes import Cases, class_names, patients_of_cells, patients_of_classes
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
@@ -25,6 +27,42 @@ def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
     """The splits with patients (not images), but fewer than the site's `minimum_patients`; 0 and 1 suppress nothing."""
     patients = {split: len(set(site.data.split(split).patients)) for split in SPLITS}
     return tuple(split for split in SPLITS if 0 < patients[split] < minimum)
+
+
+def counts_of_splits(site: Site, minimum: int) -> dict[str, int]:
+    """Images by split, without the splits of fewer patients than `minimum`."""
+    small = small_splits(site, minimum)
+    return {split: count for split, count in site.n.items() if split not in small}
+
+
+def count_in_words(patients: Collection[str], minimum: int) -> str:
+    """The number of images with these patients (one for each image), or words if they are of fewer patients than `minimum`.
+
+    Examples:
+        >>> count_in_words(["a", "a", "b"], 0), count_in_words(["a", "a", "b"], 3)
+        ('3', 'some')
+    """
+    return "some" if 0 < len(set(patients)) < minimum else str(len(patients))
+
+
+def small_report(report: Any, least: int) -> bool:
+    """Whether a report of counts, tables at any depth, has one that is not 0 and below `least`."""
+    if isinstance(report, Mapping):
+        return any(small_report(value, least) for value in report.values())
+    return isinstance(report, int) and 0 < report < least
+
+
+def most_images(patients: Sequence[str]) -> int:
+    """The images of the patient with the most; 0 without patients."""
+    return max(Counter(patients).values(), default=0)
+
+
+def has_small_cell(cases: Cases, task: TaskConfig, minimum: int) -> bool:
+    """Whether a cell of a confusion matrix has patients, but fewer than `minimum`.
+
+    Then no cell is sent: the sums of rows follow from the metrics of classes.
+    """
+    return any(patients < minimum for patients in patients_of_cells(cases, task.target, task.labels))
 
 
 def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:

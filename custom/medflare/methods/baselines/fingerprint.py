@@ -92,7 +92,7 @@ class FingerprintServer(ServerAlgorithm[Any]):
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         """One row a site: images, and patients and median size if the site sent a fingerprint."""
-        rows: dict[str, dict[str, Any]] = {site: {"images": counts["n"]["train"]} for site, counts in self.context.site_counts.items()}
+        rows: dict[str, dict[str, Any]] = {site: {"images": counts["n"].get("train")} for site, counts in self.context.site_counts.items()}
         for site, item in self.memory.meta["fingerprints"].items():
             size = " x ".join(f"{side:.4g}" for side in item["sizes"]["median"])
             rows[site] |= {"patients": item["patients"], "median size": size}

@@ -121,11 +121,14 @@ class RoutedModel(nn.Module):
     """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it to unlabelled images.
 
     Attributes:
+        counts_images: whether the numbers of `report` are counts of images; here they are of epochs.
         gated: whether the gate is used; not with objective=paper.
         adaptation: the record of `adapt`; before the first epoch and after each one the "losses" over all images, the "information" and
             "agreement" of the predictions, and "refused", the gate's reason or ""; "chosen", the index of the used state;
             "coefficients", R by layer, averaged over the images. Empty before.
     """
+
+    counts_images: Final = False
 
     def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int):
         super().__init__()

@@ -1,0 +1,91 @@
+"""What a site demands of a job before it trains: enough patients, other inside sites, and most of its images used.
+
+A lead can choose classes, images and weights so that a model is that of one patient, whose image the update shows.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from medflare.core.errors import ConfigError
+from medflare.data.local import PLACE, Bounds
+from medflare.data.targets import counts_by_image
+from medflare.tasks.config import TaskConfig
+from medflare.training.batches import sampling_weights
+from medflare.training.site import Site
+
+_MOST: Final = 0.9  # of the weight of all training images
+
+
+def check_training(site: Site, sites: Sequence[str], minimum_patients: int, bounds: Bounds) -> None:
+    """Compare a job with what the site demands, after the task has selected its images.
+
+    Args:
+        sites: the inside sites of the job.
+
+    Raises:
+        ConfigError: the job has fewer inside sites, the task leaves out more images, or it trains on fewer patients.
+            The error has no number of patients or images: it leaves the site.
+    """
+    if len(sites) < bounds.inside_sites:
+        raise ConfigError(
+            f"site {site.name} does not train in a job with {len(sites)} inside sites: the server would see its model "
+            f"alone; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}"
+        )
+    left_out = len(site.data.dropped) + len(site.data.left_out)
+    images = left_out + sum(site.n.values())
+    if left_out > bounds.drop_share * images:
+        raise ConfigError(
+            f"site {site.name} does not train: the task leaves out more of its images than bounds.drop_share in its "
+            f"{PLACE} allows ({bounds.drop_share:g}); list more labels in the task's label_values"
+        )
+    patients = len(set(site.data.train.patients))
+    if patients < minimum_patients or weighty_patients(site) < math.ceil(_MOST * minimum_patients):
+        raise ConfigError(
+            f"site {site.name} does not train, and sends no model: with this task's classes and weights, training is on "
+            f"fewer patients than its minimum_patients ({minimum_patients})"
+        )
+
+
+def weighty_patients(site: Site) -> int:
+    """The smallest number of training patients that have 0.9 of the weight in training; of n equal ones ceil(0.9 n).
+
+    A patient's weight is the mean over his images of the weight in sampling, times that of the class in the loss
+    (see `loss_factors`): what the task chooses, not how many images a patient has.
+    """
+    data, task = site.data.train, site.task
+    weights = sampling_weights(task, data.targets)
+    if weights is None:
+        weights = torch.ones(len(data), dtype=torch.float64)
+    weights = weights * loss_factors(task, counts_by_image(data.targets, task) > 0)
+    by_patient: dict[str, list[float]] = {}
+    for patient, weight in zip(data.patients, weights.tolist(), strict=True):
+        by_patient.setdefault(patient, []).append(weight)
+    means = sorted(map(fmean, by_patient.values()), reverse=True)
+    missing = _MOST * sum(means)
+    count = 0
+    while count < len(means) and missing > 1e-12 * sum(means):
+        missing -= means[count]
+        count += 1
+    return count
+
+
+def loss_factors(task: TaskConfig, present: Tensor) -> Tensor:
+    """The factor of each image in the loss by the task's class weights, float64 (N,): the largest of its classes.
+
+    Args:
+        present: bool (N, classes), whether an image shows a class of `task.classes`.
+    """
+    listed = task.loss.get("weights", task.loss.get("weight"))
+    if not isinstance(listed, list | tuple):
+        return torch.ones(len(present), dtype=torch.float64)
+    factors = torch.ones(present.shape[1], dtype=torch.float64)
+    factors[-len(listed) :] = torch.tensor(listed, dtype=torch.float64)[: len(factors)]
+    largest = (present * factors).amax(dim=1)
+    if task.target == "multiclass":
+        return largest
+    return largest.clamp(min=1.0)  # the weights are those of positives; an image without any counts once

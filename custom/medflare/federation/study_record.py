@@ -1,0 +1,126 @@
+"""What a site has told of one data folder over all jobs: a study.
+
+The first job fixes which images are used, with which labels, in which split: from the counts and metrics of two
+jobs that differ in them, those of single patients could be computed. Each evaluation on test images is noted.
+"""
+
+import csv
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final
+
+from medflare.core.errors import ConfigError
+from medflare.core.store import csv_text, file_digest, make_folder, private_opener, write_json
+from medflare.data.datalist import FILE
+from medflare.data.local import PLACE
+from medflare.data.targets import counts_by_image
+from medflare.training.site import Site
+
+SELECTION: Final = "selection.json"  # the file that a site deletes to allow another selection
+EVALUATIONS: Final = "evaluations.csv"
+_COLUMNS: Final = ("time", "job", "phase", "models")
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """The record of one data folder.
+
+    Attributes:
+        folder: of the record's files, below local/ of the site's kit.
+        data: the data folder.
+        job: id of the present job.
+        most_evaluations: `Bounds.evaluations`.
+        private: whether the site has a privacy budget; then the split stays that of the first job also when the
+            datalist changes: evaluations must not reach patients that DP-SGD has trained on.
+    """
+
+    folder: Path
+    data: Path
+    job: str
+    most_evaluations: int
+    private: bool = False
+
+    def fix_selection(self, site: Site) -> None:
+        """Note the selection and split of the first job; a changed datalist begins anew.
+
+        Raises:
+            ConfigError: this job selects or splits the images in another way.
+        """
+        path = self.folder / SELECTION
+        present = {"datalist": file_digest(self.data / FILE), "selection": selection_digest(site), "resplit": site.task.resplit}
+        with self._locked():
+            first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+            same_data = first is not None and first["datalist"] == present["datalist"]
+            fixed = ["selection"] * same_data + ["resplit"] * self.private
+            if first is not None and any(first[name] != present[name] for name in fixed):
+                raise ConfigError(
+                    f"site {site.name}: an earlier job used other images, classes or splits of this data, and two such jobs "
+                    "would tell the numbers of single patients; use the label_values, unlisted_labels and resplit of that "
+                    f"job, or have the site allow another selection by deleting its {SELECTION}"
+                )
+            if not same_data:
+                write_json(path, {**present, "job": self.job, "time": _now()})
+
+    def note_evaluation(self, phase: str, models: int, site: str) -> None:
+        """Note that so many models are evaluated on test images.
+
+        Raises:
+            ConfigError: with these the study has more evaluations than the site allows.
+        """
+        path = self.folder / EVALUATIONS
+        with self._locked():
+            rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+            total = models + sum(int(row["models"]) for row in rows)
+            if total > self.most_evaluations:
+                raise ConfigError(
+                    f"site {site}: its jobs have evaluated {total - models} models on the test images of this data; "
+                    f"bounds.evaluations in its {PLACE} allows {self.most_evaluations}"
+                )
+            row = {"time": _now(), "job": self.job, "phase": phase, "models": models}
+            with open(path, "a", encoding="utf-8", opener=private_opener) as file:
+                file.write(csv_text([row], _COLUMNS, header=not rows))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two jobs at the same time are not both the first."""
+        make_folder(self.folder)
+        with open(self.folder / ".lock", "w", opener=private_opener) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+            yield
+
+
+def study_folder(records: Path, data: Path) -> Path:
+    """The folder of a data folder's record below `records`: its name, and a checksum of its path."""
+    path = data.resolve()
+    return records / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def selection_digest(site: Site) -> str:
+    """A checksum of the images that a task uses, with their splits and labels.
+
+    Of a mask the labels are the task's `label_values`; the names of labels and the size of images do not matter.
+    """
+    task = site.task
+    content: dict[str, Any] = {"kind": task.kind, "target": task.target}
+    for name in ("train", "validation", "test"):
+        split = site.data.split(name)
+        files = [image.partition("[")[0] if task.kind == "segmentation" else image for image in split.names]
+        labels: list[Any] = [None] * len(files)
+        if task.kind == "classification":
+            labels = counts_by_image(split.targets, task).tolist()
+        images = {json.dumps(image) for image in zip(split.patients, files, labels, strict=True)}
+        content[name] = sorted(images)
+    if task.kind == "segmentation":
+        content["labels"] = [task.label_values.get(label) for label in task.labels]
+        content["unlisted"] = task.unlisted_labels
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

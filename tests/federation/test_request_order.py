@@ -1,0 +1,189 @@
+"""The order of a server's requests: what a hostile server asks is refused, what an honest one repeats is answered."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import MessageError
+from medflare.core.message import Message
+from medflare.core.store import MemoryStore
+from medflare.data.local import Bounds, LocalSettings
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.loop import run_local
+from medflare.federation.participant import Participant
+from medflare.federation.request_order import schedule_of
+from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.study_record import StudyRecord
+from medflare.methods.catalogue import get_method, method_names
+from methods import squares
+
+ROUNDS = 3
+HONEST = [("train", 0), ("train", 1), ("train", 2), ("validate", 3), (FINALIZE, 3)]
+
+
+def participant(store: MemoryStore | None = None, **settings: Any) -> Participant:
+    site = squares.site("A")
+    asked = Participant("A", lambda role: site, get_method("fedavg"), {}, store=store, **settings)
+    if store is None:
+        enrol(asked)
+    return asked
+
+
+def enrol(asked: Participant, role: str = "inside", round: int = 0) -> None:
+    sites = ["A", "B"] if role == "inside" else ["B", "C"]
+    asked.answer(ENROL, round, Message({}, {"role": role, "sites": sites}))
+
+
+def ask(asked: Participant, step: int, phase: str, round: int, rounds: int = ROUNDS, shift: float = 0.0) -> Message:
+    model = {name: tensor + shift if tensor.is_floating_point() else tensor for name, tensor in squares.start().items()}
+    return asked.answer(phase, round, Message({"model": model}, {"step": step, "run_rounds": rounds}))
+
+
+@pytest.mark.parametrize("missed", [(), (0,), (1, 2), (3,), (0, 1, 2)])
+def test_an_honest_server_is_answered_also_where_the_site_missed_steps(missed: tuple[int, ...]) -> None:
+    asked = participant()
+    for step, (phase, round) in enumerate(HONEST):
+        if step not in missed:
+            ask(asked, step, phase, round)
+
+
+def test_a_step_is_answered_again_with_the_same_models_only() -> None:
+    asked = participant()
+    ask(asked, 0, "train", 0)
+    ask(asked, 0, "train", 0)
+    with pytest.raises(MessageError, match="other models"):
+        ask(asked, 0, "train", 0, shift=1e-3)
+    ask(asked, 4, FINALIZE, 3)
+    ask(asked, 4, FINALIZE, 3)
+    with pytest.raises(MessageError, match="other models"):
+        ask(asked, 4, FINALIZE, 3, shift=1e-3)
+    with pytest.raises(MessageError, match="no such step now"):
+        ask(asked, 5, FINALIZE, 3, shift=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("before", "request_", "reason"),
+    [
+        ([], (0, FINALIZE, 3), "no step of the schedule before"),
+        ([], (0, FINALIZE, 0), "no step of the schedule before"),
+        ([], (0, "train", 7), "no such step"),
+        ([], (0, "train", 3), "no such step"),
+        ([(0, "train", 0)], (1, FINALIZE, 1), "no such step"),
+        ([(0, "train", 0), (1, "train", 1)], (2, "train", 0), "no such step"),
+        ([(0, "train", 0), (1, "train", 1)], (2, "train", 1), "no such step"),
+        ([(0, "train", 0), (1, "train", 1)], (1, "train", 2), "in another round"),
+        ([(0, "train", 0), (1, "validate", 3)], (2, "validate", 3), "no such step"),
+        ([(0, "train", 0), (1, "validate", 3)], (2, "train", 1), "no such step"),
+        ([(0, "train", 0), (1, FINALIZE, 3)], (2, "train", 1), "no such step"),
+        ([(0, "train", 0), (1, FINALIZE, 3)], (2, "validate", 3), "no such step"),
+    ],
+)
+def test_a_request_out_of_order_is_refused(before: list[Any], request_: Any, reason: str) -> None:
+    asked = participant()
+    for earlier in before:
+        ask(asked, *earlier)
+    with pytest.raises(MessageError, match=reason):
+        ask(asked, *request_)
+
+
+def test_a_run_has_no_more_rounds_than_it_began_with_and_than_the_site_allows() -> None:
+    asked = participant(local=LocalSettings(bounds=Bounds(rounds=5)))
+    ask(asked, 0, "train", 0)
+    with pytest.raises(MessageError, match="had 3 before"):
+        ask(asked, 1, "train", 1, rounds=4)
+    ask(asked, 1, "train", 1, rounds=2)  # training stopped early
+    with pytest.raises(MessageError, match=r"bounds\.rounds"):
+        ask(participant(local=LocalSettings(bounds=Bounds(rounds=2))), 0, "train", 0)
+
+
+def test_a_site_that_joins_after_the_last_round_gets_its_models() -> None:
+    site = squares.site("A")
+    late = Participant("A", lambda role: site, get_method("fedavg"), {})
+    enrol(late, round=ROUNDS)
+    assert ask(late, 4, FINALIZE, ROUNDS).meta["metrics"]["global"]["dice"] is not None
+
+
+def test_an_outside_site_trains_for_nobody() -> None:
+    site = squares.site("A")
+    outside = Participant("A", lambda role: site, get_method("fedavg"), {})
+    enrol(outside, "outside")
+    for phase in ("train", "validate"):
+        with pytest.raises(MessageError, match="outside site"):
+            ask(outside, 0, phase, 0)
+    ask(outside, 4, FINALIZE, ROUNDS)
+
+
+def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment_changes_nothing() -> None:
+    store = MemoryStore()
+    enrol(participant(store))
+    ask(participant(store), 0, "train", 0)
+    ask(participant(store), 1, "train", 1)
+    enrol(participant(store))
+    with pytest.raises(MessageError, match="no such step now, after 'train' of round 1"):
+        ask(participant(store), 0, "train", 0)
+
+
+def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None:
+    (tmp_path / "datalist.json").write_text("{}")
+    for job in range(3):
+        record = StudyRecord(tmp_path / "record", tmp_path, f"job-{job}", most_evaluations=2)
+        asked = participant(study=lambda record=record: record)
+        ask(asked, 0, "train", 0)
+        if job == 2:
+            with pytest.raises(Exception, match=r"bounds\.evaluations"):
+                ask(asked, 4, FINALIZE, ROUNDS)
+            continue
+        for _ in range(2):  # the same one again is no other evaluation
+            ask(asked, 4, FINALIZE, ROUNDS)
+    rows = (tmp_path / "record" / "evaluations.csv").read_text().splitlines()
+    assert len(rows) == 3 and "job-0" in rows[1] and "job-1" in rows[2]
+
+
+SMALL = {"feddag": {"warmup": 1}, "fedsm_extra": {"selector_rounds": 2}}
+
+
+@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("outside", [[], ["O"]])
+def test_a_site_computes_the_schedule_of_each_method(name: str, outside: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that the server asks, from a context without weights; the global random state is not touched."""
+    steps: list[tuple[str, int]] = []
+    call = LocalExchange.__call__
+
+    def noted(exchange: LocalExchange, step: Any, outgoing: Any) -> Any:
+        if step.phase not in (ENROL, FINALIZE):
+            steps.append((step.phase, step.round))
+        return call(exchange, step, outgoing)
+
+    monkeypatch.setattr(LocalExchange, "__call__", noted)
+    method = get_method(name)
+    options: dict[str, Any] = SMALL.get(name, {})
+    results = run_local(
+        name,
+        squares.SEGMENTATION,
+        ["A", "B"],
+        rounds=2,
+        seed=squares.SEED,
+        outside=outside,
+        opener=lambda site, role: squares.site(site),
+        **options,
+    )
+    assert results["status"] == "COMPLETED", results["reason"]
+    before = torch.get_rng_state()
+    schedule = [(step.phase, step.round) for step in schedule_of(method, method.plan(squares.SEGMENTATION, ("A", "B"), options), 0, 2)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert schedule[: len(steps)] == steps if not outside else schedule == steps
+
+
+def test_the_plain_loop_begins_anew_in_the_folder_of_an_earlier_run(tmp_path: Any) -> None:
+    for rounds in (2, 3):
+        results = run_local(
+            "fedavg",
+            squares.SEGMENTATION,
+            ["A", "B"],
+            rounds=rounds,
+            seed=squares.SEED,
+            out=tmp_path,
+            opener=lambda site, role: squares.site(site),
+        )
+        assert results["status"] == "COMPLETED", results["reason"]

@@ -1,0 +1,174 @@
+"""What a site says about how many: no number of few patients leaves it, in one job or as the difference of two."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers.small_tasks import small_task
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.data.local import LocalSettings
+from medflare.federation.exchange import Reply
+from medflare.federation.local import loop
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.loop import run_local
+from medflare.federation.participant import Participant
+from medflare.federation.study_record import StudyRecord, selection_digest
+from medflare.federation.update_validation.suppression import has_small_cell, small_report
+from medflare.methods.base import Step
+from medflare.methods.catalogue import get_method, method_names
+from medflare.tasks.classes import Cases, class_report
+from medflare.training.opening import open_site
+
+MINIMUM: Final = 5
+SITES: Final = ("a", "b")
+# Patients of each class by split, at each site: two training patients of class 2, three validation patients, and
+# few patients in the cells of a confusion matrix.
+PATIENTS: Final = {"training": (9, 8, 2), "validation": (2, 1, 0), "test": (8, 9, 0)}
+NETWORK: Final = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
+SELECTED: Final = {"labels": ["dark", "medium"], "unlisted_labels": "drop"}
+FIRST: Final = small_task("classification", network=NETWORK, batch_size=8, label_values={"dark": [0], "medium": [1]}, **SELECTED)
+JOBS: Final = {
+    "other classes": replace(FIRST, label_values={"dark": [0, 2], "medium": [1]}),
+    "fewer classes": replace(FIRST, label_values={"dark": [0], "medium": [2]}),
+    "another split": replace(FIRST, resplit=1),
+}
+NOT_COUNTS: Final = {"selected_round", "round", "chosen", "versions", "stages", "learnt"}  # of rounds and epochs, and of the task
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grey images with noise; the brightness is the class, but for a few test images, and patients are named."""
+    root = tmp_path_factory.mktemp("counted")
+    random = np.random.default_rng(0)
+    for site in SITES:
+        (root / site / "images").mkdir(parents=True)
+        listed: dict[str, list[dict[str, Any]]] = {split: [] for split in PATIENTS}
+        for split, counts in PATIENTS.items():
+            for label, count in enumerate(counts):
+                for number in range(count):
+                    shade = 60 if split == "test" and number < 3 else 30 + 60 * label
+                    name = f"images/{split}-{label}-{number}.png"
+                    Image.fromarray((random.integers(0, 60, (16, 16)) + shade).astype(np.uint8)).save(root / site / name)
+                    listed[split].append({"image": name, "label": label, "patient": name})
+        (root / site / "datalist.json").write_text(json.dumps(listed))
+    return root
+
+
+def small_numbers(value: Any, place: str = "meta") -> Iterator[str]:
+    """Where metadata hold a whole number of 1 to 4, also in texts."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name not in NOT_COUNTS:
+                yield from small_numbers(inner, f"{place}/{name}")
+    elif isinstance(value, list | tuple):
+        for row, inner in enumerate(value):
+            yield from small_numbers(inner, f"{place}[{row}]")
+    elif isinstance(value, str):
+        yield from (f"{place}: {value}" for _ in re.findall(r"(?<![\w.])[1-4](?![\w.])", value))
+    elif type(value) is int and 0 < value < MINIMUM:
+        yield f"{place}: {value}"
+
+
+@pytest.fixture
+def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(method, task) -> reason of failure, and every reply of the sites, whose settings and records are those of a kit."""
+    make, call = Participant, LocalExchange.__call__
+    seen: list[tuple[str, Message]] = []
+
+    def participant(name: str, *args: Any, **more: Any) -> Participant:
+        record = StudyRecord(tmp_path / name, data / name, "job", most_evaluations=1000)
+        return make(name, *args, **{**more, "local": LocalSettings(minimum_patients=MINIMUM), "study": lambda: record})
+
+    def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+        answered = call(exchange, step, outgoing)
+        seen.extend((step.phase, reply.message) for reply in answered.values() if reply.message is not None)
+        return answered
+
+    monkeypatch.setattr(loop, "Participant", participant)
+    monkeypatch.setattr(LocalExchange, "__call__", noted)
+
+    def run(method: str, task: Any) -> tuple[str | None, list[tuple[str, Message]]]:
+        seen.clear()
+        rounds = 2 * get_method(method).trains
+        options: dict[str, Any] = {"warmup": 1} if method == "feddag" else {}
+        results = run_local(method, task, SITES, rounds=rounds, seed=1, data_root=data, **options)
+        return results["reason"], list(seen)
+
+    return run
+
+
+@pytest.mark.parametrize("method", [*method_names(), "fingerprint"])
+def test_no_reply_of_any_method_holds_a_small_number(method: str, replies: Any) -> None:
+    reason, seen = replies(method, FIRST)
+    assert reason is None and seen
+    leaks = {f"{phase}: {place}" for phase, message in seen for place in small_numbers(message.meta)}
+    assert leaks == set()
+    counts = [message.meta["n"] for phase, message in seen if "n" in message.meta]
+    assert counts and all("validation" not in n and n["train"] == 17 for n in counts)
+    assert any("some images left out" in json.dumps(message.meta) for _, message in seen)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsm", "fingerprint"])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_second_job_selects_and_splits_as_the_first(method: str, job: str, replies: Any) -> None:
+    assert replies("fedavg", FIRST)[0] is None
+    reason, seen = replies(method, JOBS[job])
+    assert reason is not None and "selection.json" in reason and not seen
+    assert replies(method, replace(FIRST, name="renamed"))[0] is None, "any job with the selection of the first one"
+
+
+def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
+    record = StudyRecord(tmp_path / "record", data / "a", "one", 1000)
+    first, other = (open_site("a", task, data_root=data) for task in (FIRST, JOBS["another split"]))
+    record.fix_selection(first)
+    with pytest.raises(ConfigError, match="earlier job"):
+        replace(record, job="two").fix_selection(other)
+    record.fix_selection(first)
+    (tmp_path / "record" / "selection.json").unlink()
+    record.fix_selection(other)
+    assert json.loads((tmp_path / "record" / "selection.json").read_text())["job"] == "one"
+
+
+def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_the_split_stays(data: Path, tmp_path: Path) -> None:
+    """Else an evaluation would reach patients that DP-SGD has trained on."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for private in (False, True):
+        (folder / "datalist.json").write_text("{}")
+        record = StudyRecord(tmp_path / str(private), folder, "job", 1000, private)
+        record.fix_selection(open_site("a", FIRST, data_root=data))
+        (folder / "datalist.json").write_text('{"more": 1}')
+        other = open_site("a", JOBS["another split"], data_root=data)
+        if private:
+            with pytest.raises(ConfigError, match="resplit"):
+                record.fix_selection(other)
+        record.fix_selection(other if not private else open_site("a", FIRST, data_root=data))
+
+
+def test_names_of_classes_sizes_and_networks_are_no_selection(data: Path) -> None:
+    values = {"a": [0], "b": [1]}
+    same = replace(FIRST, labels=("a", "b"), label_values=values, size=(8, 8), batch_size=2, local_epochs=2)
+    digests = [selection_digest(open_site("a", task, data_root=data)) for task in (FIRST, same, *JOBS.values())]
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+
+
+def test_a_matrix_with_a_small_cell_and_a_report_with_a_small_count() -> None:
+    """Nine patients; one of six with class 0 is predicted as class 1."""
+    scores = torch.tensor([[0.9, 0.1]] * 5 + [[0.2, 0.8]] * 4, dtype=torch.float64)
+    cases = Cases("abcdefghi", {}, scores, torch.tensor([0] * 6 + [1] * 3))
+    task = small_task("classification", labels=["dark", "bright"])
+    assert class_report(cases, task.target, task.labels)["confusion"] == [[[5, 1], [0, 3]]]
+    assert has_small_cell(cases, task, 4) and has_small_cell(cases, task, 2) and not has_small_cell(cases, task, 1)
+    several = replace(cases, patients="aaaaaaaaa")
+    assert has_small_cell(several, task, 2), "cells count patients, not images"
+    assert small_report({"site-1": 4, "selector": {"site-2": 9}}, 5) and small_report({"selector": {"site-2": 1}}, 5)
+    assert not small_report({"site-1": 0, "selector": {"site-2": 9}, "loss": [1, 2], "rate": 0.5}, 5)
