@@ -25,6 +25,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "custom" / "medflare"
 FROM_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ITEMS = "<!-- generated from the methods' declarations by: python .ci/docs_hooks.py -->"
 SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
 REPORT = re.compile(r"!\[([^\]]*)\]\((?:docs/)?report\.png\)")  # the figure that the repository shows
@@ -160,6 +161,66 @@ def task_settings() -> str:
     return page.split(SETTINGS)[0] + SETTINGS + "\n\n" + "\n".join(rows) + "\n"
 
 
+def governance() -> str:
+    """The page on governance, ending with every item of a site's replies, from the declarations of the methods."""
+    from medflare.core.manifest import MetaSpec, TensorSpec
+    from medflare.federation.exchange import REPORTS_OF_ALL
+    from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
+    from medflare.federation.update_validation.messages import SHARED
+    from medflare.methods.catalogue import SURVEYS, get_method, method_names
+
+    senders: dict[tuple[str, str, str], list[str]] = {}
+
+    def note(spec: TensorSpec | MetaSpec, sender: str) -> None:
+        about = spec.purpose if isinstance(spec, TensorSpec) else spec.about
+        kind = "tensors" if isinstance(spec, TensorSpec) else "metadata"
+        names = senders.setdefault((f"`{spec}` ({kind})", about, protection(spec)), [])
+        if sender not in names:
+            names.append(sender)
+
+    of_all = {ENROL: "all, at enrollment", FINALIZE: "all, at the end", CROSS_SITE: "all, with `cross_site`"}
+    for phase, sender in of_all.items():
+        for item in REPORTS_OF_ALL[phase][0]:
+            note(item, sender)
+    note(SHARED, "all, with `cross_site` and `share_model`")
+    for name in (*method_names(), *SURVEYS):
+        for phase in get_method(name).site_class.phases:
+            for spec in (*phase.reply, *phase.reply_meta):
+                note(spec, f"`{name}`")
+    rows = ["| item | what it is | protection at the site | methods |", "|---|---|---|---|"]
+    rows += ["| `events` (metadata) | what the site noticed, of declared kinds | no small count, no name of a file or patient | all |"]
+    trained = ", ".join(f"`{name}`" for name in method_names())
+    for (item, about, protected), names in senders.items():
+        listed = ", ".join(names) if names[0].startswith("`") else "; ".join(names)
+        rows.append(f"| {item} | {about} | {protected} | {'all that train' if listed == trained else listed} |")
+    page = (ROOT / "docs" / "governance.md").read_text(encoding="utf-8")
+    return page.split(ITEMS)[0] + ITEMS + "\n\n" + "\n".join(rows) + "\n"
+
+
+def protection(spec: Any) -> str:
+    """What a site does with an item before it is sent, in words."""
+    words = []
+    if spec == "classes":
+        words.append("no counts if a cell of a matrix has fewer patients")
+    if spec == "reports":
+        words.append("not sent if a count is of fewer patients")
+    if spec.measured:
+        words.append(f"not sent if fewer than `minimum_patients` {spec.measured} patients")
+    if spec.per_class == "values":
+        words.append("not sent for a class of fewer patients")
+    if spec.per_class == "counts":
+        words.append("not sent if a class has fewer patients")
+    if spec == "n":
+        words.append("not sent for a split of fewer than `minimum_patients` patients")
+    if spec == "class_counts":
+        words.append("not sent if a class has fewer than `minimum_patients` patients")
+    if spec == "n_samples":
+        words.append("a site with fewer than `minimum_patients` patients does not train")
+    if not words and hasattr(spec, "template"):
+        words.append("none but DP-SGD, if the method has it")
+    return "; ".join(words) or "no number of patients"
+
+
 def json_type(schema: Mapping[str, Any]) -> str:
     """A JSON schema's type and range in words."""
     if "anyOf" in schema:
@@ -202,7 +263,7 @@ def reference(room: Path) -> str:
     return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"
 
 
-WRITTEN = {"benchmarks.md": benchmarks, "task.md": task_settings}  # generated pages that are committed
+WRITTEN = {"benchmarks.md": benchmarks, "governance.md": governance, "task.md": task_settings}  # generated pages that are committed
 
 if __name__ == "__main__":
     for name, made in WRITTEN.items():

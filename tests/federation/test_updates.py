@@ -31,10 +31,71 @@ def test_longer_than_ten_times_the_others_median_is_rejected(lengths: list[float
     assert validated(lengths).rejected.keys() == {site for site, length in zip("ABCD", lengths, strict=False) if length > 10}
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 9], [1e-4, 1, 1], [1, 8, 1, 9], [0, 1, 1], [0, 0, 0], [1]])
+@pytest.mark.parametrize("lengths", [[1, 1, 2.9], [1e-4, 1, 1], [1, 2, 1, 2], [0, 1, 1], [0, 0, 0], [1, 9], [1]])
 def test_a_short_update_is_accepted(lengths: list[float]) -> None:
     result = validated(lengths)
     assert not result.rejected and not result.suspicious
+    for length, site in zip(lengths, "ABCD", strict=False):
+        assert torch.equal(result.accepted[site].states["model"]["w"], WEIGHTS["w"] + length * ALONG), "as it was sent"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "images", "used"),
+    [
+        ([1, 1, 4], [4, 4, 4], 1),
+        ([1, 2, 9], [4, 4, 4], 2),  # the upper of two
+        ([1, 1, 9], [4, 4, 8], 2),  # twice as many images: twice the length
+        ([1, 1, 5], [4, 4, 8], 5),  # 2.5 times the usual length 2
+        ([1, 1, 9], [8, 8, 4], 1),  # fewer images are no reason for a shorter update
+        ([1, 1, 50], [8, 8, 400], 50),
+        ([1, 1, 60], [8, 8, 80], 10),
+        ([0, 1, 9], [4, 4, 4], 1),  # a site that did not move does not count
+    ],
+)
+def test_an_update_beyond_three_times_the_usual_length_is_clipped_to_it(lengths: list[float], images: list[int], used: float) -> None:
+    result = validated(lengths, images)
+    assert torch.allclose(result.accepted["C"].states["model"]["w"], WEIGHTS["w"] + used * ALONG)
+    assert ("C" in result.suspicious) == (used != lengths[2])
+    assert "C" in result.rejected or result.suspicious.keys() <= {"C"}
+
+
+def test_a_clipped_update_is_rejected_on_request() -> None:
+    assert validated([1, 1, 9], strict=True).rejected.keys() == {"C"}
+
+
+def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
+    """Two weights of 50 numbers; in b the usual length is 1, C moves 10; the variance goes to 0, 10 times as far as usual."""
+    sent = {"a": torch.ones(50), "b": torch.ones(50), "running_var": torch.ones(2), "steps": torch.tensor(1), "alone": torch.ones(0)}
+    step, along = torch.full((50,), 50**-0.5), torch.ones(2)
+
+    def reply(b: float, variance: float) -> Message:
+        moved = {"a": sent["a"] + step, "b": sent["b"] + b * step, "running_var": sent["running_var"] - variance * along}
+        return Message({"model": {**sent, **moved, "steps": torch.tensor(7)}}, {})
+
+    replies = {"A": reply(1, 0.1), "B": reply(1, 0.1), "C": reply(8, 1.0)}
+    requests = {site: Message({"model": dict(sent)}, {}) for site in replies}
+    result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
+    state = result.accepted["C"].states["model"]
+    twice_its_share = 2 * 0.5**0.5 * 2**0.5  # of the length of a and b together
+    assert torch.allclose(state["b"], sent["b"] + twice_its_share * step) and torch.equal(state["a"], replies["A"].states["model"]["a"])
+    assert torch.allclose(state["running_var"], torch.full((2,), 1 - 2 * 0.1)) and state["steps"] == 7
+    assert "model/" in result.suspicious["C"]
+    assert result.accepted["A"] is replies["A"]
+
+
+def test_a_tensor_that_holds_a_whole_update_is_rejected() -> None:
+    """A bias of 1 of 10001 numbers that holds all of nine updates; its usual share is a hundredth."""
+    sent = {"weight": torch.zeros(10000), "bias": torch.zeros(1)}
+    honest = {"weight": torch.full((10000,), 0.01), "bias": torch.full((1,), 0.01)}
+    replies = {site: Message({"model": dict(honest)}, {}) for site in "AB"}
+    replies["C"] = Message({"model": {"weight": torch.zeros(10000), "bias": torch.full((1,), 9.0)}}, {})
+    requests = {site: Message({"model": dict(sent)}, {}) for site in replies}
+    result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
+    assert result.rejected.keys() == {"C"} and "bias" in result.rejected["C"]
+
+
+def test_what_is_no_new_version_of_what_was_sent_is_not_clipped() -> None:
+    assert not validated([1, 1, 50], sent=False).suspicious
 
 
 @pytest.mark.parametrize(

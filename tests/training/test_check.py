@@ -16,6 +16,7 @@ from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.dataset_import.datalists import import_folder
 from medflare.data.loading import SiteData, Split, load_site_data
+from medflare.data.local import LocalSettings
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.check import check_site, check_task, intensity_problem, site_shift
@@ -193,3 +194,10 @@ def test_the_shift_is_large_between_cameras_and_at_chance_without_difference() -
     task = load_task("phantom")
     shift, _ = site_shift({name: load_site_data(name, task, None) for name in ("site-1", "site-2", "site-3")})
     assert shift is not None and shift > 0.9
+
+
+def test_a_task_that_trains_on_too_few_patients_is_a_problem_by_the_sites_settings(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site({"training": ["a", "b", "c"], "validation": ["d"], "test": ["e"]})
+    assert check_site(folder, make_task()).ok
+    report = check_site(folder, make_task(), local=LocalSettings(minimum_patients=4))
+    assert not report.ok and "minimum_patients (4)" in report.render()

@@ -19,7 +19,6 @@ from medflare.federation.final_models import ArtifactStore, evaluated, metric_of
 from medflare.federation.memory import StoredAlgorithm, WorkingTime
 from medflare.federation.request_order import RequestOrder
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
-from medflare.federation.site_rules import check_training
 from medflare.federation.study_record import StudyRecord
 from medflare.federation.update_validation.messages import (
     CROSS,
@@ -51,6 +50,7 @@ from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
+from medflare.training.site_rules import check_inside_sites, check_selection
 
 _MOST_NOTES: Final = 20  # about its data, each of at most 400 characters: up to 48 kB of JSON, in which a character may take six bytes
 _LONGEST_NOTE: Final = 400
@@ -181,7 +181,8 @@ class Participant:
         site = self._opened(role)
         self._check_identity(site, role, incoming.meta)
         if role == "inside" and self.method.trains:
-            check_training(site, sites, self.minimum_patients, self.bounds)
+            check_inside_sites(self.name, len(sites), self.bounds)
+            check_selection(self.name, site.task, site.data, self.minimum_patients, self.bounds)
         if (study := self.study()) is not None:
             study.fix_selection(site)
         if self.method.trains and self.chosen == "personal" and role == "outside":

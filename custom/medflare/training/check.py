@@ -29,6 +29,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
 from medflare.training.opening import check_batch_bounds, check_task_bounds
+from medflare.training.site_rules import check_selection
 
 _MAX_PROBLEMS: Final = 10  # printed per site
 _MAX_SIZES: Final = 3  # printed per site
@@ -179,6 +180,10 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSetting
     if data.dropped:
         report.notes.append(data.dropped_line)
     report.problems += data.absent
+    try:
+        check_selection(name, task, data, local.minimum_patients, local.bounds)
+    except ConfigError as error:
+        report.problems.append(str(error))
     scarce = scarce_classes(data.train.targets, task, data.annotated)
     if scarce := {label: images for label, images in scarce.items() if images or not data.absent}:
         report.notes.append(scarce_line(scarce))

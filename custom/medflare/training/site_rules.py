@@ -4,7 +4,6 @@ A lead can choose classes, images and weights so that a model is that of one pat
 """
 
 import math
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
 
@@ -12,58 +11,59 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
+from medflare.data.loading import SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
 from medflare.tasks.config import TaskConfig
 from medflare.training.batches import sampling_weights
-from medflare.training.site import Site
 
 _MOST: Final = 0.9  # of the weight of all training images
 
 
-def check_training(site: Site, sites: Sequence[str], minimum_patients: int, bounds: Bounds) -> None:
-    """Compare a job with what the site demands, after the task has selected its images.
+def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
+    """Raise ConfigError for a job with fewer inside sites than the site demands: the server would see its model alone."""
+    if count < bounds.inside_sites:
+        raise ConfigError(
+            f"site {site} does not train in a job with {count} inside sites: its model would hardly be mixed with others; "
+            f"bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}"
+        )
 
-    Args:
-        sites: the inside sites of the job.
+
+def check_selection(site: str, task: TaskConfig, data: SiteData, minimum_patients: int, bounds: Bounds) -> None:
+    """Compare what a task selects of a site's images with what the site demands.
 
     Raises:
-        ConfigError: the job has fewer inside sites, the task leaves out more images, or it trains on fewer patients.
-            The error has no number of patients or images: it leaves the site.
+        ConfigError: the task leaves out more images, or trains on fewer patients. The error has no number of patients
+            or images: it leaves the site.
     """
-    if len(sites) < bounds.inside_sites:
-        raise ConfigError(
-            f"site {site.name} does not train in a job with {len(sites)} inside sites: the server would see its model "
-            f"alone; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}"
-        )
-    left_out = len(site.data.dropped) + len(site.data.left_out)
-    images = left_out + sum(site.n.values())
+    left_out = len(data.dropped) + len(data.left_out)
+    images = left_out + sum(len(data.split(split)) for split in ("train", "validation", "test"))
     if left_out > bounds.drop_share * images:
         raise ConfigError(
-            f"site {site.name} does not train: the task leaves out more of its images than bounds.drop_share in its "
+            f"site {site} does not train: the task leaves out more of its images than bounds.drop_share in its "
             f"{PLACE} allows ({bounds.drop_share:g}); list more labels in the task's label_values"
         )
-    patients = len(set(site.data.train.patients))
-    if patients < minimum_patients or weighty_patients(site) < math.ceil(_MOST * minimum_patients):
+    patients = len(set(data.train.patients))
+    if patients < minimum_patients or weighty_patients(task, data) < math.ceil(_MOST * minimum_patients):
         raise ConfigError(
-            f"site {site.name} does not train, and sends no model: with this task's classes and weights, training is on "
+            f"site {site} does not train, and sends no model: with this task's classes and weights, training is on "
             f"fewer patients than its minimum_patients ({minimum_patients})"
         )
 
 
-def weighty_patients(site: Site) -> int:
+def weighty_patients(task: TaskConfig, data: SiteData) -> int:
     """The smallest number of training patients that have 0.9 of the weight in training; of n equal ones ceil(0.9 n).
 
-    A patient's weight is the mean over his images of the weight in sampling, times that of the class in the loss
-    (see `loss_factors`): what the task chooses, not how many images a patient has.
+    A patient's weight is the mean over the patient's images of the weight in sampling, times that of the class in the
+    loss (see `loss_factors`): what the task chooses, not how many images a patient has.
     """
-    data, task = site.data.train, site.task
-    weights = sampling_weights(task, data.targets)
+    train = data.train
+    weights = sampling_weights(task, train.targets)
     if weights is None:
-        weights = torch.ones(len(data), dtype=torch.float64)
-    weights = weights * loss_factors(task, counts_by_image(data.targets, task) > 0)
+        weights = torch.ones(len(train), dtype=torch.float64)
+    weights = weights * loss_factors(task, counts_by_image(train.targets, task) > 0)
     by_patient: dict[str, list[float]] = {}
-    for patient, weight in zip(data.patients, weights.tolist(), strict=True):
+    for patient, weight in zip(train.patients, weights.tolist(), strict=True):
         by_patient.setdefault(patient, []).append(weight)
     means = sorted(map(fmean, by_patient.values()), reverse=True)
     missing = _MOST * sum(means)

@@ -13,10 +13,10 @@ from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.participant import Participant
-from medflare.federation.site_rules import check_training, loss_factors, weighty_patients
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import Sampling, TaskConfig
 from medflare.training.site import Site
+from medflare.training.site_rules import check_inside_sites, check_selection, loss_factors, weighty_patients
 
 TASK = small_task("classification")  # dark, medium, bright
 RARE = [0] * 12 + [1] * 8 + [2]  # one patient of the last class
@@ -39,7 +39,8 @@ def lossy(*weights: float) -> TaskConfig:
 
 def problem(site: Site, minimum: int = 5, sites: Sequence[str] = ("A", "B"), **bounds: Any) -> str:
     try:
-        check_training(site, sites, minimum, Bounds(**bounds))
+        check_inside_sites("A", len(sites), Bounds(**bounds))
+        check_selection("A", site.task, site.data, minimum, Bounds(**bounds))
     except ConfigError as error:
         return str(error)
     return ""
@@ -59,7 +60,7 @@ def test_patients_count_and_not_images() -> None:
 @pytest.mark.parametrize("task", [weighted(0, 0, 1), weighted(ALONE, ALONE, 1), lossy(ALONE, ALONE, 1.0), lossy(1e-3, 1e-3, 1.0)])
 def test_weights_do_not_make_a_model_of_one_patient(task: TaskConfig) -> None:
     """The patient of the rare class has nearly all of the gradient."""
-    assert weighty_patients(site_of(RARE, task)) == 1
+    assert weighty_patients(task, site_of(RARE, task).data) == 1
     assert "minimum_patients" in problem(site_of(RARE, task))
     assert not problem(site_of([0] * 12 + [1] * 8 + [2] * 6, task))
 
