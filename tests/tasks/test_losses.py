@@ -103,6 +103,8 @@ def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
         ("classification", {"name": "ce", "weights": [1, 2]}, "weights"),
         ("classification", {"name": "focal", "gamma": -1.0}, "gamma"),
         ("classification", {"name": "focal", "gamma": 0.5}, "gamma"),
+        ("classification", {"name": "focal", "gamma": 50.0}, "single image"),
+        ("segmentation", {"name": "FocalLoss", "gamma": 50.0}, "single image"),
         ("segmentation", {"name": "focal", "weights": [2.0]}, "focal"),
         ("segmentation", {"name": "DiceLoss", "batched": True}, "batched"),
         ("segmentation", {"name": "DiceLoss", "to_onehot_y": True}, "to_onehot_y"),

@@ -83,6 +83,9 @@ def monai_losses() -> dict[str, Any]:
     return {cls.__name__: cls for cls in classes if "pretrained" not in inspect.signature(cls).parameters}
 
 
+_MOST_GAMMA: Final = 10  # Lin et al. try 0 to 5
+
+
 class MonaiLoss(nn.Module):
     """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions follow from the task.
 
@@ -100,6 +103,8 @@ class MonaiLoss(nn.Module):
             defaults["include_background"] = True  # the first output is a label like the others
         accepted = inspect.signature(cls).parameters
         values = {argument: value for argument, value in defaults.items() if argument in accepted} | dict(arguments)
+        if isinstance(gamma := values.get("gamma", 0), int | float) and gamma > _MOST_GAMMA:
+            raise ConfigError(f"loss {name}: gamma {gamma:g} would leave the gradient to a single image; take at most {_MOST_GAMMA}")
         if isinstance(values.get("weight"), list):
             values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
         self._loss = cls(**values)

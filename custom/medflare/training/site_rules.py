@@ -84,7 +84,7 @@ def loss_factors(task: TaskConfig, present: Tensor) -> Tensor:
     if not isinstance(listed, list | tuple):
         return torch.ones(len(present), dtype=torch.float64)
     factors = torch.ones(present.shape[1], dtype=torch.float64)
-    factors[-len(listed) :] = torch.tensor(listed, dtype=torch.float64)[: len(factors)]
+    factors[-len(listed) :] = torch.tensor(listed, dtype=torch.float64).abs()[: len(factors)]
     largest = (present * factors).amax(dim=1)
     if task.target == "multiclass":
         return largest
