@@ -21,5 +21,5 @@ except MedflareError as error:
     sys.exit(f"resume.sh: {error}")
 END
 )
-python3 -m medflare.cli resume "$2" --job "$job" --out "$scratch/job" >&2
+python3 -m medflare.cli resume "$2" --job "$job" --out "$scratch/job" > /dev/null # its hint is for a job that stays
 "$here/submit.sh" "$1" "$scratch/job"

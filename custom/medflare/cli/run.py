@@ -336,7 +336,7 @@ def resume(
         from medflare.flare.jobs.building import resumed_job
 
         folder = resumed_job(path, job, out or path.with_name(f"{path.name}-resumed"))
-        print(f"job folder: {folder}\nsubmit it to the federation of job {job}: nvflare job submit -j {folder}")
+        print(f"job folder: {folder}\nsubmit it to the federation of job {job}: medflare job submit {folder} --kit KIT")
         return 0
     if out is not None:
         raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop continues in its own folder")

@@ -171,7 +171,7 @@ def test_both_sides_name_the_interrupted_job(job: Path, tmp_path: Path) -> None:
 def test_the_command_writes_the_job_that_resumes(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(job), "--job", "0-1-2"]) == 0
     assert arguments(job.with_name("job-resumed"))[0]["resume"] == "0-1-2"
-    assert "nvflare job submit -j" in capsys.readouterr().out
+    assert "medflare job submit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("file", "content"), [("meta.json", '{"name": '), ("app/config/config_fed_server.json", "{}")])
