@@ -118,6 +118,8 @@ def test_data_as_the_task_needs_them(site: Kit, tmp_path: Path, make_task: TaskO
         assert _found(site, "data").verdict == "FAILED" and str(root) in _found(site, "data").text
     folder = make_site()
     set_up(site, KitSettings(data_root=folder))
+    assert "minimum_patients" in _found(site, "data", make_task()).text, "it has four training patients"
+    set_up(site, KitSettings(minimum_patients=4))
     assert _found(site, "data").verdict == _found(site, "data", make_task()).verdict == "ok"
     next(folder.rglob("*.png")).write_bytes(b"damaged")
     assert _found(site, "data").verdict == "ok" and _found(site, "data", make_task()).verdict == "FAILED"
@@ -129,7 +131,7 @@ def test_data_are_looked_for_where_a_run_does(
     own, other = make_site(name=site.name), make_site(name="other")
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))
-    set_up(site, KitSettings())
+    set_up(site, KitSettings(minimum_patients=4))
     assert _found(site, "data").verdict == "warning"
     monkeypatch.setenv(ENVIRONMENT, str(own.parent))
     assert _found(site, "data").verdict == "ok" and str(own) in _found(site, "data").text

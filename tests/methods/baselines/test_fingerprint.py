@@ -64,7 +64,7 @@ def test_a_site_with_too_few_patients_sends_no_fingerprint(volumes: Path, tmp_pa
     results = run(CUBES, ["A", "B"], tmp_path, data_root=volumes)
     assert results["status"] == "COMPLETED"
     assert [site["site"] for site in content(tmp_path)["sites"]] == ["B"]
-    assert results["tables"]["Training images"]["A"] == {"images": 3}
+    assert results["tables"]["Training images"]["A"] == {"images": None}, "three patients"
     assert any("minimum_patients" in event["message"] for event in results["events"] if event["site"] == "A")
 
 
