@@ -179,14 +179,16 @@ def governance() -> str:
             names.append(sender)
 
     of_all = {ENROL: "all, at enrollment", FINALIZE: "all, at the end", CROSS_SITE: "all, with `cross_site`"}
-    for phase, sender in of_all.items():
-        for item in REPORTS_OF_ALL[phase][0]:
-            note(item, sender)
+    for phase_of_all, sender in of_all.items():
+        for reported in REPORTS_OF_ALL[phase_of_all][0]:
+            note(reported, sender)
     note(SHARED, "all, with `cross_site` and `share_model`")
     for name in (*method_names(), *SURVEYS):
         for phase in get_method(name).site_class.phases:
-            for spec in (*phase.reply, *phase.reply_meta):
-                note(spec, f"`{name}`")
+            for tensors in phase.reply:
+                note(tensors, f"`{name}`")
+            for number in phase.reply_meta:
+                note(number, f"`{name}`")
     rows = ["| item | what it is | protection at the site | methods |", "|---|---|---|---|"]
     rows += ["| `events` (metadata) | what the site noticed, of declared kinds | no small count, no name of a file or patient | all |"]
     trained = ", ".join(f"`{name}`" for name in method_names())

@@ -73,6 +73,45 @@ def noise(factor: float) -> Lie:
     return lie
 
 
+def drift(factor: float, chosen: Callable[[StateDict], list[str]] | None = None, ones: bool = False) -> Lie:
+    """What was sent, moved in one direction by so many times the length of the site's own update, in every round.
+
+    Args:
+        factor: of the length of the honest update.
+        chosen: an update -> the tensors that move; None: all but running variances.
+        ones: the direction is (1, ..., 1); else it is drawn once.
+    """
+
+    def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+        states = dict(reply.states)
+        for entry in both(sent, reply):
+            update = difference(reply.states[entry], sent.states[entry])
+            floating = {name: tensor for name, tensor in update.items() if tensor.is_floating_point()}
+            names = [name for name in floating if not name.endswith("running_var")] if chosen is None else chosen(floating)
+            drawn = torch_generator(0, "drift", entry)  # the same in every round
+            direction: StateDict = {}
+            for name in names:
+                direction[name] = torch.ones_like(update[name]) if ones else torch.randn(update[name].shape, generator=drawn)
+            wanted = factor * length(update) / max(length(direction), 1e-12)
+            moving = {name: sent.states[entry][name] + wanted * direction[name] for name in names}
+            states[entry] = {**reply.states[entry], **{name: sent.states[entry][name] for name in floating}, **moving}
+        return Message(states, reply.meta)
+
+    return lie
+
+
+def last_bias(update: StateDict) -> list[str]:
+    """The bias of the last layer; its weight if it has none."""
+    layer = list(update)[-1].rpartition(".")[0]
+    return [name for name in update if name == f"{layer}.bias"] or list(update)[-1:]
+
+
+def middle_convolution(update: StateDict) -> list[str]:
+    """The convolution in the middle of the network."""
+    names = [name for name, tensor in update.items() if tensor.ndim > 2] or list(update)
+    return names[len(names) // 2 : len(names) // 2 + 1]
+
+
 def length(state: Mapping[str, torch.Tensor]) -> float:
     """Euclidean, of all floating-point numbers together."""
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values() if tensor.is_floating_point()))
@@ -141,6 +180,10 @@ ATTACKS: dict[str, Lie] = {
     "false count": inflated,
     "noise x 9": noise(9.0),
     "noise x 90": noise(90.0),
+    "drift x 4": drift(4.0),
+    "drift x 9": drift(9.0),
+    "head bias x 9": drift(9.0, last_bias, ones=True),
+    "one tensor x 9": drift(9.0, middle_convolution),
     "steps flipped": steps(-1.0),
     "steps x 50": steps(50.0),
     "steps flipped x 50": steps(-50.0),

@@ -18,16 +18,16 @@ from medflare.federation.outcome import StepReport
 from medflare.federation.update_validation.clipping import usual_lengths
 from medflare.federation.update_validation.drift import DriftMemory, drift
 
-NORTH, EAST, BACK = (0.0, 1.0), (1.0, 0.0), (0.0, -1.0)
+NORTH, EAST = (0.0, 1.0), (1.0, 0.0)
 NORTH_EAST, NORTH_WEST = (1.0, 1.0), (-1.0, 1.0)
-NOBODY = [False, False, False]
+NOBODY = [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("sites", "named"),
     [
-        ([[NORTH_EAST, NORTH_WEST]] * 2 + [[EAST, EAST]], [False, False, True]),
-        ([[NORTH_EAST, NORTH_WEST]] * 2 + [[BACK, BACK]], [False, False, True]),
+        ([[NORTH_EAST, NORTH_WEST]] * 2 + [[EAST, EAST]], [0.0, 0.0, 1.0]),
+        ([[NORTH_EAST, NORTH_WEST]] * 2 + [[(0.0, -3.0)] * 2], [0.0, 0.0, 3.0]),
         ([[NORTH, NORTH]] * 2 + [[EAST, EAST]], NOBODY),  # the others are as straight
         ([[NORTH_EAST, NORTH_WEST]] * 2 + [[EAST, NORTH]], NOBODY),  # cosine 0.7 to the others
         ([[NORTH_EAST, NORTH_WEST]] * 2 + [[EAST, (-1.0, 0.0)]], NOBODY),  # its sum is 0
@@ -36,7 +36,7 @@ NOBODY = [False, False, False]
         ([[(0.0, 0.0)] * 2] * 3, NOBODY),
     ],
 )
-def test_a_straight_path_in_a_direction_of_its_own_is_drift(sites: list[Any], named: list[bool]) -> None:
+def test_a_straight_path_in_a_direction_of_its_own_is_drift(sites: list[Any], named: list[float]) -> None:
     assert drift(torch.tensor(sites), [4, 4, 4]) == named
 
 
@@ -60,7 +60,9 @@ def test_a_sample_keeps_lengths_and_no_single_site_knows_it() -> None:
 
 
 class Drifting(LocalExchange):
-    """Site-2 sends what it was sent, moved by the length of its own update in one direction."""
+    """Site-2 sends what it was sent, moved by so many times the length of its own update in one direction."""
+
+    factor = 1.0
 
     def answer(self, site: str, step: Any, message: Any) -> Reply:
         sent = {name: tensor.clone() for name, tensor in message.states.get("model", {}).items()}
@@ -70,7 +72,7 @@ class Drifting(LocalExchange):
             direction = {name: torch.randn(tensor.shape, generator=drawn) for name, tensor in state.items()}
             long = math.sqrt(sum(float((state[name] - sent[name]).square().sum()) for name in state))
             unit = math.sqrt(sum(float(tensor.square().sum()) for tensor in direction.values()))
-            reply.message.states["model"] = {name: sent[name] + long / unit * direction[name] for name in state}
+            reply.message.states["model"] = {name: sent[name] + self.factor * long / unit * direction[name] for name in state}
         return reply
 
 
@@ -97,6 +99,12 @@ def test_a_drifting_site_is_named_also_after_a_restart(tmp_path: Path, monkeypat
     run(tmp_path / "killed", 2)
     assert named(run(tmp_path / "killed", resume=True)) == named(whole)
     assert named(run(tmp_path / "strict", outlier_policy="rejected")) == [("rejected", "site-2", 2), ("rejected", "site-2", 3)]
+
+
+def test_a_long_drift_is_clipped_and_then_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LocalExchange", Drifting)
+    monkeypatch.setattr(Drifting, "factor", 4.0)
+    assert named(run(tmp_path)) == [(kind, "site-2", round) for round, kind in enumerate(["suspicious"] * 2 + ["rejected"] * 2)]
 
 
 def test_honest_sites_are_not_named(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_clipped_update_is_rejected_on_request() -> None:
 
 
 def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
-    """Two weights of 50 numbers; in b the usual length is 1, C moves 10; the variance goes to 0, 10 times as far as usual."""
+    """Weights a, b of 50 numbers: in b 2 is usual (twice its share), C moves 12. Its variance goes to 0, ten times as far as usual."""
     sent = {"a": torch.ones(50), "b": torch.ones(50), "running_var": torch.ones(2), "steps": torch.tensor(1), "alone": torch.ones(0)}
     step, along = torch.full((50,), 50**-0.5), torch.ones(2)
 
@@ -72,13 +72,13 @@ def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
         moved = {"a": sent["a"] + step, "b": sent["b"] + b * step, "running_var": sent["running_var"] - variance * along}
         return Message({"model": {**sent, **moved, "steps": torch.tensor(7)}}, {})
 
-    replies = {"A": reply(1, 0.1), "B": reply(1, 0.1), "C": reply(8, 1.0)}
+    replies = {"A": reply(1, 0.05), "B": reply(1, 0.05), "C": reply(12, 1.0)}
     requests = {site: Message({"model": dict(sent)}, {}) for site in replies}
     result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
     state = result.accepted["C"].states["model"]
     twice_its_share = 2 * 0.5**0.5 * 2**0.5  # of the length of a and b together
     assert torch.allclose(state["b"], sent["b"] + twice_its_share * step) and torch.equal(state["a"], replies["A"].states["model"]["a"])
-    assert torch.allclose(state["running_var"], torch.full((2,), 1 - 2 * 0.1)) and state["steps"] == 7
+    assert torch.allclose(state["running_var"], torch.full((2,), 1 - 2 * 0.05)) and state["steps"] == 7
     assert "model/" in result.suspicious["C"]
     assert result.accepted["A"] is replies["A"]
 

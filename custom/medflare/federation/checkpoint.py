@@ -14,6 +14,7 @@ from medflare.federation.schedule import Federation
 
 CHECKPOINT: Final = "checkpoint"
 _RUN: Final = "run"  # metadata item of what belongs to the run and not to the algorithm
+_DRIFT: Final = "drift of updates/"  # beginning of the names of states that belong to the run
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ class Checkpoint:
             "history": outcome.history,
             "events": federation.events.to_list(),
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
+            "drift": federation.drift.memory.meta,
             "plan": dict(self.plan),
         }
-        StateStore(self.folder).save(CHECKPOINT, Message(algorithm.states, {**algorithm.meta, _RUN: run}))
+        drift = {f"{_DRIFT}{entry}": state for entry, state in federation.drift.memory.states.items()}
+        StateStore(self.folder).save(CHECKPOINT, Message({**algorithm.states, **drift}, {**algorithm.meta, _RUN: run}))
 
     def restore(self, federation: Federation) -> int:
         """Restore a federation from the checkpoint; returns the number of finished steps.
@@ -54,6 +57,9 @@ class Checkpoint:
                 raise StateError(
                     f"the checkpoint in {self.folder} has {name} = {run['plan'].get(name)!r}, this run {value!r}; use the same"
                 )
+        names = [name for name in message.states if name.startswith(_DRIFT)]
+        sampled = {name.removeprefix(_DRIFT): message.states.pop(name) for name in names}
+        federation.drift.memory = Message(sampled, run.get("drift", {}))  # a checkpoint of an older release has none
         federation.server.restore(message)
         federation.returning = run["enrolled"]
         outcome = federation.outcome

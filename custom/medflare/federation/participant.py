@@ -156,8 +156,8 @@ class Participant:
             raise MessageError(f"site {self.name} refuses '{phase}' of round {round}: it is an outside site, which does not train")
         self._validator.check_request(phase, round, incoming, recalled)
         new = self._order.admit(phase, round, incoming, step, rounds, recalled)
-        if new and phase in (FINALIZE, CROSS_SITE) and (study := self.study()) is not None:
-            study.note_evaluation(phase, max(1, len(incoming.states)) if phase == CROSS_SITE else 1, self.name)
+        if new and phase in (FINALIZE, CROSS_SITE):
+            self._note_evaluation(phase, incoming)
         self.artifacts.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=phase not in PHASES_OF_ALL) as algorithm:
@@ -173,6 +173,13 @@ class Participant:
             raise ConfigError(f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; {remedy}") from error
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
+
+    def _note_evaluation(self, phase: str, incoming: Message) -> None:
+        """Note in the study's record how many models are evaluated on test images: one final, or those of other sites."""
+        study = self.study()
+        if study is not None:
+            models = len(incoming.states) if phase == CROSS_SITE else 1
+            study.note_evaluation(phase, models, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, store the membership, and report the site's data."""

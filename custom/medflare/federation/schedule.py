@@ -18,6 +18,7 @@ from medflare.federation.enrolment import Enrolment, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules
+from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.messages import CROSS, RANGE, SHARE, SHARED
 from medflare.federation.update_validation.updates import Validated, capped, drop_invalid_metrics, validate_replies
 from medflare.methods.base import ServerAlgorithm, Step
@@ -50,6 +51,7 @@ class Federation:
     def __post_init__(self) -> None:
         self._transport = Transport(self.exchange, self.outcome)
         self._network = StateSpec.like(self.server.context.plan.template(), "").tensors.items()
+        self.drift = DriftMemory(self.server.context.seed)
         self._manifests: dict[str, Manifest] = {}  # the networks behind them are built once
 
     @property
@@ -143,6 +145,7 @@ class Federation:
                 raise FederationFailed(f"{reason} ({problems})")
             self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
             failed |= rejected.keys()
+        self.drift.remember(_named(step), validated.sketches)
         for site, reason in validated.suspicious.items():
             self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
         if self.rules.max_client_weight is not None:
@@ -174,6 +177,8 @@ class Federation:
             reply_meta=phase.reply_meta,
             weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
             strict=self.rules.outlier_policy == "rejected",
+            drift=self.drift,
+            phase=_named(step),
         )
         for site, reason in validated.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
@@ -242,3 +247,8 @@ class Federation:
             if alone and images[site] < FEW_IMAGES:
                 text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of this site"
                 self.events.add("few_validation_images", text, site=site)
+
+
+def _named(step: Step) -> str:
+    """The exchange of a round whose updates are compared over the rounds."""
+    return f"{step.phase}/{step.part}"

@@ -1,7 +1,8 @@
 """Update validation: what the server does with replies to a method's phase before it aggregates them.
 
 A reply is rejected if it differs from the phase's declaration, is not finite, has other counts than at enrollment, or is much longer
-than the others' updates. An update that points against the others' may come from other patients: it is used, with an event.
+than the others' updates, or if it and its site's last ones add up far in a direction of their own (`drift`). A longer one than usual is
+clipped (`clipping`). One that points against the others', or a short drift, may come from other patients: it is used, with an event.
 """
 
 import math
@@ -16,6 +17,8 @@ from torch import Tensor
 from medflare.core.manifest import Manifest, MetaSpec, negative, non_finite, violation
 from medflare.core.message import Message
 from medflare.core.states import CHUNK, StateDict, cosines, iter_chunks
+from medflare.federation.update_validation import clipping
+from medflare.federation.update_validation.drift import DriftMemory, Sketches
 from medflare.federation.update_validation.messages import METRIC, declaration_problem, reason_line
 
 _REQUIRED: Final = ("n_samples",)  # if the phase declares it
@@ -26,11 +29,15 @@ OPPOSITE: Final = -0.3  # an update with a smaller cosine to the others is suspi
 
 @dataclass(frozen=True)
 class Validated:
-    """Usable replies in sorted site order; site -> why a reply is not usable; site -> why a usable one is suspicious."""
+    """Usable replies in sorted site order; site -> why a reply is not usable; site -> why a usable one is suspicious.
+
+    `sketches` are for `DriftMemory.remember`, once the step is finished.
+    """
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
     suspicious: dict[str, str] = field(default_factory=dict)
+    sketches: Sketches = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class _Updates:
 
     sites: tuple[str, ...]
     products: Tensor  # (K, K) inner products of the sites' updates, float64
+    squares: dict[str, Tensor]  # tensor -> their squared lengths, (K,)
+    sizes: dict[str, int]  # tensor -> how many numbers it has
     replaces: bool  # whether the entry is a new version of what the sites were sent
 
 
@@ -51,8 +60,10 @@ def validate_replies(
     reply_meta: tuple[MetaSpec, ...] = (),
     weights: Collection[str] | None = None,
     strict: bool = False,
+    drift: DriftMemory | None = None,
+    phase: str = "",
 ) -> Validated:
-    """Check every reply against its declaration and its site's counts, and the updates against each other.
+    """Check every reply against its declaration and its site's counts, and the updates against each other; clip long ones.
 
     Args:
         replies: site -> reply.
@@ -62,20 +73,32 @@ def validate_replies(
         reply_meta: the metadata that a reply may hold.
         weights: entries with weights of the task's network, whose directions are compared; None: all.
         strict: also reject suspicious updates, if they are the minority of at least three.
+        drift: earlier updates; None: they are not compared.
+        phase: whose earlier updates.
     """
     problems = {site: _problem(replies[site], manifest, reply_meta, enrolled.get(site, {})) for site in sorted(replies)}
     rejected = {site: problem for site, problem in problems.items() if problem is not None}
     accepted = {site: replies[site] for site in problems if site not in rejected}
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
     updates = {entry: _updates(accepted, outgoing, entry) for entry in entries}
-    rejected |= _too_long(updates, {site: counts.get("train", 0) for site, counts in enrolled.items()})
+    images = {site: counts.get("train", 0) for site, counts in enrolled.items()}
+    rejected |= _too_long(updates, images)
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
     compared = {entry: update for entry, update in updates.items() if update.replaces and (weights is None or entry in weights)}
-    suspicious = _against_the_others(compared, accepted)
+    sketches = {} if drift is None else _sketches(compared, accepted, outgoing, drift, phase)
+    long, drifting = ({}, {}) if drift is None else drift.drifting(phase, sketches, images)
+    rejected |= long
+    accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
+    drifting = {site: reason for site, reason in drifting.items() if site not in rejected}
+    accepted, clipped = _clip(updates, accepted, outgoing, images)
+    suspicious: dict[str, str] = {}
+    for reasons in (clipped, _against_the_others(compared, accepted), drifting):
+        for site, reason in reasons.items():
+            suspicious[site] = f"{suspicious[site]}; {reason}" if site in suspicious else reason
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    return Validated(accepted, dict(sorted(rejected.items())), suspicious)
+    return Validated(accepted, dict(sorted(rejected.items())), dict(sorted(suspicious.items())), sketches)
 
 
 def _problem(reply: Message, manifest: Manifest, reply_meta: tuple[MetaSpec, ...], counts: Mapping[str, int]) -> str | None:
@@ -95,10 +118,12 @@ def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
     origins: list[StateDict] = [outgoing[site].states.get(entry, {}) if site in outgoing else {} for site in replies]
     replaces = all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
+    squares, sizes = dict[str, Tensor](), dict[str, int]()
     buffer = torch.empty(len(states), CHUNK, dtype=torch.float64)
     for name, tensor in states[0].items():
         if not tensor.is_floating_point():
             continue
+        squares[name], sizes[name] = torch.zeros(len(states), dtype=torch.float64), tensor.numel()
         starts = [origin.get(name, torch.zeros(())).expand_as(tensor) for origin in origins]
         if all(origin.get(name) is origins[0].get(name) for origin in origins):
             starts = starts[:1]  # all sites were sent the same tensor
@@ -107,8 +132,44 @@ def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
             updates = buffer[:, : chunks[0].numel()]
             for index, update in enumerate(updates):
                 update.copy_(chunks[index]).sub_(origin_chunks[index % len(origin_chunks)])
-            products += updates @ updates.T
-    return _Updates(tuple(replies), products, replaces)
+            inner = updates @ updates.T
+            products += inner
+            squares[name] += inner.diagonal()
+    return _Updates(tuple(replies), products, squares, sizes, replaces)
+
+
+def _clip(
+    updates: Mapping[str, _Updates], accepted: dict[str, Message], outgoing: Mapping[str, Message], images: Mapping[str, int]
+) -> tuple[dict[str, Message], dict[str, str]]:
+    """The replies with long updates clipped (see `clipping.scales`), and site -> what was clipped; two sites have no majority."""
+    reasons: dict[str, str] = {}
+    sites = list(accepted)
+    for entry, update in updates.items():
+        if not update.replaces or len(sites) < 3:
+            continue
+        rows = [update.sites.index(site) for site in sites]
+        squares = {name: lengths[rows] for name, lengths in update.squares.items()}
+        scales = clipping.scales(squares, update.sizes, [images.get(site, 0) for site in sites])
+        for index, site in enumerate(sites):
+            factors = {name: float(scale[index]) for name, scale in scales.items() if scale[index] < 1}
+            if factors:
+                accepted = {**accepted, site: clipping.clipped(accepted[site], outgoing[site], entry, factors)}
+                reasons.setdefault(site, clipping.reason(entry, factors, len(update.sizes)))
+    return accepted, reasons
+
+
+def _sketches(
+    updates: Mapping[str, _Updates], accepted: Mapping[str, Message], outgoing: Mapping[str, Message], drift: DriftMemory, phase: str
+) -> Sketches:
+    """The sampled updates of the accepted sites."""
+    sketches: Sketches = {}
+    for entry, update in updates.items():
+        states = {site: reply.states[entry] for site, reply in accepted.items()}
+        if states:
+            salt = " ".join(f"{square:.3g}" for square in update.products.diagonal().tolist())
+            sent = {site: outgoing[site].states[entry] for site in states}
+            sketches[entry] = drift.sketch(phase, entry, states, sent, salt)
+    return sketches
 
 
 def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dict[str, str]:
@@ -129,6 +190,10 @@ def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dic
             limit = min(_LIMIT * ratio, _LARGEST_LIMIT) if update.replaces and len(others) > 1 else _LARGEST_LIMIT
             if not length <= limit * median:  # also if it is NaN because the square overflows
                 rejected.setdefault(site, f"{entry} moved by {length:.3g}, more than {limit:.3g} times the others' median {median:.3g}")
+        if update.replaces and len(update.sites) > 2:
+            counts = [images.get(site, 0) for site in update.sites]
+            for index, reason in clipping.absurd(update.squares, update.sizes, counts).items():
+                rejected.setdefault(update.sites[index], f"{entry}/{reason}, their median")
     return rejected
 
 
