@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from helpers.fixture_types import Edit, SiteOf, TaskOf
-from helpers.volume_sites import write
+from helpers.volume_sites import cube_task, write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Decoded, PhantomSource, Source, decode
@@ -173,3 +173,23 @@ def test_a_patient_without_findings_has_as_many_masks_as_the_others(make_site: S
     assert _mask(Source(folder, make_task())).shape == (1, 16, 16)
     named = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1, 2], "b": [2]})
     assert _mask(Source(folder, named)).shape == (1, 16, 16)
+
+
+def test_the_cell_of_a_sheared_volume_follows_its_tensors(tmp_path: Path) -> None:
+    """Lengths and cosines give the distances of the affine, also after the volume was resized."""
+    affine = np.array([[-2, 0, 0.5, 0], [0, 1, 0.9, 0], [0, 0, 3, 0], [0, 0, 0, 1]])
+    write(tmp_path / "v.nii", np.random.default_rng(0).random((12, 14, 10), np.float32), affine)
+    write(tmp_path / "m.nii", np.ones((12, 14, 10), np.uint8), affine)
+    listed = {"test": [{"image": "v.nii", "label": "m.nii"}]}
+    (tmp_path / "datalist.json").write_text(json.dumps(listed))
+    for mode, step in (("patch", (1, 1, 1)), ("resize", (12 / 8, 14 / 8, 10 / 8))):
+        task = cube_task(channels=1, image_mode=mode)
+        (row,) = _decoded(tmp_path, task).rows
+        steps = affine[:3, :3] @ np.diag([-1, 1, 1]) * step  # along the task's axes, RAS
+        sides = np.linalg.norm(steps, axis=0)
+        assert row.spacing is not None and row.spacing[:3] == pytest.approx(tuple(sides))
+        for cosine, (a, b) in zip(row.spacing[3:], ((0, 1), (0, 2), (1, 2)), strict=True):
+            assert cosine == pytest.approx(steps[:, a] @ steps[:, b] / sides[a] / sides[b])
+    spaced = cube_task(channels=1, image_mode="patch", spacing=[1.0, 1.0, 1.0])
+    (row,) = _decoded(tmp_path, spaced).rows
+    assert row.spacing == pytest.approx((1, 1, 1)), "resampled: not sheared"

@@ -7,15 +7,18 @@ import pydicom
 import pytest
 from monai.data.image_reader import PydicomReader
 from pydicom import Dataset
+from pydicom.data import get_testdata_file
 from pydicom.filewriter import correct_ambiguous_vr
 
 from helpers.small_tasks import SEGMENTATION, small_task
 from helpers.volume_sites import TASK, beside_a_series, change, cube_task, dicom_series, enhanced_series, tagged
 from medflare.core.errors import DataError
+from medflare.data.acquisition import acquisition_of
 from medflare.data.dataset_import.folders import scan_folder
 from medflare.data.decoding import Source
 from medflare.data.dicom import segments
 from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
+from medflare.inference.masks import sizes
 from medflare.tasks.config import TaskConfig, load_task
 
 PIXELS = np.arange(30, dtype=np.uint16).reshape(6, 5)
@@ -266,3 +269,42 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
     change(site / "ct", SeriesInstanceUID="1.2.99")
     with pytest.raises(DataError, match=r"1\.2\.99"):
         mask_of(site, **TWO)
+
+
+@pytest.mark.parametrize("tags", [{"without": ("PixelSpacing",)}, *({"PixelSpacing": value} for value in (None, [0, 0], [0.5]))])
+def test_a_missing_or_wrong_pixel_spacing_is_unknown(tmp_path: Path, tags: dict[str, Any]) -> None:
+    whole, folder = dicom_series(tmp_path / "whole"), change(dicom_series(tmp_path / "ct"), **tags)
+    task = cube_task(channels=1)
+    image, expected = read_image([folder], task), read_image([whole], task)
+    np.testing.assert_array_equal(image.array, expected.array)  # its orientation is known
+    assert image.grid is not None and image.grid.spacing is None and image.grid.voxel_volume is None
+    assert acquisition_of(image, task).spacing is None
+    assert acquisition_of(expected, task).spacing == (0.25, 0.5, 2)
+    assert sizes(np.ones((1, 5, 6, 4)), task, image.grid) == {"voxels_cube": 120}
+    resampled = cube_task(channels=1, spacing=[1.0, 1.0, 1.0])
+    refused("ct: its voxel spacing is unknown", folder, resampled)
+
+
+@pytest.mark.parametrize("angle", [0, 10, 25])
+def test_the_volume_of_a_series_with_a_tilted_gantry(angle: float, tmp_path: Path) -> None:
+    """Slices shifted within their plane have the volume of straight ones: area times distance."""
+    folder, shift = dicom_series(tmp_path / "ct"), np.tan(np.radians(angle))
+    for number in range(4):
+        place = [10, 20 + 2 * number * shift, 30 + 2 * number]
+        change(folder, (number,), ImagePositionPatient=place)
+    task = cube_task(channels=1)
+    grid = read_image([folder], task).grid
+    step = 2 / np.cos(np.radians(angle))
+    assert grid is not None and grid.spacing == pytest.approx((0.25, 0.5, step))
+    found = sizes(np.ones((1, 5, 6, 4)), task, grid)
+    assert found == {"voxels_cube": 120, "ml_cube": "0.03"}, "120 voxels of 0.25 mm3"
+
+
+def test_palettes_of_16_bits_are_as_bright_as_other_colours() -> None:
+    file = Path(str(get_testdata_file("examples_palette.dcm")))
+    dataset = pydicom.dcmread(file)
+    names = [f"{name}PaletteColorLookupTableData" for name in ("Red", "Green", "Blue")]
+    tables = [getattr(dataset, name) for name in names]
+    high = np.stack([np.frombuffer(table, "<u2") // 256 for table in tables])  # 0, 256, ... 65280
+    np.testing.assert_array_equal(read_stored(file).array, high[:, dataset.pixel_array.T])
+    assert high.max() == 255

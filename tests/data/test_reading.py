@@ -1,4 +1,6 @@
+import gzip
 import os
+import struct
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -251,3 +253,63 @@ def test_a_volume_that_resampling_makes_too_large(tmp_path: Path, codes: str) ->
     read_image([path], task, ImageBounds(voxels=size))
     with pytest.raises(DataError, match=r"v\.nii"):
         read_image([path], task, ImageBounds(voxels=size - 1))
+
+
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_a_damaged_compressed_volume_is_refused(level: int, tmp_path: Path) -> None:
+    """One bit of the stream, wherever it lies; the checksum is in the last eight bytes."""
+    random = np.random.default_rng(level)
+    noise = random.integers(-1000, 1000, (16, 16, 8)).astype(np.int16)
+    whole = gzip.compress(nibabel.Nifti1Image(noise, affine()).to_bytes(), level, mtime=0)
+    (tmp_path / "v.nii.gz").write_bytes(whole)
+    np.testing.assert_array_equal(volume(tmp_path / "v.nii.gz")[0][0], noise)
+    for place in (*random.integers(10, len(whole) - 4, 20), len(whole) - 8, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << random.integers(8)
+        (tmp_path / "v.nii.gz").write_bytes(damaged)
+        for mask in (False, True):
+            with pytest.raises(DataError, match=r"v\.nii\.gz"):
+                read_stored(tmp_path / "v.nii.gz", mask=mask)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int16, np.uint16, np.int32])
+@pytest.mark.parametrize("labels", [(0, 1), (0, 1, 7), (0, 3, 10, 20), (2, 5)])
+def test_integer_masks_with_a_slope(kind: type, labels: tuple[int, ...], tmp_path: Path) -> None:
+    """A viewer or a tool saved whole numbers, in floating point, as integers of a smaller range."""
+    drawn = np.random.default_rng(0).choice(labels, SHAPE)
+    image = nibabel.Nifti1Image(drawn.astype(np.float32), affine())
+    image.set_data_dtype(kind)
+    nibabel.save(image, file := tmp_path / "mask.nii")
+    assert nibabel.load(file).dataobj.slope != 1 or np.dtype(kind).itemsize == 4
+    np.testing.assert_array_equal(masked(file, WHOLE)[0], drawn)
+
+
+def test_fractions_are_no_labels(tmp_path: Path) -> None:
+    probabilities = np.linspace(0, 1, np.prod(SHAPE)).reshape(SHAPE).astype(np.float32)
+    image = nibabel.Nifti1Image(probabilities, affine())
+    image.set_data_dtype(np.uint8)  # with a slope of 1/255
+    nibabel.save(image, tmp_path / "soft.nii")
+    with pytest.raises(DataError, match=r"soft\.nii: the mask holds 0\.00392157;"):
+        masked(tmp_path / "soft.nii", WHOLE)
+    rounded = write(tmp_path / "rounded.nii", np.where(VOLUME > 9, 2.0005, 0).astype(np.float32))
+    np.testing.assert_array_equal(masked(rounded, WHOLE)[0], 2 * (VOLUME > 9))
+
+
+@pytest.mark.parametrize(("code", "known"), [("sform", True), ("qform", False), ("none", False)])
+def test_a_nifti_header_without_lengths(code: str, known: bool, tmp_path: Path) -> None:
+    """nibabel reads a length of 0 as 1 mm; an sform has the lengths itself."""
+    image = nibabel.Nifti1Image(VOLUME, affine())
+    content = bytearray(image.to_bytes())
+    content[252:256] = struct.pack("<2h", code == "qform", code == "sform")
+    content[76 + 4 * 2 : 76 + 4 * 3] = bytes(4)  # pixdim[2]; pixdim begins at byte 76 (NIfTI-1)
+    (tmp_path / "v.nii").write_bytes(content)
+    (tmp_path / "v.nii.gz").write_bytes(gzip.compress(content))
+    for name in ("v.nii", "v.nii.gz"):
+        array, grid = volume(tmp_path / name)
+        np.testing.assert_array_equal(array[0], VOLUME)
+        assert grid.spacing == grid.turned("LPS").spacing == (SPACING if known else None)
+        assert grid.voxel_volume == (pytest.approx(6.0) if known else None)
+        resampled = cube_task(channels=1, spacing=[1.0, 1.0, 1.0])
+        problem = rf"{name}: its voxel spacing is unknown"
+        with nullcontext() if known else pytest.raises(DataError, match=problem):
+            read_image([tmp_path / name], resampled)

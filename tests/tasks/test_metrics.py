@@ -1,9 +1,11 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from monai.metrics.surface_distance import compute_average_surface_distance
+from scipy.ndimage import binary_erosion
 from scipy.spatial.distance import cdist
 from sklearn import metrics
 from torch.nn import functional as F
@@ -13,6 +15,7 @@ from helpers.small_tasks import score, small_task
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.core.rng import numpy_generator
+from medflare.data.geometry import Grid
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground, measure, structures
 from medflare.tasks.metrics_table import (
@@ -23,6 +26,7 @@ from medflare.tasks.metrics_table import (
     lesion_f1,
     metrics_of,
     selection_metrics,
+    surface_dice,
 )
 from medflare.tasks.summaries import summarize
 
@@ -266,3 +270,47 @@ def test_lesions_and_volumes_by_hand(make_task: TaskOf) -> None:
     assert lesion_f1(corners, corners).item() == 1, "neighbours across a corner are one lesion"
     with pytest.raises(ConfigError, match="assd_mm"):
         make_task(metrics=["assd_mm"])
+
+
+def _random_masks(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    predicted, truth = torch.zeros(2, 1, 1, 9, 8, 7, dtype=torch.bool)
+    for mask in (predicted, truth):
+        corner = torch.randint(0, 4, (3,), generator=random).tolist()
+        mask[0, 0][tuple(slice(start, start + 3) for start in corner)] = True
+    return predicted, truth
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_distances_on_a_sheared_grid_are_those_of_the_affine(seed: int) -> None:
+    affine = np.array([[2.0, 0, 0.5], [0, 1, 0.9], [0, 0, 3]])
+    cell = Grid((9, 8, 7), np.block([[affine, np.zeros((3, 1))], [0, 0, 0, 1]])).cell
+    assert cell is not None and len(cell) == 6
+    predicted, truth = _random_masks(seed)
+    surfaces = []
+    for mask in (predicted, truth):
+        inner = binary_erosion(mask[0, 0].numpy())
+        surfaces.append(np.argwhere(mask[0, 0].numpy() & ~inner) @ affine.T)
+    table = cdist(*surfaces)
+    there, back = table.min(axis=1), table.min(axis=0)
+    expected = max(np.percentile(there, 95), np.percentile(back, 95))
+    assert boundary_distance(predicted, truth, cell).item() == pytest.approx(expected, abs=1e-4)
+    mean = np.concatenate([there, back]).mean()
+    assert average_surface_distance(predicted, truth, cell).item() == pytest.approx(mean, abs=1e-4)
+    near = (np.concatenate([there, back]) <= 2.5).mean()
+    assert surface_dice(predicted, truth, cell, 2.5).item() == pytest.approx(near)
+
+
+def test_the_two_ways_to_distances_agree_where_nothing_is_sheared() -> None:
+    straight = (2.0, 1.0, 3.0)
+    cell = (*straight, 0, 0, 0)
+    near = partial(surface_dice, tolerance=2.0)
+    for seed in range(4):
+        masks = _random_masks(seed)
+        for distance in (boundary_distance, average_surface_distance, near):
+            expected = distance(*masks, spacing=straight)
+            torch.testing.assert_close(distance(*masks, spacing=cell), expected)
+    filled, empty = _random_masks(0)[0], torch.zeros(1, 1, 9, 8, 7, dtype=torch.bool)
+    for pair in ((filled, empty), (empty, filled), (empty, empty)):
+        expected = near(*pair, spacing=straight)
+        torch.testing.assert_close(near(*pair, spacing=cell), expected, equal_nan=True)

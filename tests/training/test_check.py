@@ -201,3 +201,17 @@ def test_a_task_that_trains_on_too_few_patients_is_a_problem_by_the_sites_settin
     assert check_site(folder, make_task()).ok
     report = check_site(folder, make_task(), local=LocalSettings(minimum_patients=4))
     assert not report.ok and "minimum_patients (4)" in report.render()
+
+
+@pytest.mark.parametrize("network", [{"name": "resnet18"}, {"name": "mlp", "batch_norm": True}])
+def test_batches_of_one_image_are_refused(network: dict[str, Any], make_task: TaskOf) -> None:
+    settings: dict[str, Any] = {"size": [32, 32], "network": network}
+    check_task(make_task("classification", batch_size=2, **settings))
+    with pytest.raises(ConfigError, match=rf"{network['name']} .* batch_size to 2"):
+        check_task(make_task("classification", batch_size=1, **settings))
+
+
+def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
+    for side, name in ((64, "resnet18"), (32, "mlp")):
+        network = {"name": name}
+        check_task(make_task("classification", batch_size=1, size=[side] * 2, network=network))

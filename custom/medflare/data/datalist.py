@@ -6,6 +6,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,16 +161,23 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Datali
     if values.get("label") is None:
         values.pop("label", None)
     listed = checked(layout, values, place, error=DataError, remedy=_REMEDY)
-    label = item["label"]
+    label, place_of = item["label"], partial(_file, folder)
     if kind == "segmentation":
-        label = [folder / name for name in label] if isinstance(label, list) else folder / label
+        label = list(map(place_of, label)) if isinstance(label, list) else place_of(label)
     names = (listed.image,) if isinstance(listed.image, str) else listed.image
     first = next((name for name in names if name is not None), None)
     if first is None:
         raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
-    channels = () if isinstance(listed.image, str) else tuple(None if name is None else folder / name for name in names)
+    files = (None if name is None else place_of(name) for name in names)
+    channels = () if isinstance(listed.image, str) else tuple(files)
     patient = str(patient_id(listed.patient)) if "patient" in item else printable(first)
-    return DatalistItem(folder / first, label, patient, split, place, channels)
+    return DatalistItem(place_of(first), label, patient, split, place, channels)
+
+
+def _file(folder: Path, name: str) -> Path:
+    """A file of the datalist, also with the "\\" of Windows, unless a file has it in its name."""
+    file = folder / name
+    return folder / name.replace("\\", "/") if "\\" in name and not file.exists() else file
 
 
 def patient_id(value: Any) -> Any:

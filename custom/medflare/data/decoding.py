@@ -38,7 +38,7 @@ from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
-_FORMAT: Final = 10  # increase when the meaning of cached tensors or the checks of images change
+_FORMAT: Final = 11  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES: Final = 16  # sites whose decoded images one process keeps
 _GB: Final = 10**9
 _ENDING: Final = ".safetensors"
@@ -178,7 +178,7 @@ class DecodedRow(NamedTuple):
     entry: int  # index of its item in the datalist
     place: int  # its index among the rows of that item
     name: str  # file name; slices end in "[number]"
-    spacing: Spacing | None  # millimetres between the voxels of a volume; None for pictures and where it is unknown
+    spacing: Spacing | None  # of a volume, see `geometry.Grid.cell`; None where it is unknown
     acquired: list[float]  # of its file, see `acquisition.Acquisition.row`
     counts: list[int]  # of its classes, see `targets.class_counts`
     nbytes: int  # of image and target
@@ -238,9 +238,10 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
                 encoded = encoded.to(torch.float32)
             elif task.kind == "segmentation":
                 encoded = encoded[0]
-            spacing = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
+            spacing = image.grid.cell if task.spatial_dims == 3 and image.grid else None
             if spacing is not None:
-                spacing = tuple(side * old / new for side, old, new in zip(spacing, picture.shape[1:], resized.shape[1:], strict=True))
+                sides = zip(spacing[:3], picture.shape[1:], resized.shape[1:], strict=True)
+                spacing = (*(side * old / new for side, old, new in sides), *spacing[3:])
             counts = class_counts(encoded[None], task).tolist()
             yield DecodedRow(resized, encoded, number, place, name, spacing, acquired, counts, resized.nbytes + encoded.nbytes)
 

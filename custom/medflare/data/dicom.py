@@ -45,6 +45,8 @@ def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
     colours = int(dataset.get("SamplesPerPixel", 1)) > 1
     if kind == "PALETTE COLOR" and not mask:
         array, colours = apply_color_lut(array, dataset)[..., :3], True
+        if dataset.RedPaletteColorLookupTableDescriptor[2] == 16:
+            array = array >> 8  # to the range of other colours
     else:
         ends = np.array([0, 2 ** int(dataset.BitsStored) - 1], np.int64)
         ends -= (ends[1] + 1) // 2 * int(dataset.get("PixelRepresentation", 0))
@@ -153,19 +155,31 @@ def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
 
 
 def grid_of(slices: Sequence[Any]) -> Grid:
-    """The grid of the voxels (column, row, slice) of a series in its order; not known if a slice has no position."""
+    """The grid of the voxels (column, row, slice) of a series in its order.
+
+    Not known if a slice has no position. Without a pixel spacing only the directions are known.
+    """
     first, last = slices[0], slices[-1]
     shape = (int(first.Columns), int(first.Rows), len(slices))
     if not _has_positions(slices):
         return Grid(shape, np.eye(4), has_affine=False)
     right, down = np.split(np.array(first.ImageOrientationPatient, np.float64), 2)
-    between_rows, between_columns = map(float, first.get("PixelSpacing") or (1, 1))
+    spacing = _pixel_spacing(first)
+    between_rows, between_columns = spacing or (1.0, 1.0)
     start, end = np.array([first.ImagePositionPatient, last.ImagePositionPatient], np.float64)
     affine = np.eye(4)
     affine[:3] = np.column_stack([right * between_columns, down * between_rows, [0, 0, 1], start])
     if len(slices) > 1:
         affine[:3, 2] = (end - start) / (len(slices) - 1)
-    return Grid(shape, _RAS @ affine)
+    return Grid(shape, _RAS @ affine, has_spacing=spacing is not None)
+
+
+def _pixel_spacing(header: Any) -> tuple[float, float] | None:
+    """Millimetres between rows and between columns; None unless they are two lengths above 0."""
+    lengths = np.atleast_1d(np.array(header.get("PixelSpacing") or (), np.float64))
+    if lengths.shape != (2,) or not (np.isfinite(lengths) & (lengths > 0)).all():
+        return None
+    return float(lengths[0]), float(lengths[1])
 
 
 # -- segmentations ---------------------------------------------------------------------------------------------------------

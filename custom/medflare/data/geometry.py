@@ -1,7 +1,7 @@
 """The grid of a volume's voxels. An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from medflare.core.text import format_shape
 from medflare.tasks.config import TaskConfig
 
 _OBLIQUE: Final = 30.0  # degrees between an axis and the nearest axis of the patient; tilted scans have up to that
+_SHEARED: Final = 1e-3  # cosine between two axes; below it, headers are rounded
 _SAME: Final = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
 
 
@@ -22,11 +23,30 @@ class Grid:
     shape: tuple[int, ...]  # voxels along each axis
     affine: np.ndarray  # float64 (4, 4), voxel indices to millimetres in RAS
     has_affine: bool = True  # whether the file gives the affine; else it is the identity
+    has_spacing: bool = True  # whether the file gives all lengths; else some of the affine are 1
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
-        """Millimetres between voxels along each axis; None where the file gives no affine."""
-        return tuple(float(side) for side in self._sides) if self.has_affine else None
+        """Millimetres between voxels along each axis; None where the file gives none."""
+        if not (self.has_affine and self.has_spacing):
+            return None
+        return tuple(float(side) for side in self._sides)
+
+    @property
+    def cell(self) -> tuple[float, ...] | None:
+        """The spacing; of a sheared grid, then cosines between axes 0 and 1, 0 and 2, 1 and 2."""
+        if self.spacing is None:
+            return None
+        axes = self.affine[:3, :3] / self._sides
+        cosines = (axes.T @ axes)[np.triu_indices(3, k=1)]
+        if np.abs(cosines).max() <= _SHEARED:
+            return self.spacing
+        return (*self.spacing, *map(float, cosines))
+
+    @property
+    def voxel_volume(self) -> float | None:
+        """Cubic millimetres of a voxel; None where the spacing is unknown."""
+        return None if self.spacing is None else float(abs(np.linalg.det(self.affine[:3, :3])))
 
     @property
     def codes(self) -> str:
@@ -53,7 +73,8 @@ class Grid:
             return self
         turn = self.turn(orientation)
         shape = tuple(self.shape[int(axis)] for axis in np.argsort(turn[:, 0]))
-        return Grid(shape, self.affine @ orientations.inv_ornt_aff(turn, self.shape))
+        affine = self.affine @ orientations.inv_ornt_aff(turn, self.shape)
+        return replace(self, shape=shape, affine=affine)
 
     def difference(self, other: "Grid") -> str:
         """How another grid differs; "" if no corner is half a voxel away."""

@@ -5,8 +5,9 @@ A stored image is (C, i, j) or (C, i, j, k), i along the columns of a picture or
 are turned to LPS first: rows run to posterior and columns to the patient's left, as in DICOM slices of the same scan.
 """
 
+import gzip
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
@@ -29,6 +30,13 @@ LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 _SLICES: Final = "LPS"  # orientation of volumes that are cut into slices
 _COLOURED: Final = 0.02  # mean difference of the channels of a coloured picture, as a fraction of the brightest value
 _OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}  # NIfTI's codes of lengths that are not millimetres
+# Pillow's formats, by content: of others it may read 8 bits a channel where more are stored.
+_FORMATS: Final = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP")
+# Tags of TIFF 6.0; _WHITE is PhotometricInterpretation, 0 if the lowest number is white.
+_BITS, _COMPRESSION, _WHITE, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 258, 259, 262, 338, 339
+_CHUNK: Final = 2**20  # bytes
+_WHOLE: Final = 1e-3  # distance of a label from the whole number that is meant
+_COARSE: Final = 0.1  # slope of a header beyond which a value near a whole number may be a fraction
 
 
 class Image(NamedTuple):
@@ -143,7 +151,7 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
             stored = _read_dicom(path, bounds, mask)
         elif suffix(path) in NIFTI:
             require("nibabel", f"{path}: a NIfTI image", DataError)
-            stored = _read_nifti(path, bounds)
+            stored = _read_nifti(path, bounds, mask)
         elif suffix(path) in PICTURES:
             require("PIL", f"{path}: a picture", DataError)
             stored = _read_picture(path, bounds, mask)
@@ -165,22 +173,75 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # `bounds` decides
-        with Pillow.open(path) as image:
+        with Pillow.open(path, formats=_FORMATS) as image:
             bounds.check(path, (image.height, image.width), volume=False)
             if getattr(image, "n_frames", 1) > 1 and image.format == "TIFF":
                 raise DataError(f"{path}: the file holds {image.n_frames} pages; store pages as files or as a NIfTI volume")
+            tags = image.tag_v2 if image.format == "TIFF" else {}
+            _check_channels(image, tags, path, mask)
             image = ImageOps.exif_transpose(image)
+            if mask and image.getbands()[-1] == "A":
+                _check_alpha(np.asarray(image), path)
             if image.mode == "LA":
                 image = image.convert("L")
             elif image.mode.split(";")[0] not in GREY and not (mask and image.mode == "P"):
                 image = image.convert("RGB")
             array = np.asarray(image)
+    if tags:
+        array = _as_tagged(array, tags, path, mask)
     if array.ndim == 2:
         return Stored(array.T[None])
     return Stored(np.moveaxis(array, -1, 0).swapaxes(1, 2), colours=True)
 
 
-def _read_nifti(path: Path, bounds: ImageBounds) -> Stored:
+def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool) -> None:
+    """Refuse what Pillow drops: bits beyond 8 of several channels, and a mask's extra channel."""
+    bits = max(tags.get(_BITS, (1,))) if tags else 8
+    if image.format == "PNG":
+        with path.open("rb") as file:
+            bits = file.read(25)[-1]  # of the header, the first chunk (PNG, Sec. 11.2.2)
+    if bits > 8 and len(image.getbands()) > 1:
+        problem = f"colours or transparency with {bits} bits, only 8 can be read"
+        raise DataError(f"{path}: {problem}; save it in grey without transparency, or with 8 bits")
+    if mask and 0 in tags.get(_EXTRA_SAMPLES, ()):
+        raise DataError(f"{path}: the mask has a channel beside its colours; save it in grey")
+
+
+def _check_alpha(array: np.ndarray, path: Path) -> None:
+    """Refuse a mask (rows, columns, channels) whose alpha, the last channel, has structures.
+
+    Alpha may repeat the colours: transparent where they are 0, and only there.
+    """
+    colours, alpha = array[..., :-1], array[..., -1]
+    constant = (colours == colours[0, 0]).all()
+    same = ((alpha > 0) == colours.any(axis=-1)).all()
+    if alpha.min() < alpha.max() and (constant or not same):
+        problem = "the mask's transparency (alpha) shows other structures than its colours"
+        raise DataError(f"{path}: {problem}; save the structures in grey, without transparency")
+
+
+def _as_tagged(array: np.ndarray, tags: Any, path: Path, mask: bool) -> np.ndarray:
+    """The pixels of a TIFF (rows, columns[, channels]) as its tags mean them, not Pillow's mode.
+
+    Where the lowest number is white, images are inverted; Pillow does so up to 8 bits.
+    """
+    bits, sign = max(tags.get(_BITS, (1,))), max(tags.get(_SAMPLE_FORMAT, (1,)))
+    if array.dtype.itemsize > 2 and tags.prefix == b"MM" and tags.get(_COMPRESSION, 1) != 1:
+        problem = "a compressed big-endian TIFF, whose bytes Pillow exchanges"
+        raise DataError(f"{path}: {problem}; save it little-endian, or uncompressed")
+    if tags.get(_WHITE) == 0 and (bits > 16 or (mask and bits > 1)):
+        problem = "its tags say that the lowest number is white"
+        raise DataError(f"{path}: {problem}; save it with the lowest number as black")
+    if tags.get(_WHITE) == 0 and bits == 16:
+        return np.iinfo(np.uint16).max - array
+    if (bits, sign) == (8, 2):
+        return array.view(np.int8)
+    if (bits, sign) == (32, 1):
+        return array.view(np.uint32)
+    return array
+
+
+def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     import nibabel
     from nibabel.imageglobals import LoggingOutputSuppressor
 
@@ -189,13 +250,36 @@ def _read_nifti(path: Path, bounds: ImageBounds) -> Stored:
         if unit := _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7):  # the three lowest bits: the unit of length
             raise DataError(f"{path}: the header gives lengths in {unit}, expected mm; convert spacing and affine to mm and set xyzt_units")
         bounds.check(path, image.shape, volume=True)
-        array = np.asanyarray(image.dataobj)
+        array, raw = _nifti_content(path, image)
+    if mask and image.get_data_dtype().kind in "iu" and abs(image.dataobj.slope) <= _COARSE:
+        # A step of the stored integers is a slope: the nearest to a label is half a step away.
+        whole = array.round()
+        array = np.where(np.abs(array - whole) <= abs(image.dataobj.slope) / 2, whole, array)
     array = array.squeeze(axis=tuple(axis for axis in range(3, array.ndim) if array.shape[axis] == 1))
     if array.ndim == 2:
         return Stored(array[None], nifti=True)
-    grid = Grid(array.shape[:3], np.asarray(image.affine, np.float64))
+    # Without an sform the lengths are pixdim's, where nibabel reads 0 as 1 mm.
+    lengths = bool(raw["sform_code"] > 0 or (raw["pixdim"][1:4] != 0).all())
+    grid = Grid(array.shape[:3], np.asarray(image.affine, np.float64), has_spacing=lengths)
     grid.check(path)
     return Stored(np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None], grid, nifti=True)
+
+
+def _nifti_content(path: Path, image: Any) -> tuple[np.ndarray, Any]:
+    """The voxels of a loaded image, and its header without nibabel's repairs.
+
+    A compressed file is read to its end, where gzip compares the checksum.
+    """
+    compressed = suffix(path) == ".nii.gz"
+    with gzip.open(path) if compressed else path.open("rb") as stream:
+        raw = image.header_class.from_fileobj(stream, check=False)
+        if not compressed:
+            return np.asanyarray(image.dataobj), raw
+        stream.seek(0)
+        array = np.asanyarray(type(image).from_stream(stream).dataobj)
+        while stream.read(_CHUNK):
+            pass
+        return array, raw
 
 
 def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
@@ -268,7 +352,7 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
             continue
         stored = read_stored(file, bounds)
         if task.spatial_dims == 3:
-            _check_volume(stored, file)
+            _check_volume(stored, file, task)
         array, has_colours = _channels(stored, task, 1 if len(files) > 1 else task.image_channels, file)
         if task.spatial_dims == 2:
             array = stored.as_slices(array)
@@ -295,10 +379,13 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
     return Image(array, first.grid, grid, coloured)
 
 
-def _check_volume(stored: Stored, path: Path) -> None:
+def _check_volume(stored: Stored, path: Path, task: TaskConfig) -> None:
     if stored.grid is None:
         raise DataError(f"{path}: no volume, the task has spatial_dims 3; give NIfTI files, or DICOM series with positions")
     stored.grid.check(path)
+    if task.spacing is not None and stored.grid.spacing is None:
+        problem = f"its voxel spacing is unknown, the task's is {format_shape(task.spacing)} mm"
+        raise DataError(f"{path}: {problem}; correct the file's header")
 
 
 def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple[np.ndarray, bool]:
@@ -366,7 +453,7 @@ def read_mask(
         if image is not None:
             check_same_grid(path, stored.slice_grid, image_path, image.grid)
         return stored.as_slices(masks), segments
-    _check_volume(stored, path)
+    _check_volume(stored, path, task)
     assert stored.grid is not None
     if image is not None and image.stored_grid is not None:
         check_same_grid(path, stored.grid.turned(task.orientation), image_path, image.stored_grid.turned(task.orientation))
@@ -374,10 +461,18 @@ def read_mask(
 
 
 def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.ndarray:
-    """Masks (M, ...) of whole numbers (else DataError) as int64; one of them if all are equal, unless several are meant."""
+    """Masks (M, ...) of whole numbers as int64; one if all are equal, unless several are meant.
+
+    A number not more than 0.001 beside a whole one is that one: rounding moved it.
+
+    Raises:
+        DataError: other numbers.
+    """
     masks = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
-    if not (masks == array).all():
-        raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")
+    near = np.abs(array - masks) <= _WHOLE
+    if not near.all():
+        value = f"{array[~near][0]:.6g}"
+        raise DataError(f"{path}: the mask holds {value}; store whole numbers, label values 0, 1, ...")
     return masks[:1] if not several and (masks == masks[:1]).all() else masks
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -81,8 +80,9 @@ def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> dict[
     counts = {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
     if grid is None:
         return {f"pixels_{label}": count for label, count in counts.items()}
-    voxel = math.prod(grid.spacing or ()) / 1000
-    volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if grid.has_affine}
+    voxel, volumes = grid.voxel_volume, {}
+    if voxel is not None:
+        volumes = {f"ml_{label}": f"{count * voxel / 1000:.6g}" for label, count in counts.items()}
     return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
 
 

@@ -17,7 +17,9 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import dice, metric_table
 
 Images: TypeAlias = Any  # a Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes
-Spacing: TypeAlias = tuple[float, ...]  # distance of neighboring pixels or voxels along every axis
+# Distance of neighboring pixels or voxels along every axis.
+# Of a sheared volume the cosines between its axes follow, see `data.geometry.Grid.cell`.
+Spacing: TypeAlias = tuple[float, ...]
 Portion: TypeAlias = tuple[Tensor, Tensor, Spacing | None]
 _COUNTS: Final = "counts"  # entry of `Measured.parts` beside the metrics of masks
 

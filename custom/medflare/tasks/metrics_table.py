@@ -98,7 +98,7 @@ def average_surface_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequ
 def _of_surfaces(summary: Callable[..., "Tensor"], predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None) -> "Tensor":
     """`summary` of both directed distances (surface pixels,) of every image and class where both masks have pixels, else NaN."""
     import torch
-    from monai.metrics.utils import get_mask_edges, get_surface_distance
+    from monai.metrics.utils import get_mask_edges
     from monai.transforms.utils import generate_spatial_bounding_box
 
     values = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
@@ -107,8 +107,33 @@ def _of_surfaces(summary: Callable[..., "Tensor"], predicted: "Tensor", truth: "
         masks = [part[image, label].cpu() for part in (predicted, truth)]
         box = tuple(map(slice, *generate_spatial_bounding_box((masks[0] | masks[1])[None])))
         first, second = get_mask_edges(masks[0][box], masks[1][box], crop=False)
-        values[image, label] = summary(*(get_surface_distance(*edges, spacing=spacing) for edges in ((first, second), (second, first))))
+        there, back = _to_surface(first, second, spacing), _to_surface(second, first, spacing)
+        values[image, label] = summary(there, back)
     return values
+
+
+def _to_surface(edges: Any, others: Any, spacing: Sequence[float] | None) -> "Tensor":
+    """Distances (edge pixels,) of the pixels of `edges`, bool (...), to the nearest of `others`."""
+    import numpy as np
+    import torch
+    from monai.metrics.utils import get_surface_distance
+    from scipy.spatial import KDTree
+
+    if not _is_sheared(spacing):
+        distances: Tensor = get_surface_distance(edges, others, spacing=spacing)
+        return distances
+    assert spacing is not None
+    sides, (first, second, third) = np.array(spacing[:3]), spacing[3:]
+    cosines = np.array([[1, first, second], [first, 1, third], [second, third, 1]])
+    # Rows: the millimetres of a step along each axis, up to a rotation.
+    axes = np.linalg.cholesky(cosines * np.outer(sides, sides))
+    places, other_places = (np.argwhere(np.asarray(part)) @ axes for part in (edges, others))
+    return torch.as_tensor(KDTree(other_places).query(places)[0], dtype=torch.float32)
+
+
+def _is_sheared(spacing: Sequence[float] | None) -> bool:
+    """Whether the spacing has cosines, see `data.geometry.Grid.cell`."""
+    return spacing is not None and len(spacing) > 3
 
 
 def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
@@ -152,8 +177,17 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
         >>> [surface_dice(predicted, truth, (1.0, 1.0, 3.0), tolerance).item() for tolerance in (2.0, 3.0)]
         [0.0, 1.0]
     """
+    import torch
     from monai.metrics.surface_dice import compute_surface_dice
 
+    if _is_sheared(spacing):
+
+        def near(*directed: "Tensor") -> "Tensor":
+            return (torch.cat(directed) <= tolerance).double().mean()
+
+        shares = _of_surfaces(near, predicted, truth, spacing)
+        one_empty = predicted.flatten(2).any(2) != truth.flatten(2).any(2)
+        return shares.masked_fill(one_empty.cpu(), 0.0)
     thresholds = [tolerance] * predicted.shape[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MONAI warns about empty masks

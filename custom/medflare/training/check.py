@@ -25,6 +25,7 @@ from medflare.data.targets import class_counts, encode_label, scarce_classes, sc
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
+from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
@@ -162,6 +163,19 @@ def check_task(task: TaskConfig) -> None:
         raise ConfigError(
             f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); change size, network or augment"
         ) from error
+    if task.batch_size == 1:
+        _check_single(task, network, images[:1])
+
+
+def _check_single(task: TaskConfig, network: FeatureNetwork, image: torch.Tensor) -> None:
+    """Refuse batches of one image (1, C, ...) where batch normalization then has one number."""
+    try:
+        with torch.no_grad(), seeded(0, "check task"):
+            network.train()(image)
+    except ValueError as error:
+        problem = f"its network {task.network['name']} cannot train on batches of one image"
+        remedy = "set batch_size to 2 or more, or size to larger images"
+        raise ConfigError(f"task {task.name}: {problem} ({one_line(error)}); {remedy}") from error
 
 
 def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport) -> SiteData | None:

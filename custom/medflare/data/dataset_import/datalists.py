@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +23,23 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SHARES, SPLITS
-from medflare.data.dataset_import.folders import Dataset, ImageFolder, Item, class_folders, pair_masks, scan_folder
+from medflare.data.dataset_import.folders import (
+    Dataset,
+    ImageFolder,
+    Item,
+    class_folders,
+    composed,
+    is_system_folder,
+    pair_masks,
+    refuse_variants,
+    scan_folder,
+    sorted_labels,
+    structure_folders,
+)
 from medflare.data.dataset_import.tables import GUESSED, Columns, read_tables, split_of_table
+from medflare.data.loading import FOLDERS, allowed_folders
 from medflare.data.progress import counted
+from medflare.data.reading import label_values, read_stored
 
 _EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)  # end of the name of a photograph
 _SITES, _IMAGES = 30, 5  # maximum of folders, and minimum of images in each, for which they may be sites
@@ -57,12 +72,14 @@ class ImportReport:
     sites: Mapping[str, Sequence[Item]]  # site, or "" if there is one folder -> its images with their splits
     home: Path  # a site's folder, or the folder of all sites
     warnings: tuple[str, ...]  # one line each
+    guessed: str = ""  # one line: what was guessed, and the options that say otherwise
 
     def render(self) -> str:
         """The layout, and a table of images and patients by site and split."""
         names = list(self.dataset.labels.values()) if self.dataset.kind == "classification" else []
         lines = [f"{sum(map(len, self.sites.values()))} images, {self.dataset.kind} ({self.dataset.layout})", ""]
         lines += [_counts(self.sites, names).to_string(index=False), ""]
+        lines += [f"guessed: {self.guessed}"] if self.guessed else []
         lines += [f"note: {note}" for note in self.dataset.notes]
         lines += [f"left out: {line}" for line in self.dataset.missing]
         lines += [f"WARNING: {warning}" for warning in self.warnings]
@@ -70,19 +87,33 @@ class ImportReport:
 
 
 def _counts(sites: Mapping[str, Sequence[Item]], classes: Sequence[str]) -> pd.DataFrame:
+    several = any(sites)
     rows = []
     for site, items in sites.items():
         for split in SPLITS:
             chosen = [item for item in items if item.split == split]
-            row = {"split": split, "images": len(chosen), "patients": len(set(map(_patient, chosen)))}
-            for number, name in enumerate(classes):
-                row[name] = sum(item.label[number] if isinstance(item.label, list) else item.label == number for item in chosen)
-            rows.append(({"site": site} if site else {}) | row)
-    return pd.DataFrame(rows)
+            row: list[Any] = [site] if several else []
+            row += [split, len(chosen), len(set(map(_patient, chosen)))]
+            for number in range(len(classes)):
+                row.append(sum(_shows(item, number) for item in chosen))
+            rows.append(row)
+    columns = ["split", "images", "patients", *classes]  # a class may be called images
+    return pd.DataFrame(rows, columns=["site", *columns] if several else columns)
 
 
-def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = None, columns: Columns = GUESSED) -> Dataset:
-    """A folder's images with labels: of a table that names them, else masks by name, else a folder per class; DataError if unclear."""
+def _shows(item: Item, number: int) -> bool:
+    """Whether an image is of a class, or has a finding."""
+    return bool(item.label[number]) if isinstance(item.label, list) else item.label == number
+
+
+def find_dataset(
+    folder: ImageFolder, *, kind: str = "", table: Path | None = None, columns: Columns = GUESSED, redraw: bool = False
+) -> Dataset:
+    """A folder's images with labels: by a table, masks by name or folder, or a folder per class.
+
+    DataError if it is unclear, or if a folder beside those of splits may be a split, too. With
+    `redraw`, splits are ignored.
+    """
     candidates = [table] if table else list(folder.tables)
     splits: dict[Path, str] = {}
     unused: dict[Path, str] = {}
@@ -100,15 +131,46 @@ def find_dataset(folder: ImageFolder, *, kind: str = "", table: Path | None = No
         reasons = "".join(f"; {reason}" for reason in unused.values())
         raise DataError(f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table{reasons}")
     if tables:
-        return read_tables(tables, folder, columns, kind=kind)
+        return read_tables(tables, folder, columns, kind=kind, redraw=redraw)
+    dataset = _by_folders(folder, kind, unused)
+    strange = _beside_splits(folder, dataset)
+    classes = dataset.kind == "classification"
+    if strange and kind != "classification" and (classes or not redraw):
+        first = folder.relative(strange[0])
+        found = f"{len(strange)} images are in no folder of a split, but others are: {first}"
+        remedy = "rename its folder train, val or test, take it out, or "
+        remedy += "give --kind classification if it is a class" if classes else "draw with --redraw"
+        raise DataError(f"{folder.root}: {found}; {remedy}")
+    return dataset
+
+
+def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
+    """Images without a split that have a folder more than others, or a class that no split has."""
+    names = folder.names()
+    known = [item for item in dataset.items if item.split]
+    depth = max((len(names[item.first].folders) for item in known), default=0)
+    classes = {item.label for item in known} if dataset.kind == "classification" else set()
+    strange = []
+    for item in dataset.items:
+        deeper = len(names[item.first].folders) > depth
+        if known and not item.split and (deeper or (classes and item.label not in classes)):
+            strange.append(item.first)
+    return strange
+
+
+def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> Dataset:
+    """The images by the names of files and folders; `unused`: table -> why it is not used."""
     names = folder.names()
     notes = [f"not used: {reason}" for reason in unused.values()]
     masks = sum(name.mask for name in names.values())
-    if kind == "segmentation" or (masks and kind != "classification"):
+    images = [image for image in folder.images if not names[image].mask]
+    structures = None if masks or kind == "classification" else structure_folders(folder, images, kind)
+    if structures is not None:
+        dataset = structures
+    elif kind == "segmentation" or (masks and kind != "classification"):
         dataset = pair_masks(folder, names)
     else:
         try:
-            images = [image for image in folder.images if not names[image].mask]
             dataset = class_folders(folder, images, any_number=kind == "classification")
         except DataError as error:
             raise DataError("; ".join([str(error), *unused.values()])) from error
@@ -123,12 +185,21 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
     """
     if options.site_folders:
         return _import_site_folders(root, options)
+    folder, dataset = _read_folder(root, options)
+    return _write_sites(folder, dataset, options)
+
+
+def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset]:
+    """The files of a folder, and its images with labels; DataError as of `import_folder`."""
     if (options.sites is not None or options.columns.site) and options.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
     if options.out is not None and options.out.resolve().is_relative_to(root.resolve()):
         raise DataError(f"{options.out} is in {root}, so its files would be imported again; take another --out")
     folder = scan_folder(root)
-    dataset = find_dataset(folder, kind=options.kind, table=options.table, columns=options.columns)
+    dataset = find_dataset(folder, kind=options.kind, table=options.table, columns=options.columns, redraw=options.redraw)
+    notes, missing = (*folder.notes, *dataset.notes), (*folder.unreadable, *dataset.missing)
+    items = _zeros_and_ones(dataset.items, options)
+    dataset = replace(dataset, items=items, notes=notes, missing=missing)
     if dataset.missing and not (options.skip and dataset.items):
         found = f"{len(dataset.missing)} of {len(dataset.missing) + len(dataset.items)} are incomplete, the first: {dataset.missing[0]}"
         raise DataError(f"{root}: {found}; complete them, or --skip")
@@ -137,12 +208,82 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
         found = f"{folder.relative(slices[0])} is one of {len(slices)} slices of a series beside other files"
         raise DataError(f"{root}: {found}; give --out, where each series gets a folder of its own")
     check_files(dataset.items, root, folder.slices)
+    if options.out is None:
+        _refuse_links(dataset.items, root)
+    return folder, dataset
+
+
+def _zeros_and_ones(items: tuple[Item, ...], options: ImportOptions) -> tuple[Item, ...]:
+    """The images; where they have several masks of 0 and 255, these are to be written as 0 and 1.
+
+    DataError without --out, and for several masks with more numbers.
+    """
+    masks = [mask for item in items if isinstance(item.label, list) for mask in item.masks]
+    change = False
+    for mask in counted(masks, len(masks), "masks read"):
+        highest = _highest(mask)
+        change = change or highest > 1
+        if change and options.out is None:
+            found = f"{mask}: has 0 and {highest}, but several masks of an image need 0 and 1"
+            raise DataError(f"{found}; give --out, where they are written so")
+    return tuple(_with_written_masks(item) for item in items) if change else items
+
+
+def _highest(mask: Path) -> int:
+    """The highest number of one of several masks.
+
+    DataError if it is above 1, unless the mask is a grey picture of this number and 0.
+    """
+    array = label_values(read_stored(mask, mask=True).array, mask)
+    numbers = {*np.unique(array).tolist()} - {0}
+    highest = max(numbers, default=0)
+    if highest > 1 and (len(numbers) > 1 or array.ndim != 3 or (array != array[:1]).any()):
+        remedy = "store 0 and 1, or give one mask with the numbers of all structures"
+        found = f"has numbers up to {highest}, and is one of several masks"
+        raise DataError(f"{mask}: {found}; {remedy}")
+    return highest
+
+
+def _with_written_masks(item: Item) -> Item:
+    written = {mask.with_suffix(".png"): mask for mask in item.masks}
+    for file, mask in written.items():
+        if file != mask and file.exists():
+            found = f"is written as PNG, but {file.name} is beside it"
+            raise DataError(f"{mask}: {found}; rename one of them")
+    rendered = {file: partial(_as_one, mask) for file, mask in written.items()}
+    return replace(item, label=list(written), rendered=rendered)
+
+
+def _as_one(mask: Path) -> np.ndarray:
+    """A mask as 0 and 1, uint8 (H, W)."""
+    return (read_stored(mask, mask=True).array[0].T > 0).astype(np.uint8)
+
+
+def _refuse_links(items: Iterable[Item], root: Path) -> None:
+    """Raise DataError for a link to a file outside the folder, which later commands refuse."""
+    allowed = [path.resolve() for path in (root, *allowed_folders())]
+    for item in items:
+        for file in (*filter(None, item.files), *item.masks):
+            target = file.resolve()
+            if not any(target.is_relative_to(place) for place in allowed):
+                remedy = f"give --out for links to the files, or allow their folder in {FOLDERS}"
+                raise DataError(f"{file}: a link to {target}, outside {root}; {remedy}")
+
+
+def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
+    """Write the datalists of the images of a folder."""
+    root = folder.root
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
         items = [replace(item, split="") for item in items]
     sites = {
         site: draw_splits(of_site, site, options.shares or SHARES, options.seed) for site, of_site in _items_by_site(items, options).items()
     }
+    warnings = [warning]
+    if not (options.sites or options.columns.site):
+        warnings.append(_site_warning(dataset.items, root))
+    drawn = [item for of_site in sites.values() for item in of_site]
+    warnings.append(_split_warning(dataset, drawn, root, options))
     home = options.out or root
     check_target(home, sites, force=options.force)
     header = {"labels": dataset.labels, "channel_names": dataset.channels}
@@ -150,8 +291,40 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
         if options.out is not None:
             place_files(home / site, site_items, root, copy=options.copy, slices=folder.slices)
         write_datalist(home / site, site_items, root, header=header)
-    warnings = (warning, "" if options.sites or options.columns.site else _site_warning(dataset.items, root))
-    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)))
+    guessed = _guessed(dataset, options)
+    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)), guessed)
+
+
+def _guessed(dataset: Dataset, options: ImportOptions) -> str:
+    """What the options leave to the names in the folder, and the options that say otherwise."""
+    guesses = []
+    if not options.kind and not (options.columns.label or options.columns.mask):
+        guesses.append(f"the layout (otherwise give {dataset.options})")
+    if not options.redraw and any(item.split for item in dataset.items):
+        guesses.append("the splits, by their names (otherwise give --redraw)")
+    return " and ".join(guesses)
+
+
+def _split_warning(dataset: Dataset, items: Sequence[Item], root: Path, options: ImportOptions) -> str:
+    """A line about classes that stand in one split only; DataError if all classes do."""
+    splits: defaultdict[int, set[str]] = defaultdict(set)
+    for item in items:
+        if isinstance(item.label, int):
+            splits[item.label].add(item.split)
+    if len(set().union(*splits.values())) < 2:
+        return ""
+    names = {int(number): name for number, name in dataset.labels.items()}
+    alone = []
+    for number, of_class in sorted(splits.items()):
+        if len(of_class) == 1:
+            alone.append(f"{names[number]} in {min(of_class)}")
+    if not alone:
+        return ""
+    found = f"classes stand in one split only: {', '.join(alone)}"
+    if len(alone) == len(splits) and options.kind != "classification":
+        remedy = f"if they are patients or splits, give {dataset.options}; otherwise "
+        raise DataError(f"{root}: all {found}; {remedy}--kind classification")
+    return f"{found}; add patients of these classes, or --redraw"
 
 
 def _site_warning(items: Sequence[Item], root: Path) -> str:
@@ -164,17 +337,77 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
 
 
 def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")) if root.is_dir() else []
-    if not folders:
+    paths = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    paths = [path for path in paths if path.name[0] != "." and not is_system_folder(path.name)]
+    if not paths:
         raise DataError(f"{root}: no folder of a site in it; correct the path, or leave out --site-folders")
-    outs = {folder: options.out and options.out / folder.name for folder in folders}
-    reports = {folder.name: import_folder(folder, replace(options, site_folders=False, out=out)) for folder, out in outs.items()}
-    warnings = tuple(f"{site}: {warning}" for site, report in reports.items() for warning in report.warnings)
-    first = next(iter(reports.values())).dataset
+    of_site: dict[str, ImportOptions] = {}
+    folders: dict[str, ImageFolder] = {}
+    datasets: dict[str, Dataset] = {}
+    for path in paths:
+        out = options.out and options.out / path.name
+        of_site[path.name] = replace(options, site_folders=False, out=out)
+        folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
+    datasets = _with_all_classes(datasets, root)
+    reports: dict[str, ImportReport] = {}
+    warnings: list[str] = []
+    first_site, first = next(iter(datasets.items()))
+    for site, dataset in datasets.items():
+        reports[site] = _write_sites(folders[site], dataset, of_site[site])
+        warnings += [f"{site}: {warning}" for warning in reports[site].warnings]
+        if dataset.labels != first.labels:
+            names = f"{_called(dataset)}, at {first_site} {_called(first)}"
+            warnings.append(f"{site}: its structures are called {names}")
     notes = tuple(f"{site}: {note}" for site, report in reports.items() for note in report.dataset.notes)
     missing = tuple(f"{site}: {line}" for site, report in reports.items() for line in report.dataset.missing)
     sites = {site: report.sites[""] for site, report in reports.items()}
-    return ImportReport(replace(first, notes=notes, missing=missing), sites, options.out or root, warnings)
+    layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
+    dataset = replace(first, notes=notes, missing=missing, layout=layouts)
+    guessed = next(filter(None, (report.guessed for report in reports.values())), "")
+    return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
+
+
+def _with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
+    """The sites' images with one list of classes, those of all sites.
+
+    DataError if one site has masks and another classes, or if the findings of images differ.
+    """
+    first_site, first = next(iter(datasets.items()))
+    names: set[str] = set()
+    differ = False
+    for site, dataset in datasets.items():
+        if dataset.kind != first.kind:
+            found = f"{first_site} is read as {first.kind}, {site} as {dataset.kind}"
+            raise DataError(f"{root}: {found}; give --kind, or import them apart")
+        names |= {*dataset.labels.values()} if dataset.kind == "classification" else set()
+        if names and dataset.labels != first.labels:
+            differ = True
+            if any(isinstance(item.label, list) for item in dataset.items):
+                found = f"{first_site} has the findings {_called(first)}, {site} {_called(dataset)}"
+                remedy = "choose those of all sites with --label-column, or import them apart"
+                raise DataError(f"{root}: {found}; {remedy}")
+    return _renumbered(datasets, sorted_labels(names), root) if differ else dict(datasets)
+
+
+def _renumbered(datasets: Mapping[str, Dataset], names: list[str], root: Path) -> dict[str, Dataset]:
+    """The sites' images with these names of classes."""
+    refuse_variants(names, f"{root}: the sites' classes")
+    labels = {str(number): name for number, name in enumerate(names)}
+    complete = {}
+    for site, dataset in datasets.items():
+        items = []
+        for item in dataset.items:
+            items.append(replace(item, label=names.index(dataset.labels[str(item.label)])))
+        lacking = [name for name in names if name not in dataset.labels.values()]
+        notes = (*dataset.notes, f"no image of {', '.join(lacking)}") if lacking else dataset.notes
+        complete[site] = replace(dataset, items=tuple(items), labels=labels, notes=notes)
+    return complete
+
+
+def _called(dataset: Dataset) -> str:
+    labels = dataset.labels
+    names = labels.values() if dataset.kind == "classification" else labels.items()
+    return ", ".join(map(str, names)) or "nothing"
 
 
 # -- patients, sites and splits --------------------------------------------------------------------------------------------
@@ -195,13 +428,13 @@ def assign_patients(items: Sequence[Item], folder: ImageFolder, pattern: str = "
     """
     if pattern:
         try:
-            expression = re.compile(pattern)
+            expression = re.compile(composed(pattern))
         except re.error as error:
             raise ConfigError(f"--patient '{pattern}': not a regular expression ({error}); for example '^(p\\d+)'") from error
         assigned = []
         for item in items:
             name = folder.relative(item.first) if "/" in pattern else item.first.name
-            match = expression.search(name)
+            match = expression.search(composed(name))
             patient = match[1 if expression.groups else 0] if match else ""
             if not patient:
                 raise DataError(f"--patient '{pattern}' does not match {name!r}; correct the expression")
@@ -250,6 +483,7 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
         if (other := names.setdefault(folder, item.site)) != item.site:
             raise DataError(f"--site-column: {other!r} and {item.site!r} would both be the folder {folder}; write one name per site")
         by_site[folder].append(item)
+    refuse_variants(by_site, "--site-column")
     return dict(sorted(by_site.items()))
 
 
@@ -291,8 +525,11 @@ def _folds(items: Sequence[Item], folds: int, strata: Sequence[str], seed: int, 
     """The fold of every image, (n,): all images of a patient in one, each stratum with equal shares as far as patients allow."""
     patients = list(map(_patient, items))
     if len(set(patients)) < folds:
-        remedy = "add patients, use fewer --sites, or another --patient"
-        raise DataError(f"{key}: {len(set(patients))} patient(s) cannot be split in {folds}; {remedy}")
+        patient, count = Counter(patients).most_common(1)[0]
+        shared = f" ({count} images are of {patient!r})" if count > 1 else ""
+        found = f"{len(set(patients))} patient(s) cannot be split in {folds}{shared}"
+        remedy = "add patients, use fewer --sites, or name them in files by --patient '^(p\\d+)'"
+        raise DataError(f"{key}: {found}; {remedy}")
     numbers = np.zeros(len(items), np.int64)
     if folds == 1:
         return numbers
@@ -385,7 +622,10 @@ def place_files(
 
 
 def _place(source: Path, target: Path, copy: bool) -> None:
-    """A hard link or a copy of a file, or of every file of a folder; never replaces another file."""
+    """A hard link or a copy of a file, or of every file of a folder; links are followed.
+
+    It never replaces another file.
+    """
     if source.is_dir():
         for inner in sorted(source.iterdir()):
             _place(inner, target / inner.name, copy)
@@ -396,6 +636,6 @@ def _place(source: Path, target: Path, copy: bool) -> None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        (shutil.copyfile if copy else os.link)(source, target)
+        (shutil.copyfile if copy else os.link)(source.resolve(), target)
     except OSError as error:
         raise DataError(f"{target}: {error.strerror}; take a folder on the disk of the images, or copy them with --copy") from error

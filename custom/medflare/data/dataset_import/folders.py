@@ -1,8 +1,10 @@
 """The images, masks and tables of a downloaded folder: which mask belongs to which image, and which folder is a class."""
 
 import json
+import math
 import os
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +16,17 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.dicom import SEGMENTATION, tags_of
-from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, stem, suffix
+from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, read_stored, stem, suffix
+from medflare.data.targets import plain_name
 
 LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
-_IGNORED: Final = ("__MACOSX", "Thumbs.db")
+# Folders of thumbnails, bins, snapshots and lost files; others of network drives begin with @ or $.
+_BINS: Final = ("#recycle", "recycled", "recycler", "network trash folder", "temporary items")
+_SYSTEM: Final = ("__macosx", "#snapshot", "~snapshot", "system volume information", "lost+found")
+_SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
 _TAGS: Final = ("SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
@@ -79,6 +85,7 @@ class Dataset:
     channels: Mapping[str, str] = field(default_factory=dict)  # number of a channel as text -> its name; empty if unknown
     notes: tuple[str, ...] = ()  # files that are not used, one line each
     missing: tuple[str, ...] = ()  # images without mask or label, and masks without image, one line each
+    options: str = "--kind, --table or --label-column"  # against a wrong guess
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class ImageFolder:
     patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
     segmented: Mapping[Path, Path] = field(default_factory=dict)  # DICOM segmentation -> the series of the folder that it refers to
     slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)  # folder to make for a DICOM series -> files beside others
+    notes: tuple[str, ...] = ()  # folders that are left out, one line each
+    unreadable: tuple[str, ...] = ()  # DICOM files, one line each
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder."""
@@ -103,36 +112,75 @@ class ImageFolder:
 
 
 def scan_folder(root: Path) -> ImageFolder:
-    """All images and tables below a folder, but hidden ones and those of sites; DataError if there is no image, or a damaged DICOM file."""
+    """All images and tables below a folder, but hidden ones, those of the system and of sites.
+
+    DataError if there is no image.
+    """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
     images: list[Path] = []
     tables: list[Path] = []
     headers: dict[Path, _Header] = {}
     loose: dict[Path, tuple[Path, ...]] = {}
+    left_out: defaultdict[str, list[str]] = defaultdict(list)  # reason -> names of folders
+    unreadable: list[str] = []
     for place, folders, names in os.walk(root):
-        folder = Path(place)
-        folders[:] = [name for name in folders if not _is_ignored(name) and not (folder / name / FILE).is_file()]
-        files = [folder / name for name in sorted(names) if not _is_ignored(name)]
+        folder, used = Path(place), []
+        for name in sorted(folders):
+            if reason := _reason_to_leave_out(folder / name):
+                left_out[reason].append(name)
+            elif not name.startswith("."):
+                used.append(name)
+        folders[:] = used
+        files = [folder / name for name in sorted(names) if not name.startswith(".")]
         own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
         own_tables = [file for file in files if suffix(file) in _TABLES]
         only_slices = not own_images and not own_tables and folder != root
-        series_headers, apart = _dicom_series(folder, list(dicom_images(files)), only_slices)
+        readable, damaged = _read_headers(list(dicom_images(files)))
+        for file in damaged:
+            unreadable.append(f"{file.relative_to(root).as_posix()}: cannot be read as DICOM")
+        series_headers, apart = _dicom_series(folder, readable, only_slices)
         headers |= series_headers
         loose |= apart
         images += own_images
         tables += own_tables
     images += headers
+    notes = [f"left out, {reason}: {_counted(names)}" for reason, names in left_out.items()]
     if not images:
-        raise DataError(f"{root}: no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))}); give the folder of the images")
+        found = f"no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))})"
+        remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
+        raise DataError(f"{root}: {found}; {remedy}")
     patients = {image: header.patient for image, header in headers.items() if header.patient}
     by_series = {header.series: image for image, header in headers.items()}
     segmented = {mask: by_series[header.segments] for mask, header in headers.items() if header.segments in by_series}
-    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented, loose)
+    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented, loose, tuple(notes), tuple(unreadable))
 
 
-def _is_ignored(name: str) -> bool:
-    return name.startswith(".") or name in _IGNORED
+def is_system_folder(name: str) -> bool:
+    """Whether a folder is one that a drive or an operating system makes.
+
+    Examples:
+        >>> is_system_folder("@eaDir"), is_system_folder("Lost+Found"), is_system_folder("cat")
+        (True, True, False)
+    """
+    return name.startswith(("@", "$")) or name.casefold() in (*_BINS, *_SYSTEM)
+
+
+def _reason_to_leave_out(folder: Path) -> str:
+    """Why the images of a folder are not used, or ""; nothing is said of hidden folders."""
+    if folder.name.startswith("."):
+        return ""
+    if is_system_folder(folder.name):
+        return "as drives and systems make them"
+    if folder.is_symlink():
+        return "as links to folders are not followed (give the folders themselves)"
+    return f"as they have a {FILE} (remove it to import them)" if (folder / FILE).is_file() else ""
+
+
+def _counted(names: Iterable[str]) -> str:
+    """The names, with how often each occurs if that is not once."""
+    times = Counter(names)
+    return ", ".join(f"{name} ({times[name]} times)" if times[name] > 1 else name for name in times)
 
 
 class _Header(NamedTuple):
@@ -143,15 +191,27 @@ class _Header(NamedTuple):
     segments: str
 
 
-def _dicom_series(folder: Path, files: list[Path], only_slices: bool) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
-    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files."""
+def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path]]:
+    """The headers of DICOM files, and the files that cannot be read."""
     headers: dict[Path, _Header] = {}
+    damaged = []
     for file in files:
-        with explained(file):
-            tags = tags_of(file, *_TAGS)
+        try:
+            with explained(file):
+                tags = tags_of(file, *_TAGS)
+        except DataError:
+            damaged.append(file)
+            continue
         referenced = tags.get("ReferencedSeriesSequence") or [{}]
         segments = str(referenced[0].get("SeriesInstanceUID", "")) if tags.get("SOPClassUID") == SEGMENTATION else ""
         headers[file] = _Header(str(tags.get("SeriesInstanceUID", file)), patient_id(str(tags.get("PatientID", "") or "")), segments)
+    return headers, damaged
+
+
+def _dicom_series(
+    folder: Path, headers: Mapping[Path, _Header], only_slices: bool
+) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
+    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files."""
     images = {file: header for file, header in headers.items() if header.segments}
     series: defaultdict[str, list[Path]] = defaultdict(list)
     for file, header in headers.items():
@@ -187,6 +247,16 @@ class FileName(NamedTuple):
     name: str  # its name in lower case without suffix and without the words for images and masks
     mask: bool  # whether it is a mask
     split: str  # the split that a folder names, or ""
+
+
+def composed(text: str) -> str:
+    """A name in the form of all systems: macOS stores "ä" as two letters (NFD), tables have one (NFC).
+
+    Examples:
+        >>> composed("La\u0308sion") == "L\u00e4sion"
+        True
+    """
+    return unicodedata.normalize("NFC", text)
 
 
 def words(name: str) -> list[str]:
@@ -232,6 +302,7 @@ def parse_name(path: Path) -> FileName:
         >>> parse_name(Path("case_7/segmentation.nii.gz"))
         FileName(folders=('case 7',), name='', mask=True, split='')
     """
+    path = Path(composed(str(path)))
     mask, split, folders = False, "", []
     for folder in path.parent.parts:
         folder_words = words(
@@ -341,12 +412,89 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
     for path in (folder.root / _HEADER, *sorted(folder.root.glob(f"*/{_HEADER}"))):
         if path.is_file():
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = json.loads(path.read_text(encoding="utf-8-sig"))
                 channels = content.get("channel_names", content.get("modality")) or {}
                 return dict(content.get("labels") or {}), {str(number): str(name) for number, name in channels.items()}
             except (AttributeError, ValueError) as error:
                 raise DataError(f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it") from error
     return {}, {}
+
+
+_NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image -> the file
+
+
+def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) -> Dataset | None:
+    """Images beside a folder of masks for each structure (images/, disc/, cup/).
+
+    A mask has two values, and the name of its image. None without such folders. DataError if only
+    some names fit, or, without a `kind`, if the folder of the images is not called so.
+    """
+    common = _common_folder(images)
+    files: defaultdict[str, _NamedFiles] = defaultdict(dict)  # folder -> its files
+    for image in images:
+        top, *inner = _folders_below(common, image) or [""]
+        name = parse_name(image).name.removesuffix(f"_{top.lower()}")
+        key = (_split_above(folder, image), *inner, name)
+        files[top][key] = image
+    if len(files) > MAX_CLASSES:
+        return None
+    structures = sorted(top for top in files if _are_masks(files[top].values()))
+    homes = [top for top in files if top not in structures]
+    if not any(_share_names(files[home], files[top]) for home in homes for top in structures):
+        return None
+    photographs, *others = (files[home] for home in homes)
+    masks = {name for structure in structures for name in files[structure]}
+    if others or masks.isdisjoint(photographs):
+        found = f"{', '.join(structures)} hold pictures of two values, as masks do"
+        found += f", beside {', '.join(homes)}"
+        remedy = "list them in a table with --mask-column, or give --kind classification"
+        raise DataError(f"{folder.root}: {found}; {remedy}")
+    if not kind and homes[0] and not {*words(homes[0])} <= _IMAGE:
+        found = f"{', '.join(structures)} hold pictures of two values, with the names of {homes[0]}"
+        remedy = "give --kind segmentation if they are masks, --kind classification if not"
+        raise DataError(f"{folder.root}: {found}; {remedy}")
+    items, missing = [], []
+    for key, image in photographs.items():
+        lacking = [structure for structure in structures if key not in files[structure]]
+        if lacking:
+            missing.append(f"{folder.relative(image)}: no mask in {lacking[0]}")
+            continue
+        of_image = [files[structure][key] for structure in structures]
+        label = of_image if len(of_image) > 1 else of_image[0]
+        items.append(Item((image,), label, split=key[0]))
+    for structure in structures:
+        for key in sorted(files[structure].keys() - photographs.keys()):
+            missing.append(f"{folder.relative(files[structure][key])}: a mask without an image")
+    labels = {str(number): name for number, name in enumerate(structures)}
+    if len(structures) == 1:  # its values decide
+        labels = {}
+    layout = f"images in {homes[0] or common.name}, masks in a folder for each structure: "
+    layout += ", ".join(structures)
+    return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
+
+
+def _share_names(images: _NamedFiles, masks: _NamedFiles) -> bool:
+    """Whether a mask is called like an image, or like it with one more word."""
+    for *folders, name in masks:
+        shorter = name, name.rpartition("_")[0], name.rpartition("-")[0]
+        if any((*folders, short) in images for short in shorter):
+            return True
+    return False
+
+
+def _are_masks(files: Iterable[Path]) -> bool:
+    """Whether the first files are grey pictures or volumes of two values; some may be empty."""
+    most = 1
+    for file in sorted(files)[:_SAMPLE]:
+        try:
+            array = read_stored(file, mask=True).array
+        except DataError:
+            return False
+        values = len(np.unique(array))
+        if (array != array[:1]).any() or values > 2:
+            return False
+        most = max(most, values)
+    return most == 2
 
 
 # -- a folder per class ----------------------------------------------------------------------------------------------------
@@ -358,30 +506,79 @@ def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bo
     DataError for fewer than two classes; unless there may be `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
     """
     images = list(images)
-    common = Path(os.path.commonpath([image.parent for image in images]))
+    common = _common_folder(images)
     items: list[tuple[str, Item]] = []
     missing = []
     inner: dict[str, set[str]] = {}  # class -> folders in it
+    deeper: dict[str, set[str]] = {}  # class -> names of all folders below it
     for image in images:
-        split = next(filter(None, map(split_folder, image.relative_to(folder.root).parent.parts)), "")
-        classes = [part for part in image.relative_to(common).parent.parts if not split_folder(part)]
+        classes = _folders_below(common, image)
         if classes:
-            items.append((classes[0], Item((image,), None, split=split)))
+            items.append((classes[0], Item((image,), None, split=_split_above(folder, image))))
             inner.setdefault(classes[0], set()).update(classes[1:2])
+            deeper.setdefault(classes[0], set()).update(classes[1:])
         else:
             missing.append(f"{folder.relative(image)}: in no class folder")
     names = sorted_labels({name for name, _ in items})
     if len(names) < 2:
         raise DataError(f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}")
     if len(shared := set.intersection(*inner.values())) > 1:
-        remedy = f"if {names[0]}, ... are sites, give --site-folders, otherwise rename the folders in them"
-        raise DataError(f"{folder.root}: each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}; {remedy}")
+        found = f"each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}"
+        remedy = f"if {names[0]}, ... are sites, give --site-folders; if they are splits, "
+        remedy += "rename them train, val or test; otherwise rename the folders in them"
+        raise DataError(f"{folder.root}: {found}; {remedy}")
+    for name in names:
+        if same := sorted(deeper[name] & {*names}):
+            found = f"{name} holds {' and '.join(same)}, as classes are called"
+            remedy = f"if {name} is a split, rename it train, val or test; otherwise take it out"
+            raise DataError(f"{folder.root}: {found}; {remedy}")
+    if (photographs := [name for name in names if {*words(name)} <= _IMAGE]) and not any_number:
+        others = ", ".join(name for name in names if name != photographs[0])
+        remedy = "if some folders hold masks, give a table with --mask-column; otherwise "
+        remedy += "give --kind classification"
+        raise DataError(f"{folder.root}: is {photographs[0]} a class, beside {others}? {remedy}")
+    refuse_variants(names, f"{folder.root}: the class folders")
     if (len(names) > MAX_CLASSES or len(names) > max(4, len(items) / _IMAGES_OF_CLASS)) and not any_number:
         found = f"{len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes"
         raise DataError(f"{folder.root}: {found}; if they are classes and no patients, give --kind classification")
     labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
     labels = {str(number): name for number, name in enumerate(names)}
     return Dataset("classification", labelled, labels, f"a folder per class: {', '.join(names)}", missing=tuple(missing))
+
+
+def _common_folder(images: Iterable[Path]) -> Path:
+    return Path(os.path.commonpath([image.parent for image in images]))
+
+
+def _folders_below(common: Path, image: Path) -> list[str]:
+    """The folders of an image below a common one, without those of splits."""
+    parts = map(composed, image.relative_to(common).parent.parts)
+    return [part for part in parts if not split_folder(part)]
+
+
+def _split_above(folder: ImageFolder, image: Path) -> str:
+    """The split that a folder of the image names, or ""."""
+    return next(filter(None, map(split_folder, image.relative_to(folder.root).parent.parts)), "")
+
+
+def refuse_variants(names: Iterable[str], place: str) -> None:
+    """Raise DataError for two names of one class, as "1" and "1.00", or "Mild" and "mild"."""
+    written: dict[object, str] = {}
+    for name in sorted(names):
+        number = _number(name)
+        key = plain_name(name) if number is None else number
+        if (other := written.setdefault(key, name)) != name:
+            found = f"{other!r} and {name!r} are one name, written in two ways"
+            raise DataError(f"{place}: {found}; write it in one")
+
+
+def _number(text: str) -> float | None:
+    """The number that a text is, with a point or a comma, or None."""
+    try:
+        number = float(text.replace(",", "."))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def sorted_labels(names: Iterable[str]) -> list[str]:
@@ -391,7 +588,8 @@ def sorted_labels(names: Iterable[str]) -> list[str]:
         >>> sorted_labels({"10", "9"}), sorted_labels({"nv", "mel"})
         (['9', '10'], ['mel', 'nv'])
     """
-    try:
-        return sorted(names, key=float)
-    except ValueError:
-        return sorted(names)
+    ordered = sorted(names)
+    numbers = [number for name in ordered if (number := _number(name)) is not None]
+    if len(numbers) < len(ordered):
+        return ordered
+    return [name for _, name in sorted(zip(numbers, ordered, strict=True))]

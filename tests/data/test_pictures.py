@@ -1,0 +1,152 @@
+"""Pictures whose numbers Pillow's modes do not tell.
+
+Every value is as it was written, or the file is refused.
+"""
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from helpers.small_tasks import small_task
+from medflare.core.errors import DataError
+from medflare.data.reading import read_mask, read_stored
+
+RANDOM = np.random.default_rng(0)
+SIDES = (6, 9)  # rows, columns
+DRAWN = np.zeros(SIDES, np.uint8)  # of a structure
+DRAWN[2:4, 3:7] = 255
+Order: TypeAlias = Literal["<", ">"]
+CODES = {"u": 1, "i": 2, "f": 3}  # of SampleFormat (TIFF 6.0)
+
+
+def tiff(path: Path, pixels: np.ndarray, white: int, *, order: Order = "<", packed: bool = False, extra: int | None = None) -> Path:
+    """A TIFF of pixels (rows, columns[, channels]), by the specification and without a library.
+
+    Args:
+        white: PhotometricInterpretation; 0: the lowest number is white, 1: black, 2: colours.
+        packed: whether it is compressed (Deflate).
+        extra: what a channel beside the colours means; 0: nothing, 2: alpha.
+    """
+    content = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
+    content = zlib.compress(content) if packed else content
+    channels = 1 if pixels.ndim == 2 else pixels.shape[2]
+    bits = struct.pack(f"{order}{channels}H", *[8 * pixels.itemsize] * channels)
+    tags = {256: pixels.shape[1], 257: pixels.shape[0], 258: 8 * pixels.itemsize}
+    tags |= {259: 8 if packed else 1, 262: white}
+    tags |= {273: 8 + len(bits), 277: channels, 278: pixels.shape[0], 279: len(content)}
+    tags |= {} if extra is None else {338: extra}
+    tags |= {339: CODES[pixels.dtype.kind]} if channels == 1 else {}
+    entries = b""
+    for tag, value in tags.items():
+        if tag == 258 and channels > 1:
+            entries += struct.pack(f"{order}HHII", tag, 3, channels, 8)  # after the header
+        else:
+            entries += struct.pack(f"{order}HHII", tag, 4, 1, value)
+    header = b"II" if order == "<" else b"MM"
+    header += struct.pack(f"{order}HI", 42, 8 + len(bits) + len(content))
+    directory = struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
+    path.write_bytes(header + bits + content + directory)
+    return path
+
+
+def png(path: Path, pixels: np.ndarray, kind: int) -> Path:
+    """A PNG of 16 bits; kind 2: colours, 4: grey and alpha, 6: colours and alpha."""
+    rows = [b"\0" + row.astype(">u2").tobytes() for row in pixels]
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, kind, 0, 0, 0)
+    with path.open("wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        PngImagePlugin.putchunk(file, b"IHDR", header)
+        PngImagePlugin.putchunk(file, b"IDAT", zlib.compress(b"".join(rows)))
+        PngImagePlugin.putchunk(file, b"IEND", b"")
+    return path
+
+
+def numbers(kind: str, *shape: int) -> np.ndarray:
+    """Over the whole range of a type."""
+    dtype = np.dtype(kind)
+    if dtype.kind == "f":
+        return RANDOM.normal(0, 100, shape).astype(dtype)
+    limits = np.iinfo(dtype)
+    return RANDOM.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+
+
+def stored(path: Path) -> np.ndarray:
+    """(rows, columns)."""
+    return read_stored(path).array[0].T
+
+
+def refused(path: Path, word: str, mask: bool = False) -> None:
+    with pytest.raises(DataError, match=rf"{path.name}: .*{word}") as error:
+        read_stored(path, mask=mask)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "compressed"])
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("kind", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"])
+def test_tiff_numbers_are_right_or_refused(kind: str, order: Order, packed: bool, tmp_path: Path) -> None:
+    pixels = numbers(kind, *SIDES)
+    file = tiff(tmp_path / "a.tif", pixels, white=1, order=order, packed=packed)
+    if order == ">" and packed and kind in ("i2", "i4", "f4"):
+        refused(file, "big-endian")
+    elif kind in ("f2", "f8") or (order == ">" and kind == "u4"):
+        refused(file, "cannot identify")
+    else:
+        np.testing.assert_array_equal(stored(file), pixels)
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2", "i2", "f4"])
+def test_a_tiff_whose_lowest_number_is_white(kind: str, tmp_path: Path) -> None:
+    pixels = numbers(kind, *SIDES)
+    file = tiff(tmp_path / "a.tif", pixels, white=0)
+    if kind in ("u1", "u2"):
+        np.testing.assert_array_equal(stored(file), np.iinfo(kind).max - pixels)
+    else:
+        refused(file, "white" if kind == "f4" else "")
+    refused(file, "white" if kind != "i2" else "", mask=True)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [(2, 3), (4, 2), (6, 4)])
+def test_deep_channels_are_refused(kind: int, channels: int, tmp_path: Path) -> None:
+    pixels = numbers("u2", *SIDES, channels) >> 4  # twelve bits, as scanners have them
+    refused(png(tmp_path / "deep.png", pixels, kind), "16 bits")
+    if channels > 2:
+        extra = None if channels == 3 else 2
+        refused(tiff(tmp_path / "deep.tif", pixels, white=2, extra=extra), "16 bits")
+
+
+def test_pictures_of_other_formats_are_refused(tmp_path: Path) -> None:
+    """A PPM of 16 bits, named like a PNG: Pillow would read 8."""
+    pixels = numbers("u2", *SIDES, 3).astype(">u2")
+    (tmp_path / "a.png").write_bytes(b"P6 9 6 65535\n" + pixels.tobytes())
+    refused(tmp_path / "a.png", "cannot identify")
+
+
+@pytest.mark.parametrize("colour", [0, 255, 7])
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_a_mask_drawn_in_alpha_is_refused(mode: str, colour: int, tmp_path: Path) -> None:
+    colours = [np.full_like(DRAWN, colour)] * (len(mode) - 1)
+    for alpha in (DRAWN, np.maximum(DRAWN, 100)):
+        Image.fromarray(np.dstack([*colours, alpha])).save(tmp_path / "a.png")
+        refused(tmp_path / "a.png", "transparency", mask=True)
+    read_stored(tmp_path / "a.png")  # of an image, transparency is not shown
+
+
+def test_a_mask_whose_alpha_says_nothing_else_than_its_colours(tmp_path: Path) -> None:
+    for alpha in (DRAWN, np.full_like(DRAWN, 255), np.zeros_like(DRAWN)):
+        Image.fromarray(np.dstack([DRAWN] * 3 + [alpha])).save(tmp_path / "a.png")
+        mask, _ = read_mask(tmp_path / "a.png", tmp_path / "a.png", None, small_task())
+        np.testing.assert_array_equal(mask[0], DRAWN)
+    Image.fromarray(np.dstack([DRAWN] * 3 + [255 - DRAWN])).save(tmp_path / "a.png")
+    refused(tmp_path / "a.png", "transparency", mask=True)
+
+
+def test_a_mask_with_a_channel_of_unknown_meaning_is_refused(tmp_path: Path) -> None:
+    file = tiff(tmp_path / "a.tif", np.dstack([DRAWN * 0] * 3 + [DRAWN]), white=2, extra=0)
+    refused(file, "beside its colours", mask=True)
+    assert read_stored(file).array.shape == (3, 9, 6)
