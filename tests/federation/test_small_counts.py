@@ -172,3 +172,18 @@ def test_a_matrix_with_a_small_cell_and_a_report_with_a_small_count() -> None:
     assert has_small_cell(several, task, 2), "cells count patients, not images"
     assert small_report({"site-1": 4, "selector": {"site-2": 9}}, 5) and small_report({"selector": {"site-2": 1}}, 5)
     assert not small_report({"site-1": 0, "selector": {"site-2": 9}, "loss": [1, 2], "rate": 0.5}, 5)
+
+
+def test_brackets_in_the_name_of_a_file_are_no_slice(data: Path) -> None:
+    site = open_site("a", FIRST, data_root=data)
+    digests = set()
+    for names in (
+        ("scan[1].png", "scan[2].png"),
+        ("scan[1].png", "scan[3].png"),
+        ("scan.nii[1]", "scan.nii[2]"),
+        ("scan.nii[3]", "scan.nii[0]"),
+    ):
+        split = replace(site.data.train, names=(*names, *site.data.train.names[2:]))
+        site.data = replace(site.data, train=split)
+        digests.add(selection_digest(site))
+    assert len(digests) == 3

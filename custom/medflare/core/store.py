@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -76,6 +77,15 @@ def file_digest(path: Path) -> str:
 def private_opener(path: str, flags: int) -> int:
     """For `open(..., opener=private_opener)`: only this account can read a new file."""
     return os.open(path, flags, 0o600)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A lock between processes, held during the block; its file and folder are made if needed."""
+    make_folder(path.parent)
+    with open(path, "w", opener=private_opener) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+        yield
 
 
 def make_folder(folder: Path, *, public: bool = False) -> None:

@@ -1,22 +1,20 @@
-"""What a site has told of one data folder over all jobs: a study.
+"""What a site has reported of one data folder over all jobs: a study.
 
 The first job fixes which images are used, with which labels, in which split: from the counts and metrics of two
 jobs that differ in them, those of single patients could be computed. Each evaluation on test images is noted.
 """
 
 import csv
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
 from medflare.core.errors import ConfigError
-from medflare.core.store import csv_text, file_digest, make_folder, private_opener, write_json
+from medflare.core.store import csv_text, file_digest, locked, private_opener, write_json
 from medflare.data.datalist import FILE
 from medflare.data.local import PLACE
 from medflare.data.targets import counts_by_image
@@ -24,6 +22,8 @@ from medflare.training.site import Site
 
 SELECTION: Final = "selection.json"  # the file that a site deletes to allow another selection
 EVALUATIONS: Final = "evaluations.csv"
+_LOCK: Final = ".lock"
+_SLICE: Final = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
 _COLUMNS: Final = ("time", "job", "phase", "models")
 
 
@@ -54,7 +54,7 @@ class StudyRecord:
         """
         path = self.folder / SELECTION
         present = {"datalist": file_digest(self.data / FILE), "selection": selection_digest(site), "resplit": site.task.resplit}
-        with self._locked():
+        with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
             first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
             same_data = first is not None and first["datalist"] == present["datalist"]
             fixed = ["selection"] * same_data + ["resplit"] * self.private
@@ -74,7 +74,7 @@ class StudyRecord:
             ConfigError: with these the study has more evaluations than the site allows.
         """
         path = self.folder / EVALUATIONS
-        with self._locked():
+        with locked(self.folder / _LOCK):
             rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
             total = models + sum(int(row["models"]) for row in rows)
             if total > self.most_evaluations:
@@ -85,14 +85,6 @@ class StudyRecord:
             row = {"time": _now(), "job": self.job, "phase": phase, "models": models}
             with open(path, "a", encoding="utf-8", opener=private_opener) as file:
                 file.write(csv_text([row], _COLUMNS, header=not rows))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Two jobs at the same time are not both the first."""
-        make_folder(self.folder)
-        with open(self.folder / ".lock", "w", opener=private_opener) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
-            yield
 
 
 def study_folder(records: Path, data: Path) -> Path:
@@ -110,7 +102,7 @@ def selection_digest(site: Site) -> str:
     content: dict[str, Any] = {"kind": task.kind, "target": task.target}
     for name in ("train", "validation", "test"):
         split = site.data.split(name)
-        files = [image.partition("[")[0] if task.kind == "segmentation" else image for image in split.names]
+        files = [_SLICE.sub("", image) for image in split.names]
         labels: list[Any] = [None] * len(files)
         if task.kind == "classification":
             labels = counts_by_image(split.targets, task).tolist()

@@ -4,16 +4,14 @@ A ledger is stored apart from the site algorithm's memory. A repeated step start
 the site: a ledger only grows.
 """
 
-import fcntl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from medflare.core.errors import PrivacyError
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore, Store, make_folder, private_opener
+from medflare.core.store import MemoryStore, StateStore, Store, locked
 from medflare.data.local import PrivacyLimit
 from medflare.training.site import Site
 
@@ -76,7 +74,7 @@ class Budget:
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
         """Counts a release before it happens; raises PrivacyError, and counts nothing, if it would exceed the budget."""
-        with self._locked():
+        with locked(self.folder / f".privacy-{self.site}.lock"):  # two jobs at the same time must not both spend the rest
             total = epsilon_of([*self.ledger.releases(), release], self.delta)
             if not total <= self.epsilon:  # also if it is NaN
                 raise PrivacyError(
@@ -84,14 +82,6 @@ class Budget:
                     f"its own budget is {self.epsilon:g}"
                 )
             self.ledger.add(release)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Two jobs at the same time must not both spend the rest of the budget."""
-        make_folder(self.folder)
-        with open(self.folder / f".privacy-{self.site}.lock", "w", opener=private_opener) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
-            yield
 
 
 def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | None:

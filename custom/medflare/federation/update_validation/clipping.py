@@ -101,7 +101,7 @@ def _parts(
 
 
 def _scale(lengths: Tensor, usual: Tensor, limit: float) -> Tensor:
-    """usual / length where an update is longer than so many times the usual length, else 1; 1 if nobody else moved."""
+    """usual / length where an update is longer than so many times the usual length, else 1; 1 if no other site moved."""
     long = (lengths > limit * usual) & (usual > 0)
     return torch.where(long, usual / lengths, torch.ones_like(lengths))
 
