@@ -88,7 +88,8 @@ def test_a_task_is_proposed_where_none_is_beside_the_data(root: Path, capsys: py
 
 
 def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path: Path, refused: Refused) -> None:
-    next((root / "site-1").rglob("*.png")).write_bytes(b"no picture")
+    for image in (root / "site-1").rglob("*.png"):
+        image.write_bytes(b"no picture")
     assert "nowhere" in refused("data", "check", str(tmp_path / "nowhere"))
     assert "--task" in refused("data", "check", str(root))
 

@@ -12,7 +12,7 @@ from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.core.events import DOUBTS
 from medflare.data.phantom import photographs
-from medflare.evaluation.presentation import doubts
+from medflare.evaluation.verdicts import findings_of
 from medflare.networks import weights
 from medflare.networks.weights import PACKAGE, packaged_weights
 
@@ -63,8 +63,9 @@ def test_warnings_about_a_doubtful_model_are_in_all_outputs(sites: Path, tmp_pat
     assert main(["results", str(folder)]) == 0
     after_results = capsys.readouterr().out
     page = (folder / "report.html").read_text()
-    for doubt in doubts(results["events"]):
-        assert doubt.kind in after_run and doubt.kind in after_results and doubt.problem in page
+    assert {finding.kind for finding in findings_of(results)} >= {*DOUBTS}
+    for finding in findings_of(results):
+        assert finding.line in after_run and finding.line in after_results and finding.problem in page
 
 
 def test_weights_of_a_package_are_proposed_with_their_hash(sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

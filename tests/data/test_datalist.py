@@ -50,7 +50,8 @@ def test_files_outside_the_sites_folder_are_refused(tmp_path: Path, kind: str, n
     [
         (None, r"datalist\.json"),
         ("{", r"datalist\.json"),
-        (json.dumps({"training": []}).encode("utf-16"), r"datalist\.json"),
+        (json.dumps({"training": []}).encode("utf-16-le"), r"datalist\.json: .*UTF-8"),
+        (b'{"training": [{"image": "images\\01.png"}]}', r"datalist\.json: .*write /"),
         ("[" * 100_000, r"datalist\.json"),
         ('{"train": []}', "training"),
         ('{"training": ["a.png"]}', r"training\[0\]"),

@@ -142,6 +142,37 @@ def test_other_dicom_objects_in_the_folder_are_no_slices(tmp_path: Path) -> None
     refused("ct", folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "word", "remedy"),
+    [
+        ("reportsi.dcm", "without pixels .Basic Text SR", "leave it out"),
+        ("rtplan.dcm", "without pixels .RT Plan", "leave it out"),
+        ("waveform_ecg.dcm", "without pixels .12-lead", "leave it out"),
+        ("no_meta.dcm", "mark DICM", "dcmconv"),
+        ("SC_rgb_jpeg_gdcm.dcm", "JPEG Lossless", "pip install pylibjpeg pylibjpeg-libjpeg"),
+        ("JPEG-lossy.dcm", "JPEG Extended", "pip install pylibjpeg pylibjpeg-libjpeg"),
+        ("MR_truncated.dcm", "cut off", "replace"),
+        ("GDCMJ2K_TextGBR.dcm", "JPEG 2000", "replace"),
+        ("badVR.dcm", "1A", "replace"),
+    ],
+)
+def test_pydicoms_own_files_that_are_no_readable_images(name: str, word: str, remedy: str, recwarn: pytest.WarningsRecorder) -> None:
+    path = Path(str(get_testdata_file(name)))
+    refused(rf"{name}: .*{word}.*; .*{remedy}", path)
+    assert not [warning for warning in recwarn if "pydicom" in str(warning.filename)]
+
+
+def test_a_missing_attribute_is_named(tmp_path: Path) -> None:
+    change(dicom_series(tmp_path / "ct", slices=1), (0,), without=("BitsAllocated",))
+    refused("BitsAllocated|Bits Allocated", tmp_path / "ct" / "0.dcm")
+    float_map = pydicom.dcmread(dicom_series(tmp_path / "map", slices=1) / "0.dcm")
+    numbers = np.linspace(-1, 1, float_map.Rows * float_map.Columns, dtype=np.float32).reshape(float_map.Rows, float_map.Columns)
+    float_map.FloatPixelData, float_map.BitsAllocated = numbers.tobytes(), 32
+    del float_map.PixelData, float_map.BitsStored, float_map.HighBit, float_map.PixelRepresentation
+    float_map.save_as(tmp_path / "map" / "0.dcm")
+    np.testing.assert_array_equal(read_stored(tmp_path / "map" / "0.dcm").array[0].T, numbers)
+
+
 @pytest.mark.parametrize("numbers", [(1, 3, 2, 4), (1, 1, 1, 1), (4, 3, 2, 1), (1, 2, 3, 4)])
 def test_slices_are_in_the_order_of_their_positions(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     folder = dicom_series(tmp_path / "ct")

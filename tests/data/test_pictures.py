@@ -95,7 +95,7 @@ def test_tiff_numbers_are_right_or_refused(kind: str, order: Order, packed: bool
     if order == ">" and packed and kind in ("i2", "i4", "f4"):
         refused(file, "big-endian")
     elif kind in ("f2", "f8") or (order == ">" and kind == "u4"):
-        refused(file, "cannot identify")
+        refused(file, "a kind of TIFF")
     else:
         np.testing.assert_array_equal(stored(file), pixels)
 
@@ -120,11 +120,18 @@ def test_deep_channels_are_refused(kind: int, channels: int, tmp_path: Path) -> 
         refused(tiff(tmp_path / "deep.tif", pixels, white=2, extra=extra), "16 bits")
 
 
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_several_pictures_in_one_file_are_refused(kind: str, tmp_path: Path) -> None:
+    pictures = [Image.fromarray(numbers("u1", *SIDES)) for _ in range(2)]
+    pictures[0].save(tmp_path / "a.png", format=kind, save_all=True, append_images=pictures[1:])
+    refused(tmp_path / "a.png", "2 pages or frames")
+
+
 def test_pictures_of_other_formats_are_refused(tmp_path: Path) -> None:
     """A PPM of 16 bits, named like a PNG: Pillow would read 8."""
     pixels = numbers("u2", *SIDES, 3).astype(">u2")
     (tmp_path / "a.png").write_bytes(b"P6 9 6 65535\n" + pixels.tobytes())
-    refused(tmp_path / "a.png", "cannot identify")
+    refused(tmp_path / "a.png", "none of PNG")
 
 
 @pytest.mark.parametrize("colour", [0, 255, 7])

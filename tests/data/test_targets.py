@@ -33,6 +33,13 @@ TWO: dict[str, Any] = {"target": "multilabel", "labels": ["disc", "cup"]}
         (TWO, SEVERAL, SEVERAL),
         ({}, STORED, r"m\.png.* 2 "),
         ({}, STORED * 255, "255"),
+        ({}, STORED % 2 * 255, [[[0, 1], [0, 1]]]),
+        ({}, np.full((1, 2, 2), 255), [[[1, 1], [1, 1]]]),
+        ({}, np.array([[[0, 1], [0, 255]]]), "255"),
+        ({"unlisted_labels": "drop"}, STORED % 2 * 255, np.zeros((1, 2, 2))),
+        (TWO, SEVERAL * [[[255]], [[1]]], SEVERAL),  # each mask has its numbers
+        (TWO, SEVERAL * 254, "254"),
+        ({**TWO, "label_values": {"disc": [1], "cup": [2]}}, STORED % 2 * 255, "255"),
         (THREE, STORED + 1, " 3 "),
         (THREE, STORED - 1, " -1 "),
         (TWO, SEVERAL[:1], "disc, cup"),

@@ -32,7 +32,7 @@ def history() -> History:
     return [
         step(0, "train", 1.5, A=meta(0.9, 0.1), B=meta(0.8, 0.2), C=meta(0.7, 0.3)),
         step(1, "train", 1.0, A=meta(0.5, 0.4), B=meta(0.4, 0.5)),
-        step(2, "validate", 0.2, A=meta(None, 0.6), B=meta(None, 0.7), C=meta(None, None)),
+        step(2, "validate", 0.2, A=meta(None, 0.405), B=meta(None, 0.505), C=meta(None, None)),
     ]
 
 

@@ -68,7 +68,8 @@ def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(reco
         for name, (dice, bounds) in values.items()
     }
     page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
-    assert "better at 1 of 3 sites" in page.text and "not better at B; open at 1" in page.text
+    assert "Dice 0.700, constant answer (which ignores the image) 0.600, mean over 2 sites" in page.text
+    assert "better at 1 of 3 sites" in page.text and "not better at B; undefined at X" in page.text
     assert page.tables[0][1][:3] == ["A", "–undefined", "–undefined"] and page.tables[0][1][4] == "0.600"
 
 
@@ -197,12 +198,13 @@ def segmented(**changes: object) -> SiteReport:
     return SiteReport("fedsm", "A", "inside", **content)
 
 
-def test_a_site_report_has_the_interval_of_each_structure() -> None:
+def test_a_site_report_has_the_values_of_fewer_than_six_patients() -> None:
     rows = {"disc": {"dice": torch.tensor([0.5, 0.5, math.nan])}, "cup": {"dice": torch.tensor([math.nan] * 3)}}
     task = small_task(target="multilabel", labels=("disc", "cup"))
     deployed = summarize({"dice": 1.0}, Cases(NAMES, {"dice": torch.ones(3, dtype=torch.float64)}, structures=rows), task)
     page = Page(render_site_report(segmented(task=task, models={"deployed": deployed})))
-    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500\n0.500 to 0.500"], ["cup", "–"]]
+    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500\neach: 0.500, 0.500"], ["cup", "–"]]
+    assert table(page, "Means over the test images")[1] == ["model", "1.000each: 1.000, 1.000, 1.000"]
     assert "By structure" not in Page(render_site_report(segmented())).text
 
 
@@ -210,7 +212,7 @@ def test_a_site_report_has_patients_model_by_model() -> None:
     events = [{"round": None, "site": None, "kind": "warning", "message": "m"}]
     html = render_site_report(segmented(pictures={"worst: Xu": b"\x89PNG"}, events=events))
     assert html.startswith("<!doctype html>") and "<b>Roe" not in html and "&lt;b&gt;Roe" in html
-    assert "personal = deployed" in html and "0.700 to 0.900" in html
+    assert "personal = deployed" in html and "each: 0.700, 0.900" in html and "0.700 to 0.900" not in html
     assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
     assert not faults(html) and len(html) < 200_000
     assert [row[0] for row in table(Page(html), "Patients with the lowest")] == ["patient", "<b>Roe</b>", "Meier"], "Xu has no value"
@@ -240,8 +242,19 @@ def test_patient_values_of_multilabel_and_binary_classification() -> None:
     )
 
 
-def test_an_interval_needs_two_patients() -> None:
-    assert mean_interval({}) is None and mean_interval({"a": 0.3}) is None
+def test_a_site_report_has_the_interval_of_each_structure() -> None:
+    names = tuple("abcdefg")
+    half = torch.full((7,), 0.5, dtype=torch.float64)
+    rows = {"disc": {"dice": half}, "cup": {"dice": torch.where(torch.arange(7) < 5, half, math.nan)}}
+    task = small_task(target="multilabel", labels=("disc", "cup"))
+    deployed = summarize({"dice": 0.5}, Cases(names, {"dice": half}, structures=rows), task)
+    page = Page(render_site_report(segmented(task=task, models={"deployed": deployed})))
+    cup = "0.500\neach: 0.500, 0.500, 0.500, 0.500, 0.500"
+    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500\n0.500 to 0.500"], ["cup", cup]], "five patients have a cup"
+
+
+def test_an_interval_needs_six_patients() -> None:
+    assert mean_interval({}) is None and mean_interval(dict.fromkeys("abcde", 0.3)) is None
     values = {str(place): place / 20 for place in range(20)}
     low, high = mean_interval(values) or (0.0, 0.0)
     assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"

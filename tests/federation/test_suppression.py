@@ -235,8 +235,9 @@ def test_confusion_counts_of_a_small_class_are_suppressed() -> None:
 
 
 def measured(task: TaskConfig, targets: torch.Tensor, minimum: int, always: tuple[float, ...] = ()) -> dict[str, Any]:
-    """The final metadata of a site with four test patients; its network answers `always` for each pixel, if given."""
-    part = Split(torch.rand(4, 1, 16, 16), targets, tuple("abcd"), tuple("abcd"))
+    """The final metadata of a site with a test patient for each target; its network answers `always` for each pixel, if given."""
+    names = tuple("abcdefgh"[: len(targets)])
+    part = Split(torch.rand(len(targets), 1, 16, 16), targets, names, names)
     site = Site("A", task, SiteData(part, part, part))
     state = site.network().state_dict()
     if always:
@@ -257,12 +258,12 @@ def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool
         assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
 
 
-@pytest.mark.parametrize(("minimum", "sent"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("minimum", "sent"), [(6, True), (7, False)])
 def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, sent: bool) -> None:
-    """Two patients have a cup; the network predicts none."""
+    """Six of eight patients have a cup; the network predicts none."""
     task = small_task(target="multiclass", labels=["background", "disc", "cup"])
-    targets = torch.ones(4, 16, 16, dtype=torch.long)
-    targets[:2, 0, 0] = 2
+    targets = torch.ones(8, 16, 16, dtype=torch.long)
+    targets[:6, 0, 0] = 2
     meta = measured(task, targets, minimum, always=(0.0, 1.0, -1.0))
     assert ("by_label" in meta) == ("intervals" in meta) == sent and meta["metrics"]["global"]["dice"] is not None
     if sent:
@@ -271,6 +272,12 @@ def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, s
         for item, wrong in {"by_label": 2.0, "intervals": [0.0, 2.0]}.items():
             invalid = {**meta, item: {"global": {"cup": {"dice": wrong}}}}
             assert item in str(declaration_problem(Message({}, invalid), DELIVERS))
+
+
+def test_no_interval_of_five_patients_leaves_the_site() -> None:
+    """The interval of a few patients is their lowest and highest value."""
+    meta = measured(small_task(), torch.ones(5, 16, 16, dtype=torch.long), 0)
+    assert meta["metrics"]["deployed"]["dice"] is not None and "intervals" not in meta
 
 
 def test_small_classes_of_a_multilabel_segmentation() -> None:

@@ -49,6 +49,16 @@ def test_earlier_results_are_no_inputs(tmp_path: Path) -> None:
         find_inputs([tmp_path / "in"], tmp_path / "in")
 
 
+def test_folders_of_drives_and_systems_are_no_inputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.png", "deep/b.png", "@eaDir/a.png/THUMB.jpg", "deep/@eaDir/b.png/THUMB.jpg", "#snapshot/a.png", "lost+found/c.png"):
+        picture(tmp_path / "in" / name)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path)
+    assert list(inputs_by_name([tmp_path / "in"], tmp_path / "out")) == ["a", "deep/b"]
+    systems, links = caplog.messages
+    assert systems.endswith("left out, as drives and systems make them: #snapshot, @eaDir (2 times), lost+found")
+    assert "links" in links and "linked" in links
+
+
 def test_a_dicom_series_is_one_volume(tmp_path: Path) -> None:
     for number in range(3):
         dicom_slice(tmp_path / f"in/ct/IM{number}", GREY, number)

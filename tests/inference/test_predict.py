@@ -21,8 +21,8 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data import reading
 from medflare.data.acquisition import acquisition_of
-from medflare.data.loading import FOLDERS, SiteData, Split
-from medflare.data.local import ImageBounds
+from medflare.data.loading import SiteData, Split
+from medflare.data.local import FOLDERS, ImageBounds
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input
 from medflare.inference.predict import Prepared, predict, predictions, prepare

@@ -64,14 +64,21 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
         value = {"deployed": {"dice": 0.5 if sites == ["A"] else None}}
         reason = None if sites == ["A"] else "no images"
         site = {sites[0]: {"role": "inside", "metrics": value}}
-        outcome = {"status": "FAILED" if reason else "COMPLETED", "reason": reason, "seconds": {"total": 2.0}, "events": [sites[0]]}
+        event = {"kind": "warning", "site": sites[0], "round": None, "message": "of this site"}
+        outcome: dict[str, Any] = {
+            "status": "FAILED" if reason else "COMPLETED",
+            "reason": reason,
+            "seconds": {"total": 2.0},
+            "events": [event],
+        }
+        outcome["configuration"] = {"task": {}}
         recorded = {"curves": {"global": {sites[0]: [[1, 0.5]]}}, "scores": {sites[0]: {"global": {}}}}
         return {**outcome, **recorded, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
 
     monkeypatch.setattr(references, "recorded_run", run)
     results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, outside=("C",))
     assert (results["method"], results["status"], results["reason"]) == ("single-site", "FAILED", "B: no images")
-    assert list(results["sites"]) == results["events"] == ["A", "B"]
+    assert list(results["sites"]) == [event["site"] for event in results["events"]] == ["A", "B"]
     assert results["curves"] == {"global": {"A": [[1, 0.5]], "B": [[1, 0.5]]}}
     assert results["scores"] == {"A": {"global": {}}, "B": {"global": {}}}
     assert results["mean"]["inside"]["deployed"]["dice"] == 0.5

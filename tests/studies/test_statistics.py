@@ -27,10 +27,11 @@ from studies.conftest import leaving_out
 NAN = float("nan")
 
 
-def test_the_interval_of_three_seeds_is_the_range_of_their_resampled_means() -> None:
-    # 1/27 = 3.7 % of all resamples are (0, 0, 0): more than 2.5 %, so the interval reaches the smallest and the largest value.
-    assert mean_interval([0.0, 1.0, 3.0]) == (0.0, 3.0)
-    assert mean_interval([0.5, 0.5]) == (0.5, 0.5) and mean_interval([0.5]) is None
+def test_the_interval_of_a_mean_needs_six_values() -> None:
+    # A resample has k threes with the binomial probability (6 over k) / 64: 1.6 % for none, 10.9 % for at most one.
+    assert mean_interval([0.0, 0.0, 0.0, 3.0, 3.0, 3.0]) == (0.5, 2.5)
+    # Of three values 3.7 % of the resamples have the smallest one only: the interval would be the smallest and the largest value.
+    assert mean_interval([0.0, 1.0, 3.0]) is None and mean_interval([0.0, 0.0, 0.0, 3.0, 3.0]) is None
 
 
 def test_compare_by_hand() -> None:
@@ -115,15 +116,18 @@ def test_unweighted_metrics_are_those_of_the_task(metric: str, target: str) -> N
 
 
 def test_patients_are_compared_within_their_sites() -> None:
-    """A's patients gain 0.1 and 0.3, B's 0 and 0: the mean over sites of 0.2 and 0."""
-    first = run(0, {"A": dice(a=0.5, b=0.5), "B": dice(c=0.4, d=0.8)})
-    second = run(0, {"A": dice(a=0.6, b=0.8), "B": dice(c=0.4, d=0.8)})
+    """A's patients gain 0.1 and 0.3, B's 0: the mean over sites of 0.2 and 0."""
+    unchanged = dice(c=0.4, d=0.8, e=0.5, f=0.6)
+    first = run(0, {"A": dice(a=0.5, b=0.5), "B": unchanged})
+    second = run(0, {"A": dice(a=0.6, b=0.8), "B": unchanged})
     comparison = compared(first, second)
     assert comparison.difference == pytest.approx(0.1)
     assert comparison.interval == pytest.approx((0.05, 0.15)), "A's resampled means are 0.1, 0.2 and 0.3"
-    assert comparison.p == pytest.approx(0.5) and comparison.n == 4
+    assert comparison.p == pytest.approx(0.5) and comparison.n == 6
     assert compared(second, first).difference == pytest.approx(-0.1)
     assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == Comparison(0.25, None, None, 1), "one patient"
+    five = compared(run(0, {"A": dice(a=0.5, b=0.5, c=0.4, d=0.8, e=0.5)}), run(0, {"A": dice(a=0.6, b=0.8, c=0.4, d=0.8, e=0.5)}))
+    assert five.interval is None and five.n == 5
 
 
 def test_a_patient_of_two_seeds_is_one_patient() -> None:
@@ -136,12 +140,12 @@ def test_a_patient_of_two_seeds_is_one_patient() -> None:
 
 def test_difference_interval_and_test_are_of_the_same_patients() -> None:
     """e and f have empty masks: no Dice if the first model predicts nothing, and 0 if the second one predicts something."""
-    first = run(0, {"A": dice(a=0.8, b=0.7, c=0.6, d=0.8, e=None, f=None)})
-    second = run(0, {"A": dice(a=0.85, b=0.75, c=0.65, d=0.85, e=0.0, f=0.0)})
+    first = run(0, {"A": dice(a=0.8, b=0.7, c=0.6, d=0.8, e=None, f=None, g=0.5, h=0.4)})
+    second = run(0, {"A": dice(a=0.85, b=0.75, c=0.65, d=0.85, e=0.0, f=0.0, g=0.55, h=0.45)})
     for one, other, gain in ((first, second, 0.05), (second, first, -0.05)):
         comparison = compared(one, other)
         assert comparison.difference == pytest.approx(gain) and comparison.interval == pytest.approx((gain, gain))
-        assert (comparison.p, comparison.n) == (0.125, 4)
+        assert (comparison.p, comparison.n) == (0.03125, 6), "2 of 2^6 signs"
     assert compared(first, run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)})) == Comparison()
 
 

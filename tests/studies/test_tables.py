@@ -10,8 +10,9 @@ import pytest
 from medflare.cli import main
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.grid import write_run
+from medflare.studies.page import study_page
 from medflare.studies.statistics import Run
-from medflare.studies.tables import StudyTables, is_rising, learning_curves, selection, study_report
+from medflare.studies.tables import StudyTables, learning_curves, selection, study_report
 from studies.conftest import leaving_out
 
 
@@ -79,18 +80,17 @@ def test_the_summary_has_the_worst_site_all_images_and_sites_below_training_alon
 
 
 def test_a_row_at_the_constant_answer_is_named(record: RunRecord) -> None:
-    flat = [measured(record, seed, "constant", A={"global": 0.2 + seed / 10}, B={"global": 0.4}) for seed in (0, 1)]
+    flat = [measured(record, seed, "constant", A={"deployed": 0.2 + seed / 10}, B={"deployed": 0.4}) for seed in (0, 1)]
     method = [measured(record, seed, A={"global": 0.205 + seed / 10}, B={"global": 0.6}) for seed in (0, 1)]
     table = StudyTables({"together": method, "constant": flat}).summary("dice")
-    assert line_of(table, "together", "global")[-1] == "constant answer at A", "seed by seed, since splits differ"
-    assert line_of(table, "constant", "global")[-1] == "–"
+    assert line_of(table, "together", "global")[-1] == "not above the constant answer at A", "seed by seed, since splits differ"
+    assert line_of(table, "constant", "deployed")[-1] == "–"
 
 
 def test_a_row_that_still_rises_is_named(record: RunRecord) -> None:
     run = measured(record, 0, A={"global": 0.5}, B={"global": 0.5})
     rising = {**run, "curves": {"global": {site: [[at, at / 20] for at in range(13)] for site in ("A", "B")}}}
     assert line_of(StudyTables({"m": [rising]}).summary("dice"), "m", "global")[-1] == "still rising"
-    assert not is_rising({at: 0.5 + 0.1 * (at % 2) for at in range(20)}) and not is_rising({}) and not is_rising({0: 0.1, 1: 0.9})
 
 
 def test_the_oracle_is_marked_and_is_never_the_best(record: RunRecord) -> None:
@@ -225,3 +225,25 @@ def test_learning_curves_have_a_line_for_every_model(runs: list[Run], tmp_path: 
     write_run(tmp_path, "fedavg/seed0", one_model[0])
     assert main(["study", "table", str(tmp_path), "--figures", str(tmp_path / "figures")]) == 0
     assert (tmp_path / "figures" / "curves.svg").exists() and "| fedsm | global |" in capsys.readouterr().out
+
+
+def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(record: RunRecord) -> None:
+    """Both methods are below the constant answer of 0.78 at A, the second one in one of two seeds only."""
+
+    def row(method: str, *dice: float, at_b: float = 0.9) -> list[Run]:
+        return [measured(record, seed, method, A={"deployed": value}, B={"deployed": at_b}) for seed, value in enumerate(dice)]
+
+    constant = row("constant", 0.78, 0.78, at_b=0.3)
+    study = StudyTables({"fedavg": row("fedavg", 0.75, 0.76), "fedsm": row("fedsm", 0.77, 0.85), "constant": constant})
+    assert study.banner() == [
+        "Every method has a site where it is not better than the constant answer, which ignores the image.",
+        "fedavg: not above the constant answer at A.",
+        "fedsm: not above the constant answer at A (1 of 2 runs).",
+    ]
+    report = study_report(study)
+    assert report.index("WARNING fedavg: not above the constant answer at A.") < report.index("## dice")
+    assert line_of(study.summary("dice"), "fedsm", "deployed")[-1] == "not above the constant answer at A (1 of 2 runs)"
+    page = study_page(study)
+    assert page.index("fedavg: not above the constant answer at A.") < page.index("Side by side")
+    good = StudyTables({"fedavg": row("fedavg", 0.85, 0.86), "constant": constant})
+    assert good.banner() == [] and "should not be used" not in study_page(good)

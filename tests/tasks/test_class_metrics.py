@@ -120,10 +120,10 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 def test_metrics_of_other_distributions_have_values_and_intervals() -> None:
     task = small_task("classification", metrics=("mine",))
     assert task.test_metrics == (task.metric, "mine")
-    probabilities = torch.tensor([[0.8, 0.1, 0.1], [0.2, 0.2, 0.6]])
-    scores = score(probabilities, torch.tensor([0, 1]), ["p", "q"], task, task.test_metrics)
+    probabilities = torch.tensor([[0.8, 0.1, 0.1]] * 3 + [[0.2, 0.2, 0.6]] * 3)
+    scores = score(probabilities, torch.tensor([0] * 3 + [1] * 3), list("pqrstu"), task, task.test_metrics)
     summary = summarize(scores.values, scores.cases, task)
-    assert summary.metrics["mine"] == pytest.approx(0.7) and summary.intervals[""]["mine"] == pytest.approx((0.6, 0.8))
+    assert summary.metrics["mine"] == pytest.approx(0.7) and summary.intervals[""]["mine"] == pytest.approx((0.6 + 0.2 / 6, 0.8 - 0.2 / 6))
     masks = small_task(metrics=("overlap",))
     scores = score(torch.ones(2, 1, 4, 4), torch.ones(2, 4, 4), ["p", "q"], masks, masks.test_metrics)
     assert scores.values["overlap"] == 1.0
@@ -143,17 +143,20 @@ def test_a_wrong_entry_point_is_named(plugins: list[EntryPoint]) -> None:
 
 
 def test_intervals_over_patients_are_of_their_resamples() -> None:
-    """Two patients: a resample has both (.5), or one of them twice."""
-    cases = Cases(("p", "q"), {"dice": torch.tensor([0.2, 0.6])}, structures={"cup": {"dice": torch.tensor([0.2, math.nan])}})
+    """Three patients of 0.2, three of 0.6: 1.6 % of the resamples have none of the latter, 10.9 % at most one."""
+    values = torch.tensor([0.2, 0.2, 0.2, 0.6, 0.6, 0.6])
+    cup = torch.tensor([0.2, 0.2, 0.2, 0.2, 0.2, math.nan])
+    cases = Cases(tuple("pqrstu"), {"dice": values}, structures={"cup": {"dice": cup}})
     summary = summarize({"dice": 0.4, "iou": None}, cases, small_task())
-    assert summary.intervals == {"": {"dice": pytest.approx((0.2, 0.6))}}, "a quarter of the resamples have no cup"
+    assert summary.intervals == {"": {"dice": pytest.approx((0.2 + 0.4 / 6, 0.2 + 5 * 0.4 / 6))}}, "five patients have a cup"
     assert summary.by_label == {"cup": {"dice": pytest.approx(0.2)}}
-    assert summarize({"dice": 0.4}, Cases(("p",), {"dice": torch.tensor([0.4])}), small_task()).intervals == {}, "one patient"
+    five = Cases(tuple("pqrst"), {"dice": values[:5]})
+    assert summarize({"dice": 0.36}, five, small_task()).intervals == {}, "the interval of few patients is their range"
     assert summarize({"dice": None}, Cases(), small_task()).by_label == {}, "no image"
 
 
 def test_intervals_draw_patients_with_all_of_their_images() -> None:
     task = small_task("classification")
-    probabilities = torch.eye(3)[[0] * 8 + [1] * 8].double()
-    cases = Cases(tuple("p" * 8 + "q" * 8), {}, probabilities, torch.zeros(16, dtype=torch.long))
-    assert summarize({"accuracy": 0.5}, cases, task).intervals[""] == {"accuracy": (0.0, 1.0)}
+    probabilities = torch.eye(3)[[0] * 12 + [1] * 12].double()  # the four images of p, q and r are right, those of s, t and u wrong
+    cases = Cases(tuple(name for name in "pqrstu" for _ in range(4)), {}, probabilities, torch.zeros(24, dtype=torch.long))
+    assert summarize({"accuracy": 0.5}, cases, task).intervals[""] == {"accuracy": pytest.approx((1 / 6, 5 / 6))}

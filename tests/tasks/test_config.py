@@ -21,6 +21,8 @@ FINGERPRINTS = {
     "fundus_vessels": "92875d0765330305",
     "ham10000": "6cc4cc7f801c8b21",
     "ham10000_3class": "79f4800311e38a11",
+    "lesion_masks": "3e84b140ecea9ae2",
+    "mitosis": "dcc39a148ba9f903",
     "phantom": "026c8d3468f1f75b",
     "phantom_grades": "b32efb12630e95ce",
 }

@@ -211,6 +211,24 @@ def test_batches_of_one_image_are_refused(network: dict[str, Any], make_task: Ta
         check_task(make_task("classification", batch_size=1, **settings))
 
 
+@pytest.mark.parametrize("target", ["binary", "multiclass", "multilabel"])
+@pytest.mark.parametrize("filled", ["all", "most", "inside", "one"])
+def test_a_structure_that_fills_every_mask_is_noted(target: str, filled: str, make_site: SiteOf, make_task: TaskOf) -> None:
+    """Inverted masks; not one inverted mask among others, nor a large structure that leaves the corners free."""
+    folder = make_site()
+    for number, file in enumerate(sorted(folder.glob("images/*_mask.png"))):
+        mask = 1 - np.asarray(Image.open(file)) if filled != "one" or not number else np.asarray(Image.open(file))
+        if filled == "all":
+            mask = np.ones_like(mask)
+        if filled == "inside":
+            mask = mask.copy()
+            mask[0] = 0
+        Image.fromarray(mask).save(file)
+    labels = {"binary": ["square"], "multiclass": ["rest", "square"], "multilabel": ["square"]}
+    report = check_site(folder, make_task(target=target, labels=labels[target]))
+    assert ("WARNING: square fills all of 10 masks" in report.render()) == (filled in ("all", "most"))
+
+
 def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
     for side, name in ((64, "resnet18"), (32, "mlp")):
         network = {"name": name}

@@ -5,8 +5,8 @@ import pytest
 
 from helpers.fixture_types import SiteOf, TaskOf
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.loading import ENVIRONMENT, FOLDERS
-from medflare.data.local import LocalSettings, local_settings
+from medflare.data.loading import ENVIRONMENT
+from medflare.data.local import FOLDERS, LocalSettings, local_settings
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 
@@ -63,6 +63,16 @@ def test_files_in_other_folders_need_the_sites_permission(
     assert open_site("A", make_task(size=[8, 8]), data_root=folder).n["train"] == 5
     with pytest.raises(DataError, match="images"):  # local settings come first
         open_site("A", make_task(), data_root=folder, local={"data_folders": [str(tmp_path / "other")]})
+
+
+@pytest.mark.parametrize("network", [{"name": "resnet18"}, {"name": "mlp", "batch_norm": True}])
+def test_batches_of_one_image_are_refused_where_sites_train(network: dict[str, Any], make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(kind="classification", side=32)
+    settings: dict[str, Any] = {"size": [32, 32], "network": network}
+    with pytest.raises(ConfigError, match="batch_size to 2"):
+        open_site("A", make_task("classification", batch_size=1, **settings), data_root=folder)
+    open_site("A", make_task("classification", batch_size=1, **settings), data_root=folder, role="outside")
+    open_site("A", make_task("classification", batch_size=2, **settings), data_root=folder)
 
 
 def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

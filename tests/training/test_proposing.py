@@ -71,7 +71,7 @@ def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:
 def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tuple[Any, ...], tmp_path: Path) -> None:
     task, _ = proposed(pairs(tmp_path, values=values))
     assert (task.target, task.labels, task.label_values) == expected
-    assert (task.network["name"], task.image_mode) == ("DynUNet", "patch")
+    assert (task.network["name"], task.image_mode) == ("unet", "resize")
 
 
 @pytest.mark.parametrize(("structures", "names"), [((0, 128), ("cup", "rim")), ((0,), ("lesion",))])

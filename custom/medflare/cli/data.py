@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from medflare.cli import options
 from medflare.cli.options import AUTO_HELP, add_command, names_in
 from medflare.core.errors import ConfigError, DataError
 
@@ -173,15 +174,21 @@ def prepare(
     source: Annotated[Path | None, typer.Option("--from", metavar="DOWNLOADS", help="Folder of the downloads, unpacked")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DATA", help="Folder for the sites, with hard links to the files")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if counts differ from the paper's")] = False,
-    redraw: Annotated[bool, typer.Option("--redraw", help="Draw the splits by patient, also if the download names them")] = False,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Draw the splits by patient across sites, also if the download names them")
+    ] = False,
+    split: Annotated[
+        Literal["paper"] | None,
+        typer.Option(help="paper: split_of_the_paper.csv in DOWNLOADS (default: as the download names the splits, or drawn)"),
+    ] = None,
     seed: Seed = 0,
     copy: Copy = False,
     force: Force = False,
 ) -> int:
     """Make the sites of a paper from its downloads.
 
-    Makes a folder per site with its files and datalist.json, and compares the counts with the paper's. A patient in two splits or at two
-    sites is an error. No image is changed.
+    Makes a folder per site with its files and datalist.json, and compares the counts with the paper's. Warns of patients in two splits or
+    at two sites; splits that are drawn keep each patient in one split at all sites. No image is changed.
     """
     from medflare.data.dataset_import.papers.catalogue import get_preparation, listing
     from medflare.data.dataset_import.papers.preparing import prepare
@@ -191,7 +198,9 @@ def prepare(
         return 0
     if name is None or source is None or out is None:
         raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --out DATA; --list shows the names")
-    print(prepare(get_preparation(name), source, out, strict=strict, redraw=redraw, seed=seed, copy=copy, force=force).render())
+    preparation, by_paper = get_preparation(name), split == "paper"
+    options = {"strict": strict, "redraw": redraw, "paper_split": by_paper, "copy": copy, "force": force}
+    print(prepare(preparation, source, out, seed=seed, **options).render())
     return 0
 
 
@@ -270,6 +279,8 @@ def init_task(
     pretrained: Annotated[bool, typer.Option("--pretrained", help="Require pretrained weights (default: if they are installed)")] = False,
     modality: Annotated[Modality | None, typer.Option(help="See medflare task plan (default: by the intensities)")] = None,
     memory: Memory = 8.0,
+    minutes: Annotated[float, typer.Option(help="Of a round on this device, at most")] = 2.0,
+    device: options.Device = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing")] = False,
     force: Force = False,
 ) -> int:
@@ -285,8 +296,17 @@ def init_task(
     refuse_unwritable(out)
 
     def proposed_with(texts: Mapping[str, str | None]) -> "Plan":
-        others: dict[str, Any] = {"channels": channels, "dims": dims, "modality": modality, "memory": memory, "pretrained": pretrained}
-        return propose(root, TaskHints(**_parsed(texts), **others))
+        hints = TaskHints(
+            **_parsed(texts),
+            channels=channels,
+            dims=dims,
+            modality=modality,
+            memory=memory,
+            minutes=minutes,
+            pretrained=pretrained,
+        )
+        with options.environment(device=device):
+            return propose(root, hints)
 
     texts = {"name": name, "labels": labels, "size": size, "network": network}
     proposed = proposed_with(texts)

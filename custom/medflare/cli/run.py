@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 EVALUATE: Final = "evaluate"  # the method that tests the model of --model
+_OPTIMIZER: Final = f"{options.TASK}optimizer"
+_RATE: Final = f"{_OPTIMIZER}.lr"
 _OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
 Workers = Annotated[
     int | None,
@@ -86,7 +89,7 @@ class Federation:
     lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None
     epochs: Annotated[int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")] = None
     batch_size: Annotated[int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")] = None
-    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults (docs/task.md)")] = None
+    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults and its usual learning rate")] = None
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Start from pretrained weights of an installed package (efficientnet_lite0)")
     ] = False
@@ -119,6 +122,7 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
     from medflare.methods.catalogue import build_deployed
     from medflare.networks.weights import pretrained_settings, starting_state
+    from medflare.training.learning_rate import usual_rate
 
     values = options.set_values(federation.set)
     network = None if federation.network is None else {"name": federation.network}
@@ -149,6 +153,10 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     task = options.task_with(source, changes)
     if federation.pretrained:
         task = options.task_with(task.to_dict() | pretrained_settings(task), {})
+    if network is not None and not any(name.startswith(_OPTIMIZER) for name in changes):
+        rate, reason = usual_rate(task)
+        task = options.task_with(task.to_dict(), {_RATE: rate})
+        print(f"learning rate {rate:g}: {reason}; set another with --lr", file=sys.stderr)
     if model is not None and evaluates:
         build_deployed(task, model.message)  # raises if the model does not fit
     elif model is not None:

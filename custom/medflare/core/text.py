@@ -1,6 +1,9 @@
-"""Text for a log, a terminal and a table: that of another party made safe, and shapes."""
+"""Text for a log, a terminal and a table: that of another party made safe, and shapes; text files that people write."""
 
+import codecs
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 NAME: Final = 100  # maximum characters of a name
@@ -50,3 +53,45 @@ def is_name(text: str) -> bool:
 def format_shape(sides: Iterable[Any]) -> str:
     """ "64 x 48", for messages."""
     return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)
+
+
+def about(seconds: float) -> str:
+    """A duration that is only estimated: "40 s", "5 min", "2 h 5 min".
+
+    Examples:
+        >>> about(0.2), about(42.3), about(100), about(7500)
+        ('1 s', '42 s', '2 min', '2 h 5 min')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that people write, as editors on all systems save it.
+
+    UTF-8 with or without a byte order mark, or UTF-16 with one; line ends are left as they are.
+    ValueError for another encoding, OSError if the file cannot be read.
+    """
+    content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not text in UTF-8, byte {error.start}; save it in UTF-8") from None
+    if "\0" in text:
+        raise ValueError("not text in UTF-8, it has zero bytes; save it in UTF-8")
+    return text
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value of a file that people write, see `read_text`; ValueError for other content."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Invalid \\"):
+            raise ValueError(f"{error}; in a path, write / for \\") from None
+        raise

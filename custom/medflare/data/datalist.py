@@ -17,7 +17,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, takes
-from medflare.core.text import printable
+from medflare.core.text import printable, read_json
+from medflare.data.local import FOLDERS, PLACE, allowed_folders
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
@@ -97,31 +98,31 @@ def read_content(folder: Path) -> Mapping[str, Any]:
     """The JSON object of a site's datalist.json; its entries are not checked.
 
     Raises:
-        DataError: the file is missing, not JSON in UTF-8, or has none of the three lists.
+        DataError: the file is missing, not JSON, or has none of the three lists.
     """
     path = folder / FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = read_json(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; a site's folder needs a datalist.json that the site's account may read") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON in UTF-8 ({error}); write it again") from error
+        raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
     return content
 
 
-def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[DatalistItem]:
+def read_datalist(folder: Path, kind: str, folders: Sequence[Path] | None = None) -> list[DatalistItem]:
     """All items, in the order of the file.
 
     Args:
         kind: of the task, "segmentation" or "classification".
-        folders: further folders in which files may be. Links are resolved first.
+        folders: further folders in which files may be, None for those of MEDFLARE_DATA_FOLDERS. Links are resolved first.
 
     Raises:
         DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or names a file in another folder.
     """
-    content, allowed = read_content(folder), [path.resolve() for path in (folder, *folders)]
+    content, allowed = read_content(folder), [folder, *(allowed_folders() if folders is None else folders)]
     entries: dict[Path, DatalistItem] = {}
     for split in SPLITS:
         listed = [] if content.get(split) is None else content[split]
@@ -135,22 +136,27 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
     for entry in entries.values():
         for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
             places.setdefault(file, entry.place)
+    resolved = [path.resolve() for path in allowed]
     for file, place in places.items():
-        _check_folder(file, allowed, place)
+        check_folder(file, resolved, place)
     return list(entries.values())
 
 
-def _check_folder(file: Path, allowed: Sequence[Path], place: str) -> None:
-    """A datalist that comes from elsewhere must not read other files that the account can read."""
+def check_folder(file: Path, allowed: Sequence[Path], place: str, remedy: str = "move it there") -> None:
+    """Raise DataError for a file, or the file that a link names, in no `allowed` folder (resolved).
+
+    A datalist that another party wrote must not read other files that the account can read.
+    """
     try:
         resolved = file.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no permission, no valid name, or a circle of links
         reason = getattr(error, "strerror", None) or error
-        remedy = "correct the path, or let the site's account read it"
-        raise DataError(f"{place}: {str(file)!r:.300} cannot be opened ({reason}); {remedy}") from error
+        readable = "correct the path, or let the site's account read it"
+        raise DataError(f"{place}: {str(file)!r:.300} cannot be opened ({reason}); {readable}") from error
     if not any(resolved.is_relative_to(folder) for folder in allowed):
-        remedy = "allow its folder in data_folders of local/medflare.json (without one: in MEDFLARE_DATA_FOLDERS)"
-        raise DataError(f"{place}: {file} lies outside the site's folder; move it there, or {remedy}")
+        linked = f"is a link to {resolved}," if file.is_symlink() else "lies"
+        allow = f"allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
+        raise DataError(f"{place}: {file} {linked} outside the site's folder; {remedy}, or {allow}")
 
 
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:

@@ -57,9 +57,9 @@ _log = logging.getLogger(__name__)
 class Source:
     """A site's images and masks at their stored size: its folder with datalist.json, which may name files in further `folders`."""
 
-    def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] = (), bounds: ImageBounds = ImageBounds()):
+    def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] | None = None, bounds: ImageBounds = ImageBounds()):
         self._root, self._task = root, task
-        self._folders, self._bounds = tuple(folders), bounds
+        self._folders, self._bounds = folders, bounds
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:
@@ -262,7 +262,7 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
     if mask.shape[1:] != image.array.shape[1:]:
         sides = format_shape(image.array.shape[1:])
         raise DataError(f"{place}: the mask is {format_shape(mask.shape[1:])}, its image {entry.image} is {sides}; store both at one size")
-    return encode_mask(mask, task, place)
+    return encode_mask(mask, task, place, [str(file) for file in entry.masks])
 
 
 def pictures_of(

@@ -1,5 +1,6 @@
 """DICOM files and series as arrays of pixel values, in the order of their slices; DICOM segmentations as masks."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +10,8 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data.geometry import Grid
 
+_PIXELS: Final = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+_NEEDED: Final = ("BitsAllocated", "BitsStored", "PixelRepresentation", "SamplesPerPixel", "PhotometricInterpretation")
 SEGMENTATION: Final = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
 _UNEVEN: Final = 0.1  # tolerance of slice distances and of offsets from the line through the slices, as a fraction of the distance
 _CLOSE: Final = 1e-3  # tolerance of equal numbers in two slices: devices round them
@@ -26,11 +29,56 @@ _RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left
 _OFFSET: Final = 0.1  # voxels between a frame of a segmentation and the grid
 
 
+def read(path: Path, **options: Any) -> Any:
+    """A file as pydicom's dataset; DataError for one without DICOM's mark."""
+    from pydicom import dcmread
+    from pydicom.errors import InvalidDicomError
+
+    try:
+        return dcmread(path, **options)
+    except InvalidDicomError as error:
+        problem = "no DICOM file, since the mark DICM is not at byte 128"
+        remedy = "convert it (dcmconv of DCMTK writes the mark), or leave it out"
+        raise DataError(f"{path}: {problem}; {remedy}") from error
+
+
 def tags_of(path: Path, *tags: str) -> Any:
     """Some tags of a file, without its pixels."""
-    from pydicom import dcmread
+    return read(path, stop_before_pixels=True, specific_tags=list(tags))
 
-    return dcmread(path, stop_before_pixels=True, specific_tags=list(tags))
+
+def is_other_object(path: Path) -> bool:
+    """Whether a file, also one without DICOM's mark, is a DICOM object without an image, as a report."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of what pydicom guesses
+            tags = read(path, force=True, stop_before_pixels=True, specific_tags=["SOPClassUID", "Rows"])
+    except Exception:  # of a damaged file; the reader reports it
+        return False
+    return "SOPClassUID" in tags and "Rows" not in tags
+
+
+def check_image(dataset: Any, path: Path) -> None:
+    """Raise DataError for an object that is no image, and for pixels that need a package which is not installed."""
+    from pydicom.pixels import get_decoder
+    from pydicom.uid import JPEGExtended12Bit
+
+    if "Rows" not in dataset or "Columns" not in dataset or not any(name in dataset for name in _PIXELS):
+        kind = getattr(dataset.get("SOPClassUID"), "name", "") or "unknown kind"
+        raise DataError(f"{path}: a DICOM object without pixels ({kind}); leave it out")
+    syntax = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
+    if syntax is None or syntax.is_private or not syntax.is_encapsulated:
+        return
+    try:
+        decoder = get_decoder(syntax)
+    except NotImplementedError:
+        raise DataError(f"{path}: its pixels are compressed as {syntax.name}; export it uncompressed") from None
+    deep = syntax == JPEGExtended12Bit and dataset.get("BitsStored", 8) > 8  # Pillow has 8 bits alone
+    available = [name for name in decoder.available_plugins if not (deep and name == "pillow")]
+    if not available:
+        package = "pylibjpeg-openjpeg" if "2000" in syntax.name else "pylibjpeg-libjpeg"
+        remedy = f"pip install pylibjpeg {package}, or export it uncompressed"
+        raise DataError(f"{path}: no installed package reads its compression ({syntax.name}); {remedy}")
 
 
 def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
@@ -41,21 +89,34 @@ def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
     """
     from pydicom.pixels import apply_color_lut
 
-    array, kind = dataset.pixel_array, str(dataset.get("PhotometricInterpretation", ""))
+    array, kind = _decoded(dataset), str(dataset.get("PhotometricInterpretation", ""))
     colours = int(dataset.get("SamplesPerPixel", 1)) > 1
     if kind == "PALETTE COLOR" and not mask:
         array, colours = apply_color_lut(array, dataset)[..., :3], True
         if dataset.RedPaletteColorLookupTableDescriptor[2] == 16:
             array = array >> 8  # to the range of other colours
     else:
-        ends = np.array([0, 2 ** int(dataset.BitsStored) - 1], np.int64)
-        ends -= (ends[1] + 1) // 2 * int(dataset.get("PixelRepresentation", 0))
-        array, ends = _rescaled(array, dataset), _rescaled(ends, dataset)
+        array = _rescaled(array, dataset)
         if kind == "MONOCHROME1" and not mask:
-            array = ends.sum(dtype=np.float64) - array
+            ends = np.array([0, 2 ** int(dataset.BitsStored) - 1], np.int64)
+            ends -= (ends[1] + 1) // 2 * int(dataset.get("PixelRepresentation", 0))
+            array = _rescaled(ends, dataset).sum(dtype=np.float64) - array
     if int(dataset.get("NumberOfFrames") or 1) > 1:
         array = np.moveaxis(array, 0, 2)
     return np.swapaxes(array, 0, 1), colours
+
+
+def _decoded(dataset: Any) -> np.ndarray:
+    """The stored numbers; ValueError with a text of our own for pixels that are damaged or cut off."""
+    try:
+        return dataset.pixel_array
+    except Exception as error:
+        if missing := [name for name in _NEEDED if name not in dataset]:
+            raise ValueError(f"its header lacks {missing[0]}") from error
+        syntax = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
+        if syntax is not None and syntax.is_encapsulated:
+            raise ValueError(f"its compressed pixels, {syntax.name}, are damaged or of a rare kind") from error
+        raise ValueError("its pixels are cut off, or do not fit its header") from error
 
 
 def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
@@ -216,7 +277,7 @@ def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndar
     labels = [(str(item.SegmentLabel), int(item.SegmentNumber)) for item in dataset.SegmentSequence]
     rows = {number: row for row, (_, number) in enumerate(labels)}
     masks = np.zeros((len(labels), *grid.shape), np.int64)
-    frames = dataset.pixel_array.reshape(-1, int(dataset.Rows), int(dataset.Columns))
+    frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))
     threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
     for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
         number = int(_group(dataset, groups, "SegmentIdentificationSequence").ReferencedSegmentNumber)

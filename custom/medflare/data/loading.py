@@ -16,14 +16,13 @@ from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import Decoded, PhantomSource, Source, decoded_once
-from medflare.data.local import CacheSettings, ImageBounds
+from medflare.data.local import CacheSettings, ImageBounds, allowed_folders
 from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, renumbering
 from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
-FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 NOT_LISTED = "label_values lists no label for them"
 
 
@@ -152,12 +151,6 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
     raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
 
 
-def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
-    """Further folders of a datalist's files: `local` ("data_folders" of local/medflare.json), else those of MEDFLARE_DATA_FOLDERS."""
-    folders = local or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
-    return tuple(Path(folder).expanduser() for folder in folders)
-
-
 # -- data ------------------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +173,7 @@ def load_site_data(
         root: from `resolve_data_root`; None generates the embedded federation.
         role: "inside" needs images in every split, "outside" in the test split alone.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
-        folders: see `allowed_folders`.
+        folders: see `local.allowed_folders`.
 
     Raises:
         DataError: the data cannot be used; the message names the file or value and the remedy.

@@ -1,6 +1,5 @@
 """The settings that a site makes in its own local/medflare.json, and its folders. Imported without torch."""
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import untrusted
 from medflare.core.settings import STRICT, checked, nested
-from medflare.core.text import format_shape
+from medflare.core.text import format_shape, read_json
 
 if TYPE_CHECKING:
     from medflare.data.geometry import Grid
@@ -30,6 +29,7 @@ OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, 
 PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
 _CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
 DEVICE_VARIABLE: Final = "MEDFLARE_DEVICE"
+FOLDERS: Final = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------------
@@ -47,6 +47,12 @@ def find_private_folder(run_folder: Path) -> Path:
     """`private_folder` of a job that ran here or in a container."""
     folder, in_job = private_folder(run_folder), run_folder / FOLDER
     return in_job if in_job.exists() and not folder.exists() else folder
+
+
+def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
+    """Further folders of a site's files: `local` ("data_folders" of local/medflare.json), else those of MEDFLARE_DATA_FOLDERS."""
+    folders = local or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
+    return tuple(Path(folder).expanduser() for folder in folders)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------------
@@ -177,9 +183,9 @@ class LocalSettings:
 def read_local(path: Path) -> dict[str, Any]:
     """The content of a site's local/medflare.json, empty where the file does not exist; ConfigError if it is no JSON object."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
+        settings = read_json(path) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); correct it or delete it") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must be a JSON object; correct it or delete it")
     return settings

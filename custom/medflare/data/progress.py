@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
+from medflare.core.text import about
+
 _FIRST: Final = 5.0  # seconds until the first line ...
-_EVERY: Final = 30.0  # ... and between two
+_EVERY: Final = 10.0  # ... and between two
+_LITTLE: Final = 20.0  # seconds
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -26,10 +29,38 @@ def counted(items: Iterable[T], total: int, what: str, size: Callable[[T], int] 
     for item in items:
         now = time.monotonic()
         if now > due:
-            _log.info("%s: %d of %d after %.0f s", what, done, total, now - start)
+            _log.info("%s: %d of %d after %.0f s%s", what, done, total, now - start, _left(now - start, done, total))
             due = now + _EVERY
         yield item
         done += size(item)
+
+
+def _left(seconds: float, done: int, total: int) -> str:
+    """The time left, if the rest goes on as fast; "" as long as nothing is done."""
+    if done == 0:
+        return ""
+    return f", about {about(seconds / done * (total - done))} left"
+
+
+class RoundsLeft:
+    """The time that the rest of a run takes, if its rounds go on as fast; "" within a round and when little is left."""
+
+    def __init__(self, rounds: int):
+        self._rounds = rounds
+        self._first: tuple[int, float] | None = None
+        self._last = 0
+
+    def after(self, round: int) -> str:
+        """ "about 5 min left", once a round; `round` counts from 0."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._last = (round, now), round
+        if round == self._last:
+            return ""
+        self._last = round
+        first, start = self._first
+        seconds = (now - start) / (round - first) * (self._rounds - round)
+        return f"about {about(seconds)} left" if seconds > _LITTLE else ""
 
 
 class _StandardError(logging.Handler):

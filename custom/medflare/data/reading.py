@@ -32,6 +32,7 @@ _COLOURED: Final = 0.02  # mean difference of the channels of a coloured picture
 _OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}  # NIfTI's codes of lengths that are not millimetres
 # Pillow's formats, by content: of others it may read 8 bits a channel where more are stored.
 _FORMATS: Final = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP")
+_TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # first bytes of a TIFF and a BigTIFF
 # Tags of TIFF 6.0; _WHITE is PhotometricInterpretation, 0 if the lowest number is white.
 _BITS, _COMPRESSION, _WHITE, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 258, 259, 262, 338, 339
 _CHUNK: Final = 2**20  # bytes
@@ -116,7 +117,7 @@ def _is_image(path: Path, segmentations: bool) -> bool:
         header = dicom.tags_of(path, "Rows", "SOPClassUID")
         return "Rows" in header and (segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION)
     except Exception:  # `read_stored` will raise the error
-        return True
+        return not dicom.is_other_object(path)
 
 
 @contextmanager
@@ -129,9 +130,15 @@ def explained(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{path}: file not found; correct the path (upper case counts) or restore the file") from error
+        remedy = "correct the path (upper case counts) or restore the file"
+        if not str(path).isprintable():
+            remedy = "in JSON, write / for \\ in a path"
+        raise DataError(f"{path}: file not found; {remedy}") from error
     except Exception as error:  # decoders raise any exception on a damaged file
-        raise DataError(f"{path}: cannot be read as an image ({one_line(error)}); replace the file or leave it out") from error
+        problem = one_line(error)
+        if isinstance(error, AttributeError) and error.name and is_dicom(path):
+            problem = f"its attribute {error.name} is missing"
+        raise DataError(f"{path}: cannot be read as an image ({problem}); replace the file or leave it out") from error
 
 
 # -- what a file holds -----------------------------------------------------------------------------------------------------
@@ -148,7 +155,9 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
     with explained(path):
         if path.is_dir() or is_dicom(path):
             require("pydicom", f"{path}: a DICOM image", DataError)
-            stored = _read_dicom(path, bounds, mask)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", module="pydicom")  # of what it repairs in a header
+                stored = _read_dicom(path, bounds, mask)
         elif suffix(path) in NIFTI:
             require("nibabel", f"{path}: a NIfTI image", DataError)
             stored = _read_nifti(path, bounds, mask)
@@ -173,10 +182,10 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # `bounds` decides
-        with Pillow.open(path, formats=_FORMATS) as image:
+        with _opened(path) as image:
             bounds.check(path, (image.height, image.width), volume=False)
-            if getattr(image, "n_frames", 1) > 1 and image.format == "TIFF":
-                raise DataError(f"{path}: the file holds {image.n_frames} pages; store pages as files or as a NIfTI volume")
+            if getattr(image, "n_frames", 1) > 1:
+                raise DataError(f"{path}: the file holds {image.n_frames} pages or frames; store pages as files or as a NIfTI volume")
             tags = image.tag_v2 if image.format == "TIFF" else {}
             _check_channels(image, tags, path, mask)
             image = ImageOps.exif_transpose(image)
@@ -192,6 +201,25 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     if array.ndim == 2:
         return Stored(array.T[None])
     return Stored(np.moveaxis(array, -1, 0).swapaxes(1, 2), colours=True)
+
+
+def _opened(path: Path) -> Any:
+    """The file as Pillow's image; DataError for one whose content Pillow does not know."""
+    from PIL import Image as Pillow
+    from PIL import UnidentifiedImageError
+
+    try:
+        return Pillow.open(path, formats=_FORMATS)
+    except UnidentifiedImageError as error:
+        with path.open("rb") as file:
+            begin = file.read(4)
+        if begin in _TIFF:
+            problem = "a kind of TIFF, as of float16, float64 or big-endian uint32"
+            remedy = "save it little-endian, with numbers of 8 or 16 bits, int32 or float32"
+        else:
+            problem = f"its content is none of {', '.join(_FORMATS)}" if begin else "it is empty"
+            remedy = "save it as PNG, or leave it out"
+        raise DataError(f"{path}: cannot be read as a picture ({problem}); {remedy}") from error
 
 
 def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool) -> None:
@@ -283,12 +311,11 @@ def _nifti_content(path: Path, image: Any) -> tuple[np.ndarray, Any]:
 
 
 def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
-    from pydicom import dcmread
-
     slices = []
     for file in dicom_files(path):
         with explained(file):
-            slices.append(dcmread(file))
+            slices.append(dicom.read(file))
+            dicom.check_image(slices[-1], file)
     frames = max(int(dataset.get("NumberOfFrames") or 1) for dataset in slices)
     if len(slices) > 1 and frames > 1:
         raise DataError(f"{path}: {len(slices)} files lie in the folder, of several frames each; name the one that is meant")
@@ -438,13 +465,11 @@ def read_mask(
     """
     segments: list[tuple[str, int]] = []
     if is_segmentation(path):
-        from pydicom import dcmread
-
         if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
             raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
         with explained(path):
             series = dicom.tags_of(dicom_files(image_path)[0], "SeriesInstanceUID")
-            array, segments = dicom.segments(dcmread(path), path, str(series.SeriesInstanceUID), image.stored_grid)
+            array, segments = dicom.segments(dicom.read(path), path, str(series.SeriesInstanceUID), image.stored_grid)
         stored = Stored(array, image.stored_grid)
     else:
         stored = read_stored(path, bounds, mask=True)

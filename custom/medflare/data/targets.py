@@ -14,14 +14,20 @@ from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images
 
+_REMEDY: Final = "correct the file, or the task's labels or label_values"
+_WHITE: Final = 255  # of pictures, as which many programs write 1
 _SCARCE: Final = 3  # training images; a class with fewer is hardly learnt
 
 
-def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
+def encode_mask(masks: np.ndarray, task: TaskConfig, place: str, places: Sequence[str] = ()) -> np.ndarray:
     """Target of one picture or volume.
+
+    A mask of one structure has 0 and 1, or 0 and 255, unless `TaskConfig.label_values` says otherwise.
 
     Args:
         masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label (multilabel).
+        place: of the masks, for messages.
+        places: of each of several masks, where they are files of their own.
 
     Returns:
         int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
@@ -34,19 +40,36 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
             found = f"{len(masks)} mask(s) or channel(s) for {len(task.labels)} labels ({', '.join(task.labels)})"
             remedy = "give one mask file per label, or say in the task's label_values which values mean which label"
             raise DataError(f"{place}: {found}; {remedy}")
-        _check_listed(masks, [0, 1], task, place)
-        return (masks == 1).astype(np.int64)
+        target = np.zeros_like(masks)
+        for row, mask in enumerate(masks):
+            values = _zeros_and_ones(mask, task)
+            mask_place = places[row] if len(places) == len(masks) else place
+            _check_listed(values, [0, 1], task, mask_place, "store 0 and 1, or 0 and 255, in each structure's mask")
+            target[row] = values == 1
+        return target
     if len(masks) != 1:
         raise DataError(f"{place}: {len(masks)} masks or colour channels where one is expected; store label values in one grey mask")
-    values = stored_values(task)
+    if task.target == "binary" and not task.label_values:
+        masks = _zeros_and_ones(masks, task)
+    stored_by_label = stored_values(task)
     background = [] if task.target == "multiclass" else [0]
-    _check_listed(masks, [*background, *(value for stored in values for value in stored)], task, place)
+    _check_listed(masks, [*background, *(value for stored in stored_by_label for value in stored)], task, place)
     if task.target == "multiclass":
         target = np.zeros_like(masks)
-        for index, stored in enumerate(values):
+        for index, stored in enumerate(stored_by_label):
             target[np.isin(masks, stored)] = index
         return target
-    return np.concatenate([np.isin(masks, stored) for stored in values]).astype(np.int64)
+    return np.concatenate([np.isin(masks, stored) for stored in stored_by_label]).astype(np.int64)
+
+
+def _zeros_and_ones(mask: np.ndarray, task: TaskConfig) -> np.ndarray:
+    """The mask of one structure, with 1 for the 255 of a mask of 0 and 255 alone.
+
+    Unchanged where the task drops values that it does not list: 255 may mean unknown there.
+    """
+    if task.unlisted_labels == "drop" or not (mask == _WHITE).any():
+        return mask
+    return mask // _WHITE if np.isin(mask, (0, _WHITE)).all() else mask
 
 
 def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
@@ -66,13 +89,12 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     return None
 
 
-def _check_listed(values: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:
+def _check_listed(values: np.ndarray, allowed: list[int], task: TaskConfig, place: str, remedy: str = _REMEDY) -> None:
     if task.unlisted_labels == "drop" or np.isin(values, allowed).all():
         return
     strange = np.setdiff1d(values, allowed).tolist()
     shown = ", ".join(map(str, strange[:4])) + (", ..." if len(strange) > 4 else "")
     known = ", ".join(map(str, sorted(set(allowed))))
-    remedy = "correct the file, or the task's labels or label_values"
     raise DataError(f"{place}: label value {shown} out of range, the task knows {known}; {remedy}")
 
 

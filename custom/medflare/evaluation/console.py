@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 from medflare.core.packages import installed
 from medflare.evaluation import presentation as text
 from medflare.evaluation.results import COMPLETED, FAILED, REPORT_FILE, RESULTS_FILE, ROLES, SPLITS, find_results, load_results
+from medflare.evaluation.verdicts import UNUSABLE, findings_of, verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +49,7 @@ def round_line(
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """The result table as plain text for a log, with a line for each reason to doubt the deployed model."""
+    """The result table as plain text for a log, with the verdict and a line for each finding."""
     buffer = io.StringIO()
     print_results(results, buffer)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
@@ -60,7 +61,9 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     if not installed("rich"):
         outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
         lines = [f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"]
-        stream.write("\n".join([*lines, *(f"WARNING {doubt.line}" for doubt in text.doubts(results["events"]))]) + "\n")
+        lines += [verdict(results)] if verdict(results) else []
+        lines += [f"WARNING {finding.line}" for finding in findings_of(results)]
+        stream.write("\n".join(lines) + "\n")
         return
     from rich.console import Console
     from rich.measure import Measurement
@@ -82,15 +85,18 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
         else:
             groups.append([metric])
     summary = Text("\n".join(_summary(results)))
-    summary.highlight_words([COMPLETED], "bold green")
+    usable = all(finding.kind not in UNUSABLE for finding in findings_of(results))
+    summary.highlight_words([COMPLETED], "bold green" if usable else "bold yellow")
     summary.highlight_words([FAILED], "bold red")
     console.print(summary, *(_metrics_table(results, metrics) for metrics in groups or [[]]), sep="\n")
     if line := text.selector_line(results):
         console.print(Text(line))
     for title, rows in [*list(text.label_tables(results).items())[:1], *text.method_tables(results).items()]:
         console.print(_method_table(title, rows))
-    for doubt in text.doubts(results["events"]):
-        console.print(Text(f"WARNING {doubt.line}", "bold yellow"))
+    if sentence := verdict(results):
+        console.print(Text(sentence))
+    for finding in findings_of(results):
+        console.print(Text(f"WARNING {finding.line}", "bold yellow"))
 
 
 def _summary(results: Mapping[str, Any]) -> list[str]:

@@ -1,17 +1,15 @@
-"""Numbers, names and warnings of a results dict as text: the same on the console, in reports and in the tables of studies."""
+"""Numbers and names of a results dict as text: the same on the console, in reports and in the tables of studies."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from medflare.core.events import DOUBTS
-from medflare.evaluation.results import labels_of, named_metrics
+from medflare.evaluation.labels import labels_of, named_metrics
 from medflare.tasks.metrics_table import metric_table
 
 UNDEFINED: Final = "–"
 _WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC", "auprc": "AUPRC"}  # of a class
-_MOST: Final = 5  # sites, or events, that one line names
+_MOST: Final = 5  # sites that one line names
 
 
 def metric_label(metric: str) -> str:
@@ -38,6 +36,17 @@ def format_metric(metric: str, value: float | None, interval: Sequence[float] | 
     known = metric_table().get(metric)
     number, *bounds = (f"{part:.{known.digits if known else 3}f}" for part in (value, *(interval or ())))
     return f"{number}\n{bounds[0]} to {bounds[1]}" if bounds else number
+
+
+def format_values(metric: str, values: Iterable[float]) -> str:
+    """The values of a few patients, the lowest first, without undefined ones.
+
+    Examples:
+        >>> format_values("dice", [0.102, 0.07, float("nan")])
+        'each: 0.070, 0.102'
+    """
+    defined = sorted(value for value in values if value == value)
+    return f"each: {', '.join(format_metric(metric, value) for value in defined)}" if defined else ""
 
 
 def format_bytes(count: float) -> str:
@@ -198,50 +207,3 @@ def synthetic_source(results: Mapping[str, Any]) -> str:
     """The task's description of its images if they are synthetic, else ""."""
     source = str(results["configuration"]["task"].get("source", ""))
     return source if "synthetic" in source.lower() else ""
-
-
-# -- reasons to doubt the deployed model -------------------------------------------------------------------------------------
-
-_DOUBTS: Final = {  # kind of event -> problem, remedy
-    "constant_output": (
-        "The deployed model gives one answer for all test images",
-        "Do not use it: train more rounds, start from pretrained weights (--pretrained), lower the learning rate, or add images",
-    ),
-    "at_chance": (
-        "The deployed model is not better than the constant answer, which ignores the image",
-        "Train more rounds, start from pretrained weights (--pretrained), or add images",
-    ),
-    "few_validation_images": (
-        "The deployed model was chosen on fewer than ten validation images",
-        "Give validation more patients (medflare data init --shares), or use the last round (--set selection=last)",
-    ),
-    "rare_class": (
-        "Some classes have too few training images at a site",
-        "Merge them with other classes, add images of them, or do not trust the model on them",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """One reason to doubt the deployed model; kind: one of `core.events.DOUBTS`; where: the sites and their messages."""
-
-    kind: str
-    problem: str
-    where: str
-    remedy: str
-
-    @property
-    def line(self) -> str:
-        return f"{self.kind}: {self.problem} ({self.where}). {self.remedy}."
-
-
-def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
-    """The reasons to doubt the deployed model, in the order of `core.events.DOUBTS`."""
-    messages = [(event["kind"], f"{event['site']}: {event['message']}" if event["site"] else event["message"]) for event in events]
-    reasons = []
-    for kind in DOUBTS:
-        if lines := list(dict.fromkeys(message for of_kind, message in messages if of_kind == kind)):
-            more = f"; and {len(lines) - _MOST} more, see the events" if len(lines) > _MOST else ""
-            reasons.append(Doubt(kind, _DOUBTS[kind][0], "; ".join(lines[:_MOST]) + more, _DOUBTS[kind][1]))
-    return reasons

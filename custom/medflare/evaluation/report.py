@@ -16,6 +16,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import Panel, line_panels, patients_plot, roc_curves, training_curves
+from medflare.evaluation.labels import labels_of
 from medflare.evaluation.results import (
     REPORT_FILE,
     RESULTS_FILE,
@@ -25,9 +26,9 @@ from medflare.evaluation.results import (
     SiteRecord,
     build_results,
     json_ready,
-    labels_of,
     site_results,
 )
+from medflare.evaluation.verdicts import findings, findings_of, verdict
 from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary
@@ -82,14 +83,14 @@ def render_report(
         results=results,
         metrics=text.metric_names(results),
         constants=any(site.get("constant") is not None for site in sites.values()),
-        verdict=_verdict(results),
+        verdict=verdict(results),
         citation=results.get("citation", ""),
         columns=text.model_columns(results),
         sites=sites,
         roles=[role for role in ROLES if any(site["role"] == role for site in sites.values())],
         splits=SPLITS,
         synthetic=text.synthetic_source(results),
-        doubts=text.doubts(results["events"]),
+        findings=findings_of(results),
         tiles=_tiles(results),
         curves=training_curves(results, history),
         drawable=installed("matplotlib"),
@@ -103,21 +104,6 @@ def render_report(
         pictures=pictures or {},
         classes=[(each, roc_curves(each["points"], each["auc"], f"roc-{place}")) for place, each in enumerate(class_tables(results))],
     )
-
-
-def _verdict(results: Mapping[str, Any]) -> str:
-    """Whether the deployed model is better than the constant answer, site by site; "" without constant answers."""
-    metric = results["configuration"]["task"].get("metric", "")
-    sites = {name: site for name, site in results["sites"].items() if site.get("constant") is not None}
-    bounds = {name: site.get("intervals", {}).get("deployed", {}).get(metric) for name, site in sites.items()}
-    better = [name for name, site in sites.items() if (bounds[name] or [0])[0] > site["constant"]]
-    values = {name: site["metrics"]["deployed"][metric] for name, site in sites.items()}
-    worse = [name for name, value in values.items() if value is not None and value <= sites[name]["constant"]]
-    rest = len(sites) - len(better) - len(worse)
-    parts = [f"better at {len(better)} of {len(sites)} sites (the whole interval is above it)"]
-    parts += [f"not better at {', '.join(sorted(worse))}"] if worse else []
-    parts += [f"open at {rest}"] if rest else []
-    return f"Deployed model against the constant answer, which ignores the image: {'; '.join(parts)}." if sites else ""
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -217,7 +203,10 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What a site knows of its final models: images of each split, test results by model, and PNG files by title."""
+    """What a site knows of its final models: images of each split, test results by model, and PNG files by title.
+
+    `constant`: the task's metric of the constant answer, None if it is suppressed.
+    """
 
     method: str
     site: str
@@ -227,6 +216,7 @@ class SiteReport:
     models: Mapping[str, Summary]
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
+    constant: float | None = None
 
 
 def render_site_report(report: SiteReport) -> str:
@@ -239,10 +229,12 @@ def render_site_report(report: SiteReport) -> str:
         classes={name: content for name, each in models.items() if (content := classes.class_report(each.cases, task.target, task.labels))},
         by_label={model: summary.by_label for model, summary in models.items()},
         intervals={model: summary.intervals for model, summary in models.items()},
+        constant=report.constant,
     )
     site = site_results(record, tuple(models), task)
-    results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
+    results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}, "events": report.events}
     columns = text.model_columns(results)
+    values_of_patients = {model: summary.cases.values for model, summary in models.items()}
     values = {heading: of_model for heading, model in columns.items() if (of_model := patient_values(models[model].cases, task))}
     deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
     lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
@@ -261,13 +253,15 @@ def render_site_report(report: SiteReport) -> str:
         report=report,
         metrics=text.metric_names(results),
         columns=columns,
-        doubts=text.doubts(report.events),
+        findings=findings(results),
+        verdict=verdict(results),
         site=site,
         value_label=value_label(task),
         headings=list(values),
         lowest=[[name, *(text.format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
         plot=patients_plot(values, intervals, value_label(task)),
-        labels=_by_label(site, task),
+        few={model: _values_of_few(metrics) for model, metrics in values_of_patients.items()},
+        labels=_by_label(site, task, models["deployed"].cases.structures if "deployed" in models else {}),
         structure_colours=list(zip(task.labels[task.target == "multiclass" :], cycle(COLOURS), strict=False)),
         classes=class_tables(results),
         curves=roc_curves(points, areas, "roc"),
@@ -276,13 +270,26 @@ def render_site_report(report: SiteReport) -> str:
     )
 
 
-def _by_label(site: Mapping[str, Any], task: TaskConfig) -> tuple[list[str], list[list[str]]] | None:
-    """(headings, rows) of the deployed model's metrics of every structure or class; None for a single one, which has those of the model."""
+def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:
+    """Metric -> the value of each patient, for metrics with too few values for an interval."""
+    defined = {metric: [value for value in each.tolist() if value == value] for metric, each in values.items()}
+    return {metric: text.format_values(metric, each) for metric, each in defined.items() if not classes.has_interval(len(each))}
+
+
+def _by_label(site: Mapping[str, Any], task: TaskConfig, patients: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+    """(headings, rows) of the deployed model's metrics of every structure or class; None for a single one, which has those of the model.
+
+    `patients`: structure -> metric -> values of patients.
+    """
     rows = list(labels_of(site, "deployed"))
     if len(rows) < 2:
         return None
     metrics = list(rows[0][1])
-    cells = [[label, *(text.format_metric(name, values[name], bounds.get(name)) for name in metrics)] for label, values, bounds in rows]
+    cells = []
+    for label, values, bounds in rows:
+        few = _values_of_few(patients.get(label, {}))
+        shown = [text.format_metric(name, values[name], bounds.get(name)) + (f"\n{few[name]}" if few.get(name) else "") for name in metrics]
+        cells.append([label, *shown])
     return ["structure" if task.kind == "segmentation" else "class", *map(text.metric_label, metrics)], cells
 
 
@@ -313,8 +320,11 @@ def value_label(task: TaskConfig) -> str:
 
 
 def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979); None below two patients."""
-    if len(values) < 2:
+    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979).
+
+    None where `classes.has_interval` forbids it.
+    """
+    if not classes.has_interval(len(values)):
         return None
     sample = np.array([values[name] for name in sorted(values)])
     draws = numpy_generator(0, "bootstrap over patients").integers(len(sample), size=(_RESAMPLES, len(sample)))

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,6 +16,8 @@ from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import installed_versions
 from medflare.core.text import NAME, is_name, printable_json
+from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
+from medflare.evaluation.verdicts import findings
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
-STRUCTURES, CLASSES = "structures", "classes"  # beside a model's metrics: label -> metric -> value
 COMPLETED, FAILED = "COMPLETED", "FAILED"
 UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
 FOLDER: Final = "medflare"  # below the server's job folder
@@ -103,7 +104,10 @@ class RunRecord:
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
-    """The content of results.json, see `json_ready`: every site and mean has the same models and metrics; undefined values are None."""
+    """The content of results.json, see `json_ready`: every site and mean has the same models and metrics; undefined values are None.
+
+    "findings" are those of `verdicts.findings`.
+    """
     metrics = record.task.test_metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
     weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
@@ -130,7 +134,9 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     results |= {name: content for name, content in optional.items() if content}
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
-    return json_ready(results)
+    ready: dict[str, Any] = json_ready(results)
+    ready["findings"] = [finding.to_dict() for finding in findings(ready, json_ready(record.history))]
+    return ready
 
 
 def site_results(site: SiteRecord, models: tuple[str, ...], task: TaskConfig | None, share: float | None = None) -> dict[str, Any]:
@@ -213,11 +219,6 @@ def json_ready(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written to results.json")
 
 
-def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics of a model, without those of its structures and classes."""
-    return {metric: value for metric, value in metrics.items() if metric not in (STRUCTURES, CLASSES)}
-
-
 def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
     """The test metrics of a run as a table: one row per site, model, label and metric, NaN for undefined values.
 
@@ -235,13 +236,6 @@ def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
     ]
     numbers = ["value", "low", "high"]
     return pd.DataFrame(rows, columns=["site", "role", "model", "label", "metric", *numbers]).astype(dict.fromkeys(numbers, float))
-
-
-def labels_of(site: Mapping[str, Any], model: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Every structure or class of a model at a site, its metrics and their intervals."""
-    for kind in (STRUCTURES, CLASSES):
-        for label, values in site["metrics"].get(model, {}).get(kind, {}).items():
-            yield label, values, site.get("intervals", {}).get(model, {}).get(kind, {}).get(label, {})
 
 
 # -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------
@@ -296,6 +290,16 @@ class _Event(_Open):
     message: _Text
 
 
+class _Finding(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    kind: _Text
+    problem: _Text
+    where: str
+    remedy: str
+    sites: list[str]
+    brief: str
+
+
 class _HyperParameters(_Open):
     site: dict[str, Any]
     server: dict[str, Any]
@@ -321,6 +325,7 @@ class _Results(_Open):
     seconds: dict[str, float]
     costs: dict[str, _Cost] = Field(default_factory=dict)  # missing in results of earlier versions
     events: list[_Event]
+    findings: list[_Finding] = Field(default_factory=list)  # missing in results of earlier versions
     versions: dict[str, str]
     configuration: _Configuration
 

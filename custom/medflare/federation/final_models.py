@@ -46,8 +46,10 @@ class ArtifactStore:
     def show(self, title: str, png: bytes) -> None:
         """Store a picture that the method makes for the site itself."""
 
-    def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        """Write the site's report, after all final models."""
+    def finish(
+        self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]], constant: float | None = None
+    ) -> None:
+        """Write the site's report, after all final models; `constant` is the metric of the constant answer, None if it is suppressed."""
 
     def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:
         """A step begins, or has ended."""
@@ -79,14 +81,16 @@ class SiteFolder(ArtifactStore):
         write_atomically(self.folder / PICTURES / f"{title}.png", png)
         self.pictures[title] = png
 
-    def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
+    def finish(
+        self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]], constant: float | None = None
+    ) -> None:
         """Write the site's report, if it has a final model."""
         if not self.delivered:
             return
         pictures = {**examples(site, models, self.delivered), **self.pictures}
         log = EventLog()
         log.extend(events, site=self.site)
-        report = SiteReport(self.method.name, self.site, role, self.task, site.n, self.delivered, pictures, log.to_list())
+        report = SiteReport(self.method.name, self.site, role, self.task, site.n, self.delivered, pictures, log.to_list(), constant)
         write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 
     def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:

@@ -261,7 +261,8 @@ class Participant:
         for name, png in algorithm.pictures(incoming).items():
             self.artifacts.show(name, png)
         try:
-            self.artifacts.finish(algorithm.site, "inside" if algorithm.inside else "outside", models, meta["events"])
+            role = "inside" if algorithm.inside else "outside"
+            self.artifacts.finish(algorithm.site, role, models, meta["events"], meta.get("constant"))
         except Aborted:
             raise
         except Exception as error:  # models and metrics are not lost because of the site's report

@@ -11,6 +11,7 @@ from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.store import make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
+from medflare.data.progress import RoundsLeft
 from medflare.evaluation.console import round_line
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
@@ -133,9 +134,13 @@ class Run:
             weights=self.weights,
         )
 
+        rounds_left = RoundsLeft(context.rounds)
+
         def after_step(report: StepReport) -> None:
             step = report.step.phase, report.step.round, context.rounds
-            self.say(round_line(*step, report.meta, report.rejected, report.seconds, report.aggregation))
+            line = round_line(*step, report.meta, report.rejected, report.seconds, report.aggregation)
+            left = rounds_left.after(report.step.round)
+            self.say(f"{line} | {left}" if left else line)
             if self.folder is not None:
                 append_round(self.folder, report.line())
             tracker.step(report, self.task.optimizer["lr"] * self.task.schedule.rate_factor(report.step.round, context.rounds))

@@ -1,13 +1,16 @@
 """The inputs of `medflare predict`: files, and folders with images and DICOM series."""
 
-import os
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from medflare.core.errors import ConfigError
+from medflare.data.dataset_import.folders import LeftOut, left_out_lines, walk
 from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Input:
 def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
     """All inputs, in the order of `paths` and sorted within a folder, and a line for every folder without images.
 
-    A folder is searched with its subfolders except `out`, without segmentation objects. Its DICOM files are one volume if they are the
+    A folder is searched with its subfolders except `out`, without segmentation objects; a warning names subfolders that are left out
+    (see `folders.walk`). Its DICOM files are one volume if they are the
     slices of one series. With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image,
     P07.
 
@@ -62,12 +66,15 @@ def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
 
 
 def _search(folder: Path, out: Path) -> Iterator[Path]:
-    for place, subfolders, names in os.walk(folder):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and (Path(place) / name).resolve() != out)
-        files = [Path(place) / name for name in sorted(names) if not name.startswith(".")]
+    left_out: LeftOut = {}
+    for place, files in walk(folder, left_out):
+        if place.resolve().is_relative_to(out):
+            continue
         dicom = list(dicom_images(files, segmentations=False))
-        yield from [Path(place)] if is_series(dicom) else dicom
+        yield from [place] if is_series(dicom) else dicom
         yield from (file for file in files if suffix(file) in (*PICTURES, *NIFTI))
+    for line in left_out_lines(left_out):
+        _log.warning("%s: %s", folder, line)
 
 
 def is_series(files: Sequence[Path]) -> bool:

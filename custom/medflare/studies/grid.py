@@ -11,6 +11,7 @@ Without its scores (`zip -d study.zip '*/scores.json'`) a study can be passed on
 
 import json
 import os
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.store import file_digest, replacing, write_atomically
+from medflare.core.text import about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, parse_results
@@ -187,9 +189,12 @@ def run_study(
             _check_same(out, job, completed[job.name])
     missing = [job for job in jobs if job.name not in completed]
     write_rows(out, (candidate.label for candidate in candidates))
+    started = time.monotonic()
     for done, (job, results) in enumerate(_finished(missing, processes), start=1):
         write_run(out, job.name, results)
-        say(f"[{done}/{len(missing)}] {job.name}: {results['status']}, {results['seconds']['total']:.0f} s")
+        left = (time.monotonic() - started) / done * (len(missing) - done)
+        ended = f"[{done}/{len(missing)}] {job.name}: {results['status']}, {results['seconds']['total']:.0f} s"
+        say(f"{ended}, about {about(left)} left" if left else ended)
     runs = read_runs(out)
     groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:

@@ -25,10 +25,11 @@ def study_page(study: StudyTables) -> str:
         task=task_of(groups),
         metric=metric,
         lower=lower_is_better(metric),
-        doubts=[],
+        findings=[],
         sites=[site for role, site in study.places if role == "inside" and site != ALL_SITES],
         seeds=sorted({run["seed"] for run in runs}),
         rounds=sorted({run["rounds"] for run in runs}),
+        banner=study.banner(),
         cautions=cautions(groups),
         overview=_overview(study, values),
         gains=_gains(study, values),
@@ -47,9 +48,8 @@ def _deployed(study: StudyTables) -> pd.DataFrame:
 
 
 def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """A row for each row of the study: its means, its rank and its cost."""
-    constant = [label for label, runs in study.groups.items() if runs[0]["method"] == CONSTANT]
-    compared = values.drop(columns=constant).dropna(axis=1, how="all")
+    """A row for each row of the study: its means, its rank, its cost and its warnings. The constant answer has a rank, too."""
+    compared = values.dropna(axis=1, how="all")
     ranks = compared.dropna().rank(axis=1, ascending=lower_is_better(study.metric))
     lines = []
     for label, runs in study.groups.items():
@@ -60,8 +60,9 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
             rank = f"{ranks[label].mean():.1f}" + (f"\n{bounds[0]:.1f} to {bounds[1]:.1f}" if bounds else "")
         traffic = sum(run["traffic"]["down_bytes"] + run["traffic"]["up_bytes"] for run in runs) / len(runs)
         seconds = sum(run["seconds"].get("total") or 0.0 for run in runs) / len(runs)
-        lines.append([label, *means, rank, format_bytes(traffic) if traffic else UNDEFINED, format_seconds(seconds), str(len(runs))])
-    return ["method", *(f"mean {role}" for role in study.roles), "mean rank", "traffic", "time", "runs"], lines
+        cost = [format_bytes(traffic) if traffic else UNDEFINED, format_seconds(seconds), str(len(runs))]
+        lines.append([label, *means, rank, *cost, "\n".join(study.warnings(label)) or UNDEFINED])
+    return ["method", *(f"mean {role}" for role in study.roles), "mean rank", "traffic", "time", "runs", "warnings"], lines
 
 
 def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, joined
 from medflare.evaluation.results import FAILED, RunRecord, SiteRecord, build_results, mean_over_sites
+from medflare.evaluation.verdicts import findings
 from medflare.federation.final_models import metric_of
 from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
@@ -189,13 +190,15 @@ def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), h
         scores = sites[name].score(module, "test")
         results["sites"][name]["metrics"]["deployed"] = {metric: finite_or_none(value) for metric, value in scores.values.items()}
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
+        results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
     return _reference(BATCH_STATISTICS, results, results["traffic"])
 
 
 def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The results under the reference's name, with means over its sites and by default no traffic."""
     mean = mean_over_sites(results["sites"], results["mean"]["inside"])
-    return results | {"method": method, "traffic": dict(traffic or {"down_bytes": 0, "up_bytes": 0}), "mean": mean}
+    changed = results | {"method": method, "traffic": dict(traffic or {"down_bytes": 0, "up_bytes": 0}), "mean": mean}
+    return changed | {"findings": [finding.to_dict() for finding in findings(changed)]}
 
 
 def pooled(parts: Sequence[SiteData]) -> SiteData:

@@ -17,6 +17,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import unknown
 from medflare.evaluation.results import results_frame
 from medflare.tasks.class_metrics import of_outputs
+from medflare.tasks.classes import has_interval
 from medflare.tasks.metrics_table import metric_table
 from medflare.tasks.summaries import ALL, weighted_mean
 
@@ -84,9 +85,9 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, Sec. 13.3).
 
-    With a handful of seeds it is too narrow; below two values it is None.
+    None where `has_interval` forbids it.
     """
-    if len(values) < 2:
+    if not has_interval(len(values)):
         return None
     interval = bootstrap((values,), np.mean, method="percentile", rng=numpy_generator(0, "bootstrap")).confidence_interval
     return float(interval.low), float(interval.high)
@@ -171,8 +172,9 @@ def compare_patients(
 
     The interval is BCa (Efron, JASA 82, 1987) over patients drawn within their sites; where BCa is undefined, the percentile interval
     of the defined resamples. Runs with the same seed and inside sites are pairs; their patients are paired by name. A patient with
-    several cases must have them in the same order in both runs, else the pair is left out. There is no interval if a site has fewer than
-    two patients, or if more than a tenth of the resamples are undefined; and no p for metrics of classes, which have no value per patient.
+    several cases must have them in the same order in both runs, else the pair is left out. There is no interval if there are fewer than
+    six patients (`has_interval`), if a site has fewer than two, or if more than a tenth of the resamples are undefined; and no p for
+    metrics of classes, which have no value per patient.
 
     Args:
         first: results dicts with scores of single patients, and the model's name in them.
@@ -233,7 +235,7 @@ def _aligned(first: CaseTable | None, second: CaseTable | None) -> tuple[CaseTab
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
-    if any(site.patients < 2 for site in sites):
+    if any(site.patients < 2 for site in sites) or not has_interval(sum(site.patients for site in sites)):
         return None
 
     def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:

@@ -110,7 +110,7 @@ def load_suite(source: str) -> Suite:
 
 
 def beside_the_paper(suite: Suite, groups: Groups) -> str:
-    """Markdown: for every row of the paper's table its numbers and ours, as mean [95 % bootstrap interval over seeds] in its unit."""
+    """Markdown: for every row of the paper's table its numbers and ours, as mean [interval over seeds] in its unit."""
     values = study_values(groups)
     settings = suite.settings
     scale, digits = (100, 2) if settings.percent else (1, 4)
@@ -120,8 +120,8 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
         by_seed = values.loc[key].dropna() if key in values.index else pd.Series(dtype=float)
         if by_seed.empty:
             return UNDEFINED
-        interval = mean_interval(by_seed)
-        bounds = "" if interval is None else f" [{', '.join(f'{scale * bound:.{digits}f}' for bound in interval)}]"
+        interval = mean_interval(by_seed) or (by_seed.min(), by_seed.max())
+        bounds = "" if len(by_seed) < 2 else f" [{', '.join(f'{scale * bound:.{digits}f}' for bound in interval)}]"
         return f"{scale * by_seed.mean():.{digits}f}{bounds}"
 
     lines = [["row", "of", *suite.columns]]
@@ -132,7 +132,8 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
             lines.append(["", label, *(ours(label, column) for column in suite.columns)])
     unit = "in hundredths" if settings.percent else "as a share"
     about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}. "
-    about += f"Ours: mean over seeds {', '.join(map(str, values.columns))} [95 % bootstrap interval]. The paper's: {suite.source}.\n"
+    bracket = "[95 % bootstrap interval, below six seeds the lowest and the highest value]"
+    about += f"Ours: mean over seeds {', '.join(map(str, values.columns))} {bracket}. The paper's: {suite.source}.\n"
     differences = "".join(f"- {line}\n" for line in (*suite.differences, *deviations(suite, groups)))
     parts = [f"# {suite.paper}, {suite.table}, beside ours\n", about, markdown(lines, 2)]
     return "\n".join([*parts, *([f"What differs:\n\n{differences}"] if differences else [])])

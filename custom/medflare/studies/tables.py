@@ -2,32 +2,32 @@
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
-from scipy.stats import linregress
 
 from medflare.core.errors import StateError
 from medflare.evaluation.figures import Panel, line_panels
+from medflare.evaluation.labels import named_metrics
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, label_metric, lower_is_better, metric_label
-from medflare.evaluation.results import MODELS, confusion, named_metrics, results_frame
+from medflare.evaluation.results import MODELS, confusion, results_frame
+from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_rising
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
 from medflare.studies.statistics import ALL_SITES, Groups, Run, compare, compare_patients, pooled_values, study_values
 from medflare.tasks.summaries import ALL
-from medflare.training.constant import NEAR
 
 Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
 
 TABLE_FILE: Final = "table.md"
 ORACLE: Final = "oracle"
 CONTROLS: Final = ("global", "batch_statistics", "mixture", "tent")  # models that a run's adapted model has to beat
+RISING: Final = "still_rising"  # kind of a finding
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
-RISING: Final = 0.01  # gain of the metric over the last third of the rounds
 _WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
 _STATISTICS: Final = ("95 % over seeds", "t-test over seeds, p", "seeds", "95 % over patients", "test over patients, p", "patients")
 
@@ -53,7 +53,8 @@ class StudyTables:
 
     def __init__(self, groups: Groups) -> None:
         self.metric: str = task_of(groups)["metric"]
-        self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in groups.items()}
+        complete = with_constants(groups, self.metric)
+        self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in complete.items()}
         self.values = study_values(self.groups)
         sites_of_runs = [site for runs in groups.values() for run in runs for site in run["sites"].items()]
         models = [model for _, site in sites_of_runs for model in site["metrics"].values()]
@@ -130,7 +131,7 @@ class StudyTables:
     def summary(self, metric: str) -> str:
         """A row per label, model and role: mean over sites, worst site, all images as of one site, sites below training alone, warnings.
 
-        "Still rising": `is_rising`. "Constant answer at ...": at least half of the seeds are within 0.01 of the constant answer.
+        Warnings are the findings of its runs, see `warnings`.
         """
         lines = [["method", "model", "selection", "sites", "mean", "worst site", "all images", "below training alone", "warnings"]]
         for row in self.rows(metric):
@@ -146,10 +147,7 @@ class StudyTables:
                     spread(metric, pooled_values(row.runs, row.models[0], metric, role)),
                     UNDEFINED if below is None else f"{len(below)} of {len(sites)}" + (f" ({', '.join(below)})" if below else ""),
                 ]
-                warnings = ["still rising"] if is_rising(curve_of(row.runs, row.models[0])) else []
-                if constant := [site for site in sites.index if self._is_constant(row, metric, role, site)]:
-                    warnings.append(f"constant answer at {', '.join(constant)}")
-                lines.append([*row.cells, role, *numbers, "; ".join(warnings) or UNDEFINED])
+                lines.append([*row.cells, role, *numbers, "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED])
         return markdown(lines, left=4)
 
     def by_label(self) -> str:
@@ -184,14 +182,40 @@ class StudyTables:
         gains = {site: row.values.loc[("inside", site)] - self.series(alone, "deployed", "inside", metric, site) for site in sites}
         return [site for site, gain in gains.items() if sign * gain.mean() < 0]
 
-    def _is_constant(self, row: Row, metric: str, role: str, site: str) -> bool:
-        """Whether half of the seeds are near the constant answer of all sites, or of the site's own training images."""
-        label = self.label_of(CONSTANT)
-        if label in (None, row.label) or lower_is_better(metric):
-            return False
-        values = row.values.loc[(role, site)]
-        distances = [(values - self.series(label, model, role, metric, site)).abs().dropna() for model in ("global", "personal")]
-        return any(len(distance) and 2 * (distance <= NEAR).sum() >= len(distance) for distance in distances)
+    def warnings(self, label: str, models: Sequence[str] = ("deployed",), role: str | None = None) -> list[str]:
+        """What the findings of a row's runs say of these equal models at the sites of a role, by default at all, see `summed_up`.
+
+        Whether the row still rises is decided by the mean curve of its runs, since that has less noise. The constant answer has none.
+        """
+        runs = self.groups[label]
+        model = "deployed" if "deployed" in models else models[0]
+        if runs[0]["method"] == CONSTANT or model == ORACLE:
+            return []
+        of_role = []
+        for run in runs:
+            for finding in findings(run, model=model):
+                sites = tuple(site for site in finding.sites if role in (None, run["sites"].get(site, {}).get("role")))
+                if finding.kind != RISING and (sites or not finding.sites):
+                    of_role.append(replace(finding, sites=sites))
+        lines = summed_up(of_role, len(runs))
+        return [*lines, "still rising"] if is_rising(curve_of(runs, models[0])) else lines
+
+    def banner(self) -> list[str]:
+        """The rows whose deployed model should not be used, by at least half of their runs, and why; first whether these are all rows."""
+        lines: list[str] = []
+        at_chance = []
+        compared = [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
+        for label in compared:
+            runs = self.groups[label]
+            of_runs = [finding for run in runs for finding in findings(run)]
+            grave = [finding for finding in of_runs if finding.kind in UNUSABLE and _in_half(finding, of_runs, len(runs))]
+            if any(finding.kind == "at_chance" for finding in grave):
+                at_chance.append(label)
+            if grave:
+                lines.append(f"{label}: {'; '.join(summed_up(grave, len(runs)))}.")
+        if at_chance and at_chance == compared:
+            lines.insert(0, "Every method has a site where it is not better than the constant answer, which ignores the image.")
+        return lines
 
     def differences(self, against: str | None = None) -> str:
         """Paired differences of the task's metric to what one row (None: the first) deploys, with 95 % intervals."""
@@ -303,6 +327,24 @@ def selection(run: Run) -> str:
     return f"best {run['configuration']['task'].get('metric', '')}".strip() + joined[rule] if rule in joined else str(rule)
 
 
+def with_constants(groups: Groups, metric: str) -> dict[str, list[Run]]:
+    """The runs with the constant answer of every site; runs of older versions take it from the row of the constant answer."""
+    constants: dict[tuple[int, str, str], float | None] = {}  # of seed, site and role
+    for run in (run for runs in groups.values() for run in runs if run["method"] == CONSTANT):
+        for name, site in run["sites"].items():
+            constants[run["seed"], name, site["role"]] = site["metrics"]["deployed"].get(metric)
+
+    def completed(run: Run) -> Run:
+        if run["method"] == CONSTANT:
+            return run
+        sites = {}
+        for name, site in run["sites"].items():
+            sites[name] = {"constant": constants.get((run["seed"], name, site["role"])), **site}
+        return {**run, "sites": sites}
+
+    return {label: [completed(run) for run in runs] for label, runs in groups.items()}
+
+
 def with_oracle(run: Run, metric: str) -> Run:
     """The run with one more model: at every site the one of global and personal model with the better test metric.
 
@@ -348,16 +390,24 @@ def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
     return {int(round): float(mean) for round, mean in by_round["mean"][by_round["size"] == by_round["size"].max()].items()}
 
 
-def is_rising(curve: Mapping[int, float]) -> bool:
-    """Whether the metric still gained more than 0.01, and more than twice its standard error, over the last third of the rounds.
+def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
+    """The findings of several runs in a few words, the gravest first: their sites, and in how many runs if not in all.
 
-    The gain is that of a least-squares line through at least four points.
+    A finding that does not make the model unusable is left out if it is in fewer than half of the runs.
     """
-    late = [at for at in curve if at >= max(curve) * 2 / 3]
-    if len(late) < 4:
-        return False
-    line = linregress(late, [curve[at] for at in late])
-    return bool(line.slope * (late[-1] - late[0]) > RISING and line.slope > 2 * line.stderr)
+    lines = []
+    for kind in KINDS:
+        same = [finding for finding in of_runs if finding.kind == kind]
+        if not same or (kind not in UNUSABLE and not _in_half(same[0], same, runs)):
+            continue
+        sites = sorted({site for finding in same for site in finding.sites})
+        share = f" ({len(same)} of {runs} runs)" if len(same) < runs else ""
+        lines.append(replace(same[0], sites=tuple(sites)).at_sites + share)
+    return lines
+
+
+def _in_half(finding: Finding, of_runs: Sequence[Finding], runs: int) -> bool:
+    return 2 * sum(other.kind == finding.kind for other in of_runs) >= runs
 
 
 def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
@@ -382,7 +432,8 @@ def study_report(study: StudyTables) -> str:
     groups = study.groups
     rounds = sorted({run["rounds"] for runs in groups.values() for run in runs})
     title = f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
-    lines = "".join(f"- {line}\n" for line in cautions(groups))
+    warnings = [f"WARNING {line}" for line in study.banner()]
+    lines = "".join(f"- {line}\n" for line in (*warnings, *cautions(groups)))
     tables = [f"## {title}\n\n{table}" for title, table in study.everything.items()]
     return "\n".join([title, *([lines] if lines else []), *tables])
 

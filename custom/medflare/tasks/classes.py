@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates: 0, 0.05, ..., 1
 MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`)
+FEWEST: Final = 6  # patients, or other values, behind an interval: a bootstrap interval of three is their lowest and highest value
 _DIGITS: Final = 4  # of sensitivities
 _AREA_DIGITS: Final = 7
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
+
+
+def has_interval(count: int) -> bool:
+    """Whether so many patients, or other values, have an interval; the values of fewer are shown as they are."""
+    return count >= FEWEST
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     Returns:
         "confusion": for every matrix of `matrix_names` the numbers of images, rows: truth, columns: prediction; "roc": for every class of
             `curve_names` {"auc", "low", "high", "sensitivity": at `FALSE_ALARMS`}, null and empty where undefined; DeLong's interval
-            only if every image is of another patient. Empty for segmentation, without images, and with more than `MOST_CLASSES` labels.
+            only if every image is of another patient, and there are at least `FEWEST`. Empty for segmentation, without images, and with
+            more than `MOST_CLASSES` labels.
     """
     if cases.probabilities is None or cases.targets is None or not len(cases.patients) or len(labels) > MOST_CLASSES:
         return {}
@@ -104,7 +111,8 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     matrices = [
         confusion_matrix(truth, predicted, labels=range(classes)).tolist() for truth, predicted, classes in decisions(cases, target, labels)
     ]
-    independent = len(set(cases.patients)) == len(cases.patients)
+    patients = len(set(cases.patients))
+    independent = patients == len(cases.patients) and has_interval(patients)
     return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
 
 

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, no_such, one_of, unknown
-from medflare.core.text import NAME, is_name, printable, printable_json
+from medflare.core.text import NAME, is_name, printable, printable_json, read_json
 from medflare.tasks.metrics_table import default_metrics, metrics_of, selection_metrics
 from medflare.tasks.optimizers import OPTIMIZERS, Schedule, build_schedule, optimizer_class
 from medflare.tasks.transforms import check_transforms
@@ -349,11 +349,7 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
     if isinstance(source, Mapping):
         content, place = source, f"task {source.get('name', '(unnamed)')!r:.60}"
     else:
-        text, place = _read(source)
-        try:
-            content = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
+        content, place = _read(source)
         if not isinstance(content, dict):
             raise ConfigError(f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}")
     try:
@@ -373,14 +369,18 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
 
 
-def _read(source: str | Path) -> tuple[str, str]:
+def _read(source: str | Path) -> tuple[Any, str]:
+    """The JSON value of a preset or a file, and what to call it."""
     path = Path(source)
     if isinstance(source, str) and source in presets():
-        return (_PRESETS / f"{source}.json").read_text(encoding="utf-8"), f"preset {source}"
+        text = (_PRESETS / f"{source}.json").read_text(encoding="utf-8")
+        return json.loads(text), f"preset {source}"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not readable as text ({error}); {_REMEDY}") from error
+            return read_json(path), str(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not valid JSON ({error}); {_REMEDY}") from error
     files = get_close_matches(str(path), map(str, path.parent.glob("*.json")), n=1)
     raise unknown("task file or preset", str(source), {*presets(), *files})

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
 from medflare.tasks.class_metrics import by_class, of_outputs
-from medflare.tasks.classes import Cases
+from medflare.tasks.classes import Cases, has_interval
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import metric_table
 
@@ -45,12 +45,12 @@ def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
 
 
 def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[str, dict[str, Interval]]:
-    """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none with fewer than two patients.
+    """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none where `has_interval` forbids it.
 
     A metric that is undefined in more than a tenth of the resamples has no interval.
     """
     names, rows = np.unique(np.array(cases.patients, dtype=str), return_inverse=True)
-    if len(names) < 2:
+    if not has_interval(len(names)):
         return {}
     random = numpy_generator(0, "bootstrap over patients")
     counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
@@ -58,12 +58,20 @@ def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[s
     intervals: dict[str, dict[str, Interval]] = {}
     for label, values in batches[0].items():
         for metric in values:
+            if not has_interval(_patients_behind(cases, label, metric, len(names))):
+                continue
             drawn = np.concatenate([batch[label][metric] for batch in batches])
             defined = drawn[~np.isnan(drawn)]
             if len(defined) >= (1 - _UNDEFINED) * RESAMPLES:
                 low, high = np.percentile(defined, (2.5, 97.5))
                 intervals.setdefault(label, {})[metric] = (round(float(low), _DIGITS), round(float(high), _DIGITS))
     return intervals
+
+
+def _patients_behind(cases: Cases, label: str, metric: str, patients: int) -> int:
+    """The patients with a defined value of a structure, or of all together; of a classification task all."""
+    values = cases.values if label == ALL else cases.structures.get(label, {})
+    return int((~values[metric].isnan()).sum()) if metric in values else patients
 
 
 def _values(cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: NDArray[np.float64]) -> dict[str, dict[str, Any]]:

@@ -18,18 +18,18 @@ from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape
 from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
 from medflare.data.decoding import Source, target_of
-from medflare.data.loading import SiteData, allowed_folders, load_site_data, renumbered_entries
-from medflare.data.local import CacheSettings, LocalSettings, cache_with_folder
+from medflare.data.loading import SiteData, load_site_data, renumbered_entries
+from medflare.data.local import CacheSettings, LocalSettings, allowed_folders, cache_with_folder
 from medflare.data.progress import counted
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
-from medflare.networks.features import FeatureNetwork
+from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
-from medflare.training.opening import check_batch_bounds, check_task_bounds
+from medflare.training.opening import check_batch_bounds, check_single_batches, check_task_bounds
 from medflare.training.site_rules import check_selection
 
 _MAX_PROBLEMS: Final = 10  # printed per site
@@ -38,6 +38,7 @@ _INTENSITY_IMAGES: Final = 20  # images of a site whose intensities are judged
 _CLIPPED: Final = 0.5  # fraction of an image's foreground that may be clipped
 _LARGE: Final = 20.0  # mean or deviation that is unusual for a network's input
 _FLAT: Final = 0.005  # deviation below which an input is constant
+_FILLED: Final = 0.5  # fraction of a mask, beyond which a structure that has its corners is probably the background
 _THUMBNAIL: Final = 12  # pixels a side, for the shift between sites
 _SHIFT_IMAGES: Final = 300  # per site; enough for two digits
 
@@ -163,19 +164,7 @@ def check_task(task: TaskConfig) -> None:
         raise ConfigError(
             f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); change size, network or augment"
         ) from error
-    if task.batch_size == 1:
-        _check_single(task, network, images[:1])
-
-
-def _check_single(task: TaskConfig, network: FeatureNetwork, image: torch.Tensor) -> None:
-    """Refuse batches of one image (1, C, ...) where batch normalization then has one number."""
-    try:
-        with torch.no_grad(), seeded(0, "check task"):
-            network.train()(image)
-    except ValueError as error:
-        problem = f"its network {task.network['name']} cannot train on batches of one image"
-        remedy = "set batch_size to 2 or more, or size to larger images"
-        raise ConfigError(f"task {task.name}: {problem} ({one_line(error)}); {remedy}") from error
+    check_single_batches(task)
 
 
 def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport) -> SiteData | None:
@@ -211,12 +200,13 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
     unsuitable: list[str] = []
     first_of: dict[bytes, DatalistItem] = {}  # hash of the stored values -> image
     copies: list[str] = []
+    filled = Counter[str]()  # structure -> masks that it fills
     for entry in entries:
         try:
             if task.kind == "classification" and encode_label(entry.label, task, entry.place) is None:
                 continue
             read = source.image(entry)
-            target_of(task, source, entry, read)
+            filled.update(filled_structures(target_of(task, source, entry, read), task))
         except DataError as error:
             report.problems.append(str(error))
             continue
@@ -235,6 +225,10 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
             f'{unsuitable[0]}; for images without a unit, set "intensity": {{"name": "NormalizeIntensity", "nonzero": true, '
             '"channel_wise": true}'
         )
+    for name, count in filled.items():
+        if count == len(moments):
+            remedy = "if they are inverted, as by their palette, store the structure as 1 and the rest as 0"
+            report.notes.append(f"WARNING: {name} fills all of {count} masks, with their corners; {remedy}")
     if copies:
         report.notes.append(
             f"{len(copies)} images equal one of another patient, the first: {copies[0]}; give both one patient, or list the image once"
@@ -243,6 +237,20 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
         low, mean, square, high = np.array(moments).T
         deviation = float(np.sqrt(max(square.mean() - mean.mean() ** 2, 0.0)))
         report.intensity = {"minimum": float(low.min()), "mean": float(mean.mean()), "deviation": deviation, "maximum": float(high.max())}
+
+
+def filled_structures(target: np.ndarray, task: TaskConfig) -> list[str]:
+    """The structures of a mask (see `target_of`) that have all its corners and more than half of it; none in classification."""
+    if task.kind == "classification":
+        return []
+    names = []
+    for name in structures_of(task):
+        index = task.labels.index(name)
+        shown = target[0] == index if task.target == "multiclass" else target[index] > 0
+        corners = shown[np.ix_(*[(0, -1)] * shown.ndim)]
+        if corners.all() and shown.mean() > _FILLED:
+            names.append(name)
+    return names
 
 
 def intensity_problem(stored: np.ndarray, transformed: np.ndarray) -> str:

@@ -1,18 +1,24 @@
 """Open a site: apply its local settings; find, read and check its data."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from medflare.core.errors import ConfigError
+import torch
+
+from medflare.core.errors import ConfigError, one_line
 from medflare.data.loading import load_site_data, open_source, resolve_data_root
 from medflare.data.local import PLACE, Bounds, LocalSettings, cache_with_folder, local_settings
 from medflare.data.trial import try_task
-from medflare.networks.catalogue import meta_network
+from medflare.networks.catalogue import PROBLEMS, meta_network
 from medflare.networks.dry_run import step_bytes
+from medflare.networks.features import example
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import Computing, be_deterministic, check_precision, usable_device
 from medflare.training.site import Site
+
+_NOT_ON_META: Final = tuple(problem for problem in PROBLEMS if problem is not ValueError)
 
 
 def open_site(
@@ -36,8 +42,8 @@ def open_site(
         cache: folder for decoded images; the local settings' "cache" and MEDFLARE_CACHE come first.
 
     Raises:
-        ConfigError: an unusable local setting, a precision that the device lacks, a task beyond the site's bounds, or a training step
-            beyond its memory.
+        ConfigError: an unusable local setting, a precision that the device lacks, a task beyond the site's bounds, a training step
+            beyond its memory, or batches on which the network cannot train.
         DataError: the data cannot be used.
     """
     settings = local if isinstance(local, LocalSettings) else local_settings(local or {})
@@ -46,6 +52,8 @@ def open_site(
     if chosen.type == "cuda":
         be_deterministic()
     check_task_bounds(task, settings.bounds, f"site {name}")
+    if role == "inside":
+        check_single_batches(task)
     root, folder = resolve_data_root(name, task, settings.data_root, data_root), cache_with_folder(settings.cache, cache)
     data = load_site_data(name, task, root, role=role, cache=folder, folders=settings.data_folders, bounds=settings.bounds)
     site = Site(name, task, data, seed, chosen)
@@ -89,6 +97,20 @@ def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     for setting in ("batch_size", "accumulate", "patches_per_image"):
         if (count := getattr(task, setting)) > bounds.batch:
             raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")
+
+
+def check_single_batches(task: TaskConfig) -> None:
+    """Raise ConfigError where batches have one image, of which batch normalization sees one number."""
+    if task.batch_size > 1:
+        return
+    image = example(task.image_channels, task.size, "meta")[:1]
+    try:
+        with torch.no_grad(), suppress(*_NOT_ON_META):
+            meta_network(task).train()(image)
+    except ValueError as error:
+        problem = f"its network {task.network['name']} cannot train on batches of one image"
+        remedy = "set batch_size to 2 or more, or size to larger images"
+        raise ConfigError(f"task {task.name}: {problem} ({one_line(error)}); {remedy}") from error
 
 
 def _named(bound: str) -> str:

@@ -1,6 +1,8 @@
-"""A task proposed from the images of a data root, each setting with its reason; segmentation by the rules of `medflare task plan`."""
+"""A task proposed from a sample of a data root's images and the speed of this device, each setting with its reason."""
 
 import dataclasses
+import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +13,26 @@ import nibabel
 import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
-from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
+from medflare.core.text import about
+from medflare.data.checking.fingerprint import DatasetFingerprint, evenly_spaced, fingerprints
+from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, plan_without_sizes, pooled
 from medflare.data.datalist import FILE, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
 from medflare.data.dicom import segment_codes, tags_of
+from medflare.data.local import DEVICE_VARIABLE
 from medflare.data.reading import NIFTI, PICTURES, explained, is_segmentation, label_values, read_stored, suffix
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics_table import default_metrics
 from medflare.training.check import check_task
+from medflare.training.computing import usable_device
+from medflare.training.device_rules import local_epochs, picture_size, small_segmentation, small_unet, whole_images
+from medflare.training.learning_rate import usual_rate
+from medflare.training.round_time import Stopwatch
 
-_SAMPLED_IMAGES: Final = 24  # of a site, to count channels
-_SAMPLED_MASKS: Final = 200  # of a site, to list label values; `medflare data check` reads all
+_READ: Final = 20  # training images of a site, for the fingerprint
+_SAMPLED_IMAGES: Final = 6  # of a site, to count channels
+_SAMPLED_MASKS: Final = 40  # of a site, to list label values; `medflare data check` reads all
 _MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
 _STEP: Final = 16  # sides are multiples of it
@@ -32,6 +41,9 @@ _IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which c
 _AIR: Final = -200  # Hounsfield units; only CT has lower values
 _MAX_BATCH: Final = 16
 _PRETRAINED: Final = "efficientnet_lite0"
+_ROUNDS: Final = 20  # of a run whose time is printed
+_LATE: Final = 1.25  # times the limit of a round, from which a warning says so
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class TaskHints:
     network: str = ""  # its name
     modality: Modality | None = None  # see `planning.plan`
     memory: float = 8.0  # GiB of the smallest training device
+    minutes: float = 2.0  # of a round on this device, at most
     pretrained: bool = False  # whether pretrained weights are required; otherwise they are proposed if a package with them is installed
 
 
@@ -58,23 +71,48 @@ class DatasetSummary(NamedTuple):
 
 
 def propose(root: Path, hints: TaskHints) -> Plan:
-    """A task that passes `check_task`; ConfigError if a hint does not fit, or no network does, DataError as of `summarise`."""
+    """A task that passes `check_task`, for the device of MEDFLARE_DEVICE.
+
+    ConfigError if a hint does not fit, or no network does, DataError as of `summarise`.
+    """
+    if not hints.minutes > 0:
+        raise ConfigError(f"--minutes {hints.minutes:g}: give the minutes of a round, above 0")
     summary = summarise(root, hints)
     dims, is_segmentation = summary.settings["spatial_dims"], summary.settings["kind"] == "segmentation"
     if hints.size and len(hints.size) != dims:
         raise ConfigError(f"--size {','.join(map(str, hints.size))}: images have {dims} dimensions")
     learnt = summary.settings | {"metric": "dice" if is_segmentation else "f1_macro"}
-    sites = fingerprints(root, load_task({**UNDECIDED, **learnt, "size": list(hints.size or [64] * dims)}))
+    task = load_task({**UNDECIDED, **learnt, "size": list(hints.size or [64] * dims)})
+    sites = fingerprints(root, task, sample=_READ)
     modality = _modality(sites, summary, hints)
-    proposed = (_segmentation if is_segmentation else _classification)(sites, modality.value, hints, learnt)
+    device = usable_device(os.environ.get(DEVICE_VARIABLE, "cpu"), DEVICE_VARIABLE)
+    stopwatch = Stopwatch(device, hints.memory)
+    if is_segmentation:
+        proposed = _segmentation(sites, modality.value, hints, learnt, stopwatch)
+    else:
+        proposed = _classification(sites, modality.value, hints, learnt)
     if hints.network:
         proposed = _changed(proposed, [Choice("network", {"name": hints.network}, "as given")])
-    shown = {site.site: scarce({name: presence.images or 0 for name, presence in site.classes.items()}) for site in sites}
-    warnings = tuple(f"{site}: {scarce_line(few)}" for site, few in shown.items() if few)
-    proposed = dataclasses.replace(proposed, choices=(*summary.choices, modality, *proposed.choices), warnings=warnings)
+    proposed = dataclasses.replace(
+        proposed,
+        choices=(*summary.choices, modality, *proposed.choices),
+        warnings=_few_images(sites),
+    )
     proposed = _with_pretrained(proposed, sites, hints)
+    proposed = _with_time(proposed, sites, hints, stopwatch)
     check_task(load_task(proposed.settings))
     return proposed
+
+
+def _few_images(sites: Sequence[DatasetFingerprint]) -> tuple[str, ...]:
+    """A warning for every site with classes that few images show, where all images were counted."""
+    warnings = []
+    for site in sites:
+        counts = {name: presence.images for name, presence in site.classes.items()}
+        few = scarce({name: count for name, count in counts.items() if count is not None})
+        if few:
+            warnings.append(f"{site.site}: {scarce_line(few)}")
+    return tuple(warnings)
 
 
 # -- what datalists and files say ------------------------------------------------------------------------------------------
@@ -95,8 +133,8 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     label = listed[0][0].label
     kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
     entries = [read_datalist(folder, kind) for folder in folders]
-    masks = [entry for site in entries for entry in _sampled(site, _SAMPLED_MASKS)]
-    images = [entry for site in entries for entry in _sampled(site, _SAMPLED_IMAGES)]
+    masks = [entry for site in entries for entry in evenly_spaced(site, _SAMPLED_MASKS)]
+    images = [entry for site in entries for entry in evenly_spaced(site, _SAMPLED_IMAGES)]
     names = class_numbers(headers[0].get("labels"))
     choices = [Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes")]
     choices += (_structures if kind == "segmentation" else _classes)(masks, names, hints, label)
@@ -108,11 +146,6 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     name = hints.name or re.sub(r"\W+", "_", str(headers[0].get("name") or root.resolve().name)).strip("_").lower() or "task"
     settings = {"name": name} | {choice.setting: choice.value for choice in choices}
     return DatasetSummary(settings, tuple(choices), all(suffix(entry.image) in PICTURES for entry in images))
-
-
-def _sampled(entries: Sequence[DatalistItem], most: int) -> list[DatalistItem]:
-    """At most `most` entries, evenly spaced."""
-    return [entries[row] for row in np.unique(np.linspace(0, len(entries) - 1, min(most, len(entries))).astype(int))]
 
 
 def _classes(entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any) -> list[Choice]:
@@ -256,21 +289,40 @@ def _batch_size(sites: Sequence[DatasetFingerprint]) -> Choice:
     return Choice("batch_size", images, f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH} (medflare's own rule)")
 
 
-def _segmentation(sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any]) -> Plan:
-    """nnU-Net's rules; if a size is given, whole images are resized to it for a small U-Net."""
-    planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
-    if not hints.size:
-        return planned
-    levels = next((count for count in (4, 3) if all(side % 2 ** (count - 1) == 0 for side in hints.size)), 2)
-    width = [16 * 2**level for level in range(levels)]
-    changes = [
-        Choice("image_mode", "resize", "images are resized to the given size: faster and less sharp than patches"),
-        Choice("size", list(hints.size), "as given"),
-        Choice("network", {"name": "unet", "channels": width, "norm": "instance"}, f"a small U-Net of {levels} levels, for a CPU too"),
-        Choice("optimizer", {"name": "adam", "lr": 0.005}, "a small network takes larger steps (medflare's own rule)"),
+def _segmentation(
+    sites: Sequence[DatasetFingerprint],
+    modality: Modality,
+    hints: TaskHints,
+    learnt: dict[str, Any],
+    stopwatch: Stopwatch,
+) -> Plan:
+    """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or as `hints.size` says."""
+    limit = 60 * hints.minutes
+    if stopwatch.device.type != "cpu" and not hints.size:
+        planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
+        if stopwatch.measured(load_task(planned.settings), sites).seconds <= limit:
+            return planned
+    proposed = plan_without_sizes(sites, modality, learnt["name"])
+    settings = {**UNDECIDED, "size": [64] * learnt["spatial_dims"], **proposed.settings}
+    if hints.size:
+        choices = _resized_as_given(sites, hints.size)
+    else:
+        _log.info("measuring training steps on this device")
+        choices = small_segmentation(settings, sites, stopwatch, limit)
+    without = ["patches_per_image", "spacing"] if whole_images(choices) else []
+    return _changed(proposed, choices, without)
+
+
+def _resized_as_given(sites: Sequence[DatasetFingerprint], size: Sequence[int]) -> tuple[Choice, ...]:
+    """Image mode, network and batch size for images of a given size."""
+    levels = next((count for count in (4, 3) if all(side % 2 ** (count - 1) == 0 for side in size)), 2)
+    mode = "images are resized to the given size: faster and less sharp than patches"
+    return (
+        Choice("image_mode", "resize", mode),
+        Choice("size", list(size), "as given"),
+        Choice("network", small_unet(levels), f"a small U-Net of {levels} levels, for a CPU too"),
         _batch_size(sites),
-    ]
-    return _changed(planned, changes, ["patches_per_image", "spacing"])
+    )
 
 
 def _classification(sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any]) -> Plan:
@@ -324,6 +376,34 @@ def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choic
     low, high = min(spread.p0_5 for spread in spreads), max(spread.p99_5 for spread in spreads)
     scale = {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}
     return Choice("intensity", scale, "the same for all images")
+
+
+def _with_time(
+    proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch
+) -> Plan:
+    """The plan with learning rate and local epochs, for pictures also a smaller size if it needs one, and with its time."""
+    limit = 60 * hints.minutes
+    if proposed.settings["kind"] == "classification" and not hints.size:
+        weights = PACKAGED.get(proposed.settings["network"]["name"])
+        step = _STEP if weights is None else weights.step
+        smaller = picture_size(proposed.settings, sites, stopwatch, limit, step)
+        if smaller is not None:
+            proposed = _changed(proposed, [smaller])
+    task = load_task({**proposed.settings, "local_epochs": 1})
+    rate, reason = usual_rate(task)
+    optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
+    cost = stopwatch.measured(task, sites)
+    epochs = local_epochs(task, sites, cost.seconds, limit)
+    seconds = cost.seconds * epochs.value
+    memory = f"a step takes {cost.step.gibibytes:.2g} GiB"
+    run = f"{_ROUNDS} rounds about {about(_ROUNDS * seconds)}"
+    time = f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), {run}; {memory}"
+    warnings = proposed.warnings
+    if seconds > _LATE * limit:
+        slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
+        warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
+    proposed = _changed(proposed, [optimizer, epochs])
+    return dataclasses.replace(proposed, time=time, warnings=warnings)
 
 
 def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints) -> Plan:

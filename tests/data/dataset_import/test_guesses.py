@@ -2,23 +2,34 @@
 
 import json
 import os
+import shutil
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 from pandas._libs.parsers import STR_NA_VALUES
 from PIL import Image
+from pydicom.data import get_testdata_file
 
+from helpers import volume_sites
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from helpers.small_tasks import small_task
 from helpers.volume_sites import beside_a_series, change, dicom_series
-from medflare.core.errors import DataError
-from medflare.data.datalist import read_datalist
+from medflare.core.errors import DataError, MedflareError
+from medflare.data.datalist import read_content, read_datalist
 from medflare.data.dataset_import.datalists import ImportOptions, ImportReport, import_folder
-from medflare.data.dataset_import.tables import Columns
-from medflare.data.loading import FOLDERS
+from medflare.data.dataset_import.tables import Columns, read_frame
+from medflare.data.decoding import target_of
+from medflare.data.loading import open_source
+from medflare.data.local import FOLDERS, read_local
+from medflare.inference.inputs import find_inputs
+from medflare.tasks.config import load_task
+from medflare.training.check import check_site
+from medflare.training.proposing import TaskHints, summarise
 
 
 def imported(root: Path, **options: Any) -> ImportReport:
@@ -209,7 +220,7 @@ def structures(root: Path, tops: tuple[str, ...] = ("images", "disc", "cup"), va
     for number in range(10):
         picture(root / tops[0] / f"{number}.png", 80 + number)
         for top in tops[1:]:
-            file = name.format(n=number, top=top)
+            file = name.format(n=number, top=Path(top).name)
             mask(root / top / file, (value * (number > 0 or top == tops[1]),))
     return root
 
@@ -275,20 +286,59 @@ def test_classes_that_stand_in_one_split_only(tmp_path: Path) -> None:
     assert "c in " in warning and " a in" not in warning
 
 
-def test_several_masks_of_255_are_written_as_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("volumes", [False, True])
+def test_several_masks_of_255_are_those_of_1(volumes: bool, tmp_path: Path) -> None:
+    """From the folder to tensors, without a copy."""
     root = structures(tmp_path / "rim", value=255, name="{n}.bmp")
-    original = {file: file.read_bytes() for file in root.rglob("*.*")}
-    assert "0 and 255" in (text := error_of(root)) and "--out" in text
-    imported(root, sites=2, out=tmp_path / "out")
-    assert {file: file.read_bytes() for file in root.rglob("*.*")} == original
-    for site in ("site-1", "site-2"):
-        for entry in read_datalist(tmp_path / "out" / site, "segmentation"):
-            for file in entry.masks:
-                stored = np.asarray(Image.open(root / file.parent.name / f"{file.stem}.bmp"))
-                assert (np.asarray(Image.open(file)) == (stored > 0)).all()
-    mask(root / "disc" / "4.bmp", (255, 128))
-    with pytest.raises(DataError, match=r"disc.4\.bmp"):
-        imported(root, out=tmp_path / "other")
+    for file in [*root.rglob("*.bmp"), *root.rglob("*.png")] if volumes else []:
+        array = np.asarray(Image.open(file)).T
+        volume_sites.write(file.with_suffix(".nii.gz"), np.stack([array] * 4, axis=2), np.eye(4))
+        file.unlink()
+    imported(root)
+    settings: dict[str, Any] = {"target": "multilabel", "labels": ["cup", "disc"], "spatial_dims": 2 + volumes, "size": [16, 16, 4][: 2 + volumes]}
+    task = small_task(**settings)
+    assert check_site(root, task).ok
+    entries = read_datalist(root, "segmentation")
+    source = open_source("A", task, root)
+    for entry in entries:
+        target = target_of(task, source, entry, source.image(entry))
+        for file, drawn in zip(entry.masks, target, strict=True):
+            stored = nibabel.load(file).dataobj if volumes else np.asarray(Image.open(file))
+            np.testing.assert_array_equal(drawn, np.asarray(stored) > 0)
+    if not volumes:
+        mask(entries[4].masks[1], (255, 128))
+        assert f"{entries[4].masks[1]}: label value 128, 255" in check_site(root, task).render()
+
+
+@pytest.mark.parametrize("above", ["masks", "ground truth", "train/masks"])
+@pytest.mark.parametrize("name", ["{n}.png", "{n}_{top}.png", "{n}_mask.png"])
+def test_folders_of_structures_in_the_folder_of_masks(above: str, name: str, tmp_path: Path) -> None:
+    home = str(Path(above).parent / "images")
+    structures(tmp_path, (home, f"{above}/disc", f"{above}/cup"), name=name)
+    report = imported(tmp_path)
+    assert report.dataset.labels == {"0": "cup", "1": "disc"}
+    for entry in read_datalist(tmp_path, "segmentation"):
+        number = entry.image.stem
+        expected = [tmp_path / above / top / name.format(n=number, top=top) for top in ("cup", "disc")]
+        assert entry.masks == expected
+
+
+def test_several_masks_that_an_image_can_have_are_named(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        structures(tmp_path / site, ("images", "masks/disc", "masks/cup"), value=255)
+    text = error_of(tmp_path)
+    assert "north/masks/cup/0.png and north/masks/disc/0.png" in text and "--site-folders" in text
+    report = imported(tmp_path, site_folders=True)
+    assert [*report.sites] == ["north", "south"] and report.dataset.labels == {"0": "cup", "1": "disc"}
+
+
+def test_folders_of_patients_in_the_folder_of_masks(tmp_path: Path) -> None:
+    for number in range(10):
+        picture(tmp_path / "images" / f"p{number}" / "eye.png", 80 + number)
+        mask(tmp_path / "masks" / f"p{number}" / "eye.png")
+    imported(tmp_path)
+    for entry in read_datalist(tmp_path, "segmentation"):
+        assert entry.masks == [tmp_path / "masks" / entry.image.parent.name / "eye.png"]
 
 
 SYSTEM = ["@eaDir", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "RECYCLER", "System Volume Information", "lost+found", "__MACOSX"]
@@ -333,12 +383,31 @@ def test_links_to_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(file, link.parent))
     text = error_of(tmp_path / "linked")
-    assert "p00_0.png" in text and "--out" in text and FOLDERS in text
+    assert "p00_0.png is a link" in text and "--out" in text and FOLDERS in text
     imported(tmp_path / "linked", out=tmp_path / "deep" / "er" / "out")
     entries = read_datalist(tmp_path / "deep" / "er" / "out", "classification")
     assert all(entry.image.is_file() and not entry.image.is_symlink() for entry in entries)
     monkeypatch.setenv(FOLDERS, str(annex))
     imported(tmp_path / "linked")
+    task = small_task("classification", target="binary", labels=["dog"])
+    assert check_site(tmp_path / "linked", task).ok and summarise(tmp_path / "linked", TaskHints())
+    monkeypatch.delenv(FOLDERS)
+    assert (line := check_site(tmp_path / "linked", task).render()).count("is a link") == 1 and FOLDERS in line
+    with pytest.raises(DataError, match="is a link"):
+        summarise(tmp_path / "linked", TaskHints())
+
+
+def test_links_to_allowed_folders_are_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    annex = classes(tmp_path / "annex")
+    (tmp_path / "linked").mkdir()
+    for link in (tmp_path / "linked" / "all", tmp_path / "linked" / "again", annex / "circle", annex / "cat" / "circle"):
+        link.symlink_to(annex)
+    assert "links" in error_of(tmp_path / "linked")
+    monkeypatch.setenv(FOLDERS, str(annex))
+    report = imported(tmp_path / "linked")
+    assert len(report.sites[""]) == 40 and "links" in report.render()
+    inputs, _ = find_inputs([tmp_path / "linked"], tmp_path / "out")
+    assert len(inputs) == 40
 
 
 def test_what_windows_writes(tmp_path: Path) -> None:
@@ -356,6 +425,46 @@ def test_what_windows_writes(tmp_path: Path) -> None:
         read_datalist(tmp_path, "segmentation")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_text_of_all_editors(encoding: str, line_end: str, tmp_path: Path) -> None:
+    """One rule for the task, the local settings, a datalist and a table."""
+
+    def save(path: Path, text: str) -> Path:
+        path.write_bytes(text.replace("\n", line_end).encode(encoding))
+        return path
+
+    task = small_task(labels=["Läsion"])
+    assert load_task(save(tmp_path / "task.json", json.dumps(task.to_dict(), ensure_ascii=False, indent=1))) == task
+    assert read_local(save(tmp_path / "medflare.json", '{\n"data_root": "/Läsion"}')) == {"data_root": "/Läsion"}
+    save(tmp_path / "datalist.json", '{\n"training": [{"image": "Läsion.png", "label": 1}]}')
+    assert read_datalist(tmp_path, "classification")[0].image == tmp_path / "Läsion.png"
+    for separator in ",;\t|":
+        frame = read_frame(save(tmp_path / "t.csv", f"image{separator}label\nLäsion.png{separator}Ö\n"))
+        assert frame.to_dict("records") == [{"image": "Läsion.png", "label": "Ö"}]
+    frame = read_frame(save(tmp_path / "t.csv", "sep=;\nimage;label\nLäsion.png;Ö, ö\n"))  # the first line is for Excel
+    assert frame.to_dict("records") == [{"image": "Läsion.png", "label": "Ö, ö"}]
+
+
+def test_text_of_no_known_encoding(tmp_path: Path) -> None:
+    readers = {
+        "task.json": load_task,
+        "medflare.json": read_local,
+        "datalist.json": lambda path: read_content(path.parent),
+        "t.csv": read_frame,
+    }
+    for name, reader in readers.items():
+        for encoding in ("cp1252", "utf-16-le"):
+            (tmp_path / name).write_bytes('{"training": "Läsion"}'.encode(encoding))
+            with pytest.raises(MedflareError, match=rf"{name}: .*save it in UTF-8") as error:
+                reader(tmp_path / name)
+            assert "\n" not in str(error.value)
+        if name.endswith("json"):
+            (tmp_path / name).write_text(r'{"training": "C:\images"}')
+            with pytest.raises(MedflareError, match=rf"{name}: .*write / for"):
+                reader(tmp_path / name)
+
+
 def test_patients_that_are_all_called_alike_are_named(tmp_path: Path) -> None:
     rows(tmp_path, ("label", "ab" * 6), ("patient", ["ANON"] * 12))
     assert "'ANON'" in (text := error_of(tmp_path)) and "--patient" in text
@@ -371,6 +480,22 @@ def test_a_file_that_is_no_dicom_is_left_out_on_request(tmp_path: Path) -> None:
     assert "ill/notes.dcm" in (text := error_of(tmp_path)) and "--skip" in text
     report = imported(tmp_path, skip=True)
     assert len(report.sites[""]) == 8 and "left out: ill/notes.dcm" in report.render()
+
+
+def test_dicom_objects_without_an_image_are_counted(tmp_path: Path) -> None:
+    """A report with DICOM's mark and one without it."""
+    for number in range(8):
+        folder = tmp_path / ("healthy", "ill")[number % 2] / f"scan{number}"
+        folder.parent.mkdir(exist_ok=True)
+        change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
+    for name in ("reportsi.dcm", "rtstruct.dcm"):  # pydicom's, the second without the mark
+        shutil.copy(get_testdata_file(name), tmp_path / "ill" / "scan1" / name)
+    report = imported(tmp_path)
+    assert len(report.sites[""]) == 8
+    task = small_task("classification", target="binary", labels=["ill"], spatial_dims=3, size=[8, 8, 8])
+    assert check_site(tmp_path, task).ok
+    assert len(find_inputs([tmp_path], tmp_path / "out")[0]) == 8
+    assert "left out, DICOM objects without an image: 2, the first: ill/scan1/reportsi.dcm" in report.render()
 
 
 def test_what_is_guessed_is_said_with_the_options(tmp_path: Path) -> None:

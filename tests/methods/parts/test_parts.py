@@ -214,13 +214,37 @@ def test_a_gain_needs_sites_that_measured_both() -> None:
     assert [candidate["value"] for candidate in selector.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
 
 
-@pytest.mark.parametrize(("zero_sum", "chosen"), [(False, 1), (True, 3)])
-def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(zero_sum: bool, chosen: int) -> None:
+@pytest.mark.parametrize("zero_sum", [False, True])
+def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(zero_sum: bool) -> None:
     selector = ModelSelector(Message(), "selector", "median", zero_sum=zero_sum)
     assert selector.rule == ("mean" if zero_sum else "median"), "reports say which decided"
     for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
         selector.update(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
-    assert selector.round == chosen
+    assert selector.round == 3
+
+
+@pytest.mark.parametrize("rule", ["median", "paired", "mean"])
+@pytest.mark.parametrize(
+    ("rounds", "chosen"),
+    [
+        (((0.40, 0.07, 0.35), (0.47, 0.13, 0.35)), 2),  # the median is 0.35 in both; the second round is as good or better everywhere
+        (((0.47, 0.13, 0.35), (0.40, 0.07, 0.35)), 1),
+        (((0.40, 0.07, 0.35), (0.40, 0.07, 0.35)), 2),  # equal in everything: the later round
+        (((0.40, 0.07, 0.35), (0.47, 0.13, 0.35), (0.40, 0.07, 0.35)), 2),
+    ],
+)
+def test_no_dominated_round_is_delivered(rule: str, rounds: tuple[tuple[float, float, float], ...], chosen: int) -> None:
+    selector = ModelSelector(Message(), "global", rule)
+    for round, votes in enumerate(rounds, start=1):
+        selector.update(replies(**dict(zip("ABC", votes, strict=True))), "global", round, {"w": torch.tensor(float(round))})
+    assert selector.round == chosen and selector.state is not None and selector.state["w"] == chosen
+
+
+def test_a_site_delivers_the_later_of_equal_rounds() -> None:
+    best = Best(Message(), "personal")
+    for round, value in enumerate((0.2, 0.5, 0.5, 0.4), start=1):
+        best.offer(value, round, {"w": torch.tensor(float(round))})
+    assert best.round == 3 and best.state is not None and best.state["w"] == 3
 
 
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:

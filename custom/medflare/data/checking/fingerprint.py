@@ -1,11 +1,13 @@
 """Dataset fingerprint of a site: the numbers of its training images that planning a task needs. It has no image, file or patient name."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
@@ -14,14 +16,18 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT
-from medflare.data.datalist import DatalistItem, site_folders, site_name
+from medflare.core.store import write_json
+from medflare.data.checking.structures import Layout, LayoutOfImages
+from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
 from medflare.data.decoding import Source, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_entries
 from medflare.data.progress import counted
+from medflare.data.targets import encode_label
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
 FORMAT: Final = "medflare fingerprint 1"
+KEPT_FILE: Final = "fingerprint.json"  # beside the datalist
 # Settings that a planned task takes from the task of the fingerprints: what is learnt, and what files mean.
 LEARNT: Final = (
     *("name", "kind", "target", "labels", "label_values", "unlisted_labels", "metric", "spatial_dims", "channels", "pick"),
@@ -29,9 +35,11 @@ LEARNT: Final = (
 )
 _DRAWN: Final = 10_000  # intensities per image for percentiles (nnU-Net)
 _MAX_DRAWN: Final = 2_000_000  # intensities of all images, which limits memory
+_MAX_SUMMED: Final = 2**20  # intensities of an image for mean and deviation, about
 
 Axes = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=2, max_length=3)]
 Share = Annotated[float, Field(ge=0, le=1)]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -47,7 +55,7 @@ class Spread:
 
 @dataclass(frozen=True, config=STRICT)
 class Intensities:
-    """Stored values: mean and standard deviation of all, percentiles of at most 10,000 per image."""
+    """Stored values: percentiles of at most 10,000 per image, mean and deviation of about a million."""
 
     p0_5: float
     median: float
@@ -66,7 +74,10 @@ class Channel:
 
 @dataclass(frozen=True, config=STRICT)
 class Presence:
-    """Number of images with a class, and its share of all voxels (segmentation); None if suppressed for few patients."""
+    """Number of images with a class, and its share of all voxels (segmentation).
+
+    None if suppressed for few patients; the number is None as well if a sample of masks was read.
+    """
 
     images: Annotated[int, Field(ge=0)] | None
     share: Share | None
@@ -86,21 +97,33 @@ class DatasetFingerprint:
     zeros: Share  # of pixels or voxels that are 0 in every channel
     channels: tuple[Channel, ...]
     classes: dict[str, Presence]  # in multiclass segmentation with background
+    layout: Layout | None = None  # of structures; None for classes of images, and if suppressed for few patients
+    sampled: bool = False  # whether intensities, sizes and masks are those of a sample of the images
 
 
-def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:
+def fingerprints(root: Path | str, task: TaskConfig, sample: int | None = None) -> list[DatasetFingerprint]:
     """The fingerprint of every site below a data root.
 
     Args:
         root: one site's folder, or a folder with one folder per site.
         task: its labels, channels and axes count; its size, spacing, intensity transform and network do not.
+        sample: training images that are read of a site, evenly spaced in its datalist; None: all. Fingerprints of samples are
+            kept beside the datalists, and used until datalist, sampled files or task change.
 
     Raises:
         DataError: no site, no training image, or one that cannot be used (unless the task skips those).
     """
-    folders = site_folders(Path(root))
-    all_sites = [fingerprint_of(site_name(folder), task, partial(open_source, site_name(folder), root=folder)) for folder in folders]
-    return [site for site in all_sites if site is not None]
+    sites = []
+    for folder in site_folders(Path(root)):
+        site = site_name(folder)
+        source_of_task = partial(open_source, site, root=folder)
+        if sample is None:
+            fingerprint = fingerprint_of(site, task, source_of_task)
+        else:
+            fingerprint = _kept_fingerprint(folder, site, task, source_of_task, sample)
+        if fingerprint is not None:
+            sites.append(fingerprint)
+    return sites
 
 
 def fingerprint_of(
@@ -109,11 +132,13 @@ def fingerprint_of(
     source_of_task: Callable[[TaskConfig], Source],
     minimum: int = 0,
     aborted: Callable[[], bool] = lambda: False,
+    sample: int | None = None,
 ) -> DatasetFingerprint | None:
     """The fingerprint of one site; training images are read one at a time.
 
     Args:
         source_of_task: task -> the site's images as that task reads them.
+        sample: see `fingerprints`.
         minimum: small-cell suppression: number of patients below which a number is left out. A class or a foreground that fewer patients
             show is left out (of exclusive classes then all), and minimum and maximum of a `Spread` become the 10th and 90th percentile.
         aborted: called before every image.
@@ -127,16 +152,20 @@ def fingerprint_of(
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
-    entries = [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
+    listed = [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
+    entries = listed if sample is None else evenly_spaced(listed, sample)
+    is_sample = len(entries) < len(listed)
     drawn = min(_DRAWN, _MAX_DRAWN // max(1, len(entries)))
     values = [(_Values(drawn), _Values(drawn)) for _ in range(task.image_channels)]  # of a channel overall, and in the foreground
+    layout = LayoutOfImages(task)
     rows: list[_Row] = []
     failed: dict[int, str] = {}
-    for number, entry in enumerate(counted(entries, len(entries), f"site {site}, training images read")):
+    what = "a sample of the training images read" if is_sample else "training images read"
+    for number, entry in enumerate(counted(entries, len(entries), f"site {site}, {what}")):
         if aborted():
             raise Aborted(f"site {site}: stopped on request")
         try:
-            rows += _read_rows(task, source, entry, numpy_generator(0, site, number, "fingerprint"), values)
+            rows += _read_rows(task, source, entry, numpy_generator(0, site, number, "fingerprint"), values, layout)
         except DataError as error:
             if task.unreadable == "error":
                 raise
@@ -144,7 +173,7 @@ def fingerprint_of(
     check_unreadable(failed, len(entries), task, site)
     if not rows:
         raise DataError(f"site {site}: no training image; list some in datalist.json")
-    patients = {row.patient for row in rows}
+    patients = {entry.patient for entry in listed} if is_sample else {row.patient for row in rows}
     if len(patients) < minimum:
         return None
 
@@ -160,13 +189,16 @@ def fingerprint_of(
     voxels = sum(row.voxels for row in rows)
     classes = {}
     for name in names:
+        images: int | None = sum(row.areas[name] > 0 for row in rows)
         share = sum(row.areas[name] for row in rows) / voxels if task.kind == "segmentation" else None
-        classes[name] = Presence(None, None) if name in suppressed else Presence(sum(row.areas[name] > 0 for row in rows), share)
+        if is_sample:
+            images = _images_of_class(name, listed, task) if task.kind == "classification" else None
+        classes[name] = Presence(None, None) if name in suppressed else Presence(images, share)
     sizes, spacings = [row.sides for row in rows], [row.spacing for row in rows if row.spacing is not None]
     all_known, few = len(spacings) == len(rows), is_small("")
     return DatasetFingerprint(
         site=site,
-        images=len(rows),
+        images=round(len(rows) * len(listed) / len(entries)) if is_sample else len(rows),
         patients=len(patients),
         learnt=learnt_of(task),
         sizes=_spread(sizes, minimum),
@@ -175,7 +207,30 @@ def fingerprint_of(
         zeros=sum(row.zeros for row in rows) / voxels,
         channels=tuple(Channel(overall.summary(), None if few or not inside.count else inside.summary()) for overall, inside in values),
         classes=classes,
+        layout=layout.summary() if task.kind == "segmentation" and not few and not suppressed else None,
+        sampled=is_sample,
     )
+
+
+def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the items, the first and the last among them.
+
+    Examples:
+        >>> evenly_spaced([1, 2, 3, 4, 5], 3), evenly_spaced([1, 2], 3)
+        ([1, 3, 5], [1, 2])
+    """
+    rows = np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)
+    return [items[row] for row in np.unique(rows)]
+
+
+def _images_of_class(name: str, entries: Sequence[DatalistItem], task: TaskConfig) -> int:
+    """How many listed images have a class."""
+    count = 0
+    for entry in entries:
+        target = encode_label(entry.label, task, entry.place)
+        if target is not None:
+            count += _class_areas(target, task)[name] > 0
+    return count
 
 
 def learnt_of(task: TaskConfig) -> dict[str, Any]:
@@ -205,9 +260,10 @@ class _Values:
 
     def add(self, values: np.ndarray, random: np.random.Generator, parts: int) -> None:
         """Add values (n,) of one of the `parts` pictures of an image."""
-        self.count += values.size
-        self._sum += float(values.sum(dtype=np.float64))
-        self._squares += float(np.square(values, dtype=np.float64).sum())
+        summed = values[:: max(1, values.size // _MAX_SUMMED)]
+        self.count += summed.size
+        self._sum += float(summed.sum(dtype=np.float64))
+        self._squares += float(np.square(summed, dtype=np.float64).sum())
         limit = max(1, self._limit // parts)
         self._drawn.append(values.copy() if values.size <= limit else values[random.integers(values.size, size=limit)])
 
@@ -218,9 +274,17 @@ class _Values:
 
 
 def _read_rows(
-    task: TaskConfig, source: Source, entry: DatalistItem, random: np.random.Generator, values: Sequence[tuple[_Values, _Values]]
+    task: TaskConfig,
+    source: Source,
+    entry: DatalistItem,
+    random: np.random.Generator,
+    values: Sequence[tuple[_Values, _Values]],
+    layout: LayoutOfImages,
 ) -> list[_Row]:
-    """The rows of an entry (several if a volume is cut into slices); adds its intensities to `values` by channel."""
+    """The rows of an entry (several if a volume is cut into slices).
+
+    Adds its intensities to `values` by channel, and its structures to `layout`.
+    """
     image = source.image(entry)
     target = target_of(task, source, entry, image)
     spacing: Spacing | None = image.grid.spacing if task.spatial_dims == 3 and image.grid else None
@@ -228,6 +292,8 @@ def _read_rows(
     pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
     for _, picture, label in pictures:
         inside = label.any(axis=0) if task.kind == "segmentation" else None
+        if task.kind == "segmentation":
+            layout.add(label)
         areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
         zeros = int((picture == 0).all(axis=0).sum())
         rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
@@ -253,6 +319,41 @@ def _spread(rows: Any, minimum: int) -> Spread:
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------------
+
+
+def _kept_fingerprint(
+    folder: Path, site: str, task: TaskConfig, source_of_task: Callable[[TaskConfig], Source], sample: int
+) -> DatasetFingerprint | None:
+    """The fingerprint of a sample; it is read from `KEPT_FILE` if nothing has changed, otherwise made and kept there."""
+    source = source_of_task(task)
+    listed = [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
+    key = _key(folder, task, evenly_spaced(listed, sample) if listed else [])
+    file = folder / KEPT_FILE
+    with suppress(OSError, ValueError, LookupError, TypeError, DataError):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] == FORMAT and content["key"] == key:
+            return from_json(content["sites"][0])
+    fingerprint = fingerprint_of(site, task, lambda _: source_of_task(task), sample=sample)
+    if fingerprint is not None:
+        with suppress(OSError):  # the folder may be read-only
+            write_json(file, {"key": key, **to_json([fingerprint])})
+    return fingerprint
+
+
+def _key(folder: Path, task: TaskConfig, entries: Sequence[DatalistItem]) -> str:
+    """Hash of the datalist, of the task's settings, and of sizes and times of the sampled files."""
+    digest = hashlib.sha256((folder / FILE).read_bytes())
+    digest.update(json.dumps(learnt_of(task), sort_keys=True).encode())
+    for entry in entries:
+        files = [path for path in entry.files if path is not None]
+        if task.kind == "segmentation":
+            files += entry.masks
+        for path in files:
+            with suppress(OSError):
+                status = path.stat()
+                digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
 
 
 def to_json(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:

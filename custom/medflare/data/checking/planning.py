@@ -62,11 +62,17 @@ class Plan:
     choices: tuple[Choice, ...]  # the settings with their reasons, in the order of the decisions
     source: str = "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
     warnings: tuple[str, ...] = ()  # one line each
+    time: str = ""  # how long a round and a run take, one line
 
     def render(self) -> str:
-        """Two lines for every choice, the source of the rules, and the warnings."""
-        lines = [f"{choice.setting}: {json.dumps(choice.value)}\n    {choice.reason}" for choice in self.choices]
-        return "\n".join([*lines, *filter(None, [self.source]), *(f"warning: {warning}" for warning in self.warnings)])
+        """Two lines for every choice, the source of the rules, the warnings, and the time."""
+        lines = []
+        for choice in self.choices:
+            lines += [f"{choice.setting}: {json.dumps(choice.value)}", f"    {choice.reason}"]
+        lines += [self.source] if self.source else []
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [self.time] if self.time else []
+        return "\n".join(lines)
 
 
 # -- nnU-Net's rules -------------------------------------------------------------------------------------------------------
@@ -217,15 +223,41 @@ def plan(
     """
     if not 0 < memory < math.inf:
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
-    learnt = _common_settings(sites)
-    geometry = _plan_geometry(sites, learnt["spatial_dims"], voxels)
-    training = [intensity(sites, modality), _augment(geometry), *_TRAINING]
-    settings = learnt | {"name": name or f"{learnt['name']}_planned", "batch_size": _MIN_BATCH}
-    settings |= {choice.setting: choice.value for choice in (*geometry.choices, *training)}
+    settings, geometry, training = _without_sizes(sites, modality, voxels)
+    settings |= {"name": name or f"{settings['name']}_planned", "batch_size": _MIN_BATCH}
     sized = _plan_sizes(sites, settings, geometry, memory)
     settings |= {choice.setting: choice.value for choice in sized}
     check_network(load_task(settings))
     return Plan(settings, (*geometry.choices, *sized, *training))
+
+
+def plan_without_sizes(
+    sites: Sequence[DatasetFingerprint], modality: Modality, name: str
+) -> Plan:
+    """As `plan`, without what memory decides: patch, network and batch size."""
+    settings, geometry, training = _without_sizes(sites, modality, voxels=False)
+    return Plan(settings | {"name": name}, (*geometry.choices, *training))
+
+
+def _without_sizes(
+    sites: Sequence[DatasetFingerprint], modality: Modality, voxels: bool
+) -> tuple[dict[str, Any], "_Geometry", list[Choice]]:
+    """The settings that are decided, the geometry with its choices, and the choices of the training."""
+    settings = dict(_common_settings(sites))
+    geometry = _plan_geometry(sites, settings["spatial_dims"], voxels)
+    training = [intensity(sites, modality), _augment(geometry, ordered_axes(sites)), *_TRAINING]
+    for choice in (*geometry.choices, *training):
+        settings[choice.setting] = choice.value
+    return settings, geometry, training
+
+
+def ordered_axes(sites: Sequence[DatasetFingerprint]) -> list[int]:
+    """Axes along which structures keep an order at one site at least: images must not be mirrored along them."""
+    axes: set[int] = set()
+    for site in sites:
+        if site.layout is not None:
+            axes |= {axis for axis, is_ordered in enumerate(site.layout.ordered) if is_ordered}
+    return sorted(axes)
 
 
 def pooled(spreads: Sequence[Spread], images: Sequence[int], percentile: float) -> tuple[float, ...]:
@@ -384,15 +416,19 @@ def _ct_intensity(sites: Sequence[DatasetFingerprint]) -> Choice:
     return Choice("intensity", scale, reason)
 
 
-def _augment(geometry: _Geometry) -> Choice:
-    """nnU-Net's augmentation; the rotation depends on the geometry."""
+def _augment(geometry: _Geometry, ordered: Sequence[int]) -> Choice:
+    """nnU-Net's augmentation; the rotation depends on the geometry, and on axes along which structures keep an order."""
     axes = len(geometry.median)
-    rotate, angle = [_HALF_TURN], "by any angle"
+    mirrored = [axis for axis in range(axes) if axis not in ordered]
+    volume = axes == 3 and not geometry.anisotropic
+    largest, angle = _HALF_TURN, "by any angle"
+    if volume or ordered:
+        largest, angle = _HALF_TURN / 6, "by at most 30 degrees"
+    rotate = [largest] * (1 if axes == 2 else axes)
     if geometry.anisotropic:
         coarsest = int(np.argmax(geometry.spacing))
-        rotate, angle = [_HALF_TURN if axis == coarsest else 0.0 for axis in range(axes)], "in the plane of the fine axes alone"
-    elif axes == 3:
-        rotate, angle = [_HALF_TURN / 6] * axes, "by 30 degrees about every axis"
+        rotate = [largest if axis == coarsest else 0.0 for axis in range(axes)]
+        angle += ", in the plane of the fine axes alone"
     transforms = [
         {"name": "RandAffine", "prob": 0.2, "rotate_range": rotate, "scale_range": [[-0.3, 0.4]] * axes, "padding_mode": "zeros"},
         {"name": "RandGaussianNoise", "prob": 0.15, "std": 0.1},
@@ -401,9 +437,17 @@ def _augment(geometry: _Geometry) -> Choice:
         {"name": "RandScaleIntensityFixedMean", "prob": 0.15, "factors": [-0.35, 0.5]},
         {"name": "RandAdjustContrast", "prob": 0.3, "gamma": [0.7, 1.5]},
         {"name": "RandSimulateLowResolution", "prob": 0.25, "upsample_mode": "bilinear" if axes == 2 else "trilinear"},
-        *({"name": "RandFlip", "prob": 0.5, "spatial_axis": axis} for axis in range(axes)),
+        *({"name": "RandFlip", "prob": 0.5, "spatial_axis": axis} for axis in mirrored),
     ]
-    return Choice("augment", transforms, f"nnU-Net's own, under MONAI's names; rotation {angle}, mirroring along all axes")
+    return Choice("augment", transforms, f"nnU-Net's own, under MONAI's names; rotation {angle}, {mirroring(ordered)}")
+
+
+def mirroring(ordered: Sequence[int]) -> str:
+    """In words, along which axes images are mirrored."""
+    if not ordered:
+        return "mirroring along all axes"
+    names = " and ".join(str(axis) for axis in ordered)
+    return f"no mirroring along axis {names}, where one structure lies before another in every image"
 
 
 _TRAINING: Final = (

@@ -8,7 +8,6 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -22,11 +21,12 @@ from sklearn.model_selection import StratifiedGroupKFold
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.core.store import write_atomically, write_json
-from medflare.data.datalist import FILE, SHARES, SPLITS
+from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.dataset_import.folders import (
     Dataset,
     ImageFolder,
     Item,
+    are_in_structures,
     class_folders,
     composed,
     is_system_folder,
@@ -37,9 +37,8 @@ from medflare.data.dataset_import.folders import (
     structure_folders,
 )
 from medflare.data.dataset_import.tables import GUESSED, Columns, read_tables, split_of_table
-from medflare.data.loading import FOLDERS, allowed_folders
+from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
-from medflare.data.reading import label_values, read_stored
 
 _EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)  # end of the name of a photograph
 _SITES, _IMAGES = 30, 5  # maximum of folders, and minimum of images in each, for which they may be sites
@@ -164,7 +163,11 @@ def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> D
     notes = [f"not used: {reason}" for reason in unused.values()]
     masks = sum(name.mask for name in names.values())
     images = [image for image in folder.images if not names[image].mask]
-    structures = None if masks or kind == "classification" else structure_folders(folder, images, kind)
+    structures = None
+    if masks and kind != "classification" and are_in_structures(names):
+        structures = structure_folders(folder, folder.images, "segmentation")
+    elif not masks and kind != "classification":
+        structures = structure_folders(folder, images, kind)
     if structures is not None:
         dataset = structures
     elif kind == "segmentation" or (masks and kind != "classification"):
@@ -198,8 +201,7 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
     folder = scan_folder(root)
     dataset = find_dataset(folder, kind=options.kind, table=options.table, columns=options.columns, redraw=options.redraw)
     notes, missing = (*folder.notes, *dataset.notes), (*folder.unreadable, *dataset.missing)
-    items = _zeros_and_ones(dataset.items, options)
-    dataset = replace(dataset, items=items, notes=notes, missing=missing)
+    dataset = replace(dataset, notes=notes, missing=missing)
     if dataset.missing and not (options.skip and dataset.items):
         found = f"{len(dataset.missing)} of {len(dataset.missing) + len(dataset.items)} are incomplete, the first: {dataset.missing[0]}"
         raise DataError(f"{root}: {found}; complete them, or --skip")
@@ -213,61 +215,12 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
     return folder, dataset
 
 
-def _zeros_and_ones(items: tuple[Item, ...], options: ImportOptions) -> tuple[Item, ...]:
-    """The images; where they have several masks of 0 and 255, these are to be written as 0 and 1.
-
-    DataError without --out, and for several masks with more numbers.
-    """
-    masks = [mask for item in items if isinstance(item.label, list) for mask in item.masks]
-    change = False
-    for mask in counted(masks, len(masks), "masks read"):
-        highest = _highest(mask)
-        change = change or highest > 1
-        if change and options.out is None:
-            found = f"{mask}: has 0 and {highest}, but several masks of an image need 0 and 1"
-            raise DataError(f"{found}; give --out, where they are written so")
-    return tuple(_with_written_masks(item) for item in items) if change else items
-
-
-def _highest(mask: Path) -> int:
-    """The highest number of one of several masks.
-
-    DataError if it is above 1, unless the mask is a grey picture of this number and 0.
-    """
-    array = label_values(read_stored(mask, mask=True).array, mask)
-    numbers = {*np.unique(array).tolist()} - {0}
-    highest = max(numbers, default=0)
-    if highest > 1 and (len(numbers) > 1 or array.ndim != 3 or (array != array[:1]).any()):
-        remedy = "store 0 and 1, or give one mask with the numbers of all structures"
-        found = f"has numbers up to {highest}, and is one of several masks"
-        raise DataError(f"{mask}: {found}; {remedy}")
-    return highest
-
-
-def _with_written_masks(item: Item) -> Item:
-    written = {mask.with_suffix(".png"): mask for mask in item.masks}
-    for file, mask in written.items():
-        if file != mask and file.exists():
-            found = f"is written as PNG, but {file.name} is beside it"
-            raise DataError(f"{mask}: {found}; rename one of them")
-    rendered = {file: partial(_as_one, mask) for file, mask in written.items()}
-    return replace(item, label=list(written), rendered=rendered)
-
-
-def _as_one(mask: Path) -> np.ndarray:
-    """A mask as 0 and 1, uint8 (H, W)."""
-    return (read_stored(mask, mask=True).array[0].T > 0).astype(np.uint8)
-
-
 def _refuse_links(items: Iterable[Item], root: Path) -> None:
-    """Raise DataError for a link to a file outside the folder, which later commands refuse."""
+    """Raise DataError for a link to a file outside the folder, as later commands do."""
     allowed = [path.resolve() for path in (root, *allowed_folders())]
     for item in items:
         for file in (*filter(None, item.files), *item.masks):
-            target = file.resolve()
-            if not any(target.is_relative_to(place) for place in allowed):
-                remedy = f"give --out for links to the files, or allow their folder in {FOLDERS}"
-                raise DataError(f"{file}: a link to {target}, outside {root}; {remedy}")
+            check_folder(file, allowed, str(root), "give --out for links to the files")
 
 
 def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
@@ -559,7 +512,7 @@ def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) 
     for item in items:
         for file in (*filter(None, item.files), *item.masks):
             if file not in item.rendered and file not in made and not file.exists():
-                raise DataError(f"{file}: file not found")
+                raise DataError(f"{file}: file not found; restore it, or take its link or its row out")
         if item.first in listed:
             raise DataError(f"{root}: {item.first.relative_to(root).as_posix()} is listed twice")
         listed.add(item.first)

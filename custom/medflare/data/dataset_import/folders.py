@@ -1,12 +1,11 @@
 """The images, masks and tables of a downloaded folder: which mask belongs to which image, and which folder is a class."""
 
-import json
 import math
 import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,9 +13,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.core.text import read_json
 from medflare.data.datalist import FILE, patient_id
-from medflare.data.dicom import SEGMENTATION, tags_of
-from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, read_stored, stem, suffix
+from medflare.data.dicom import SEGMENTATION, is_other_object, tags_of
+from medflare.data.local import FOLDERS, allowed_folders
+from medflare.data.reading import NIFTI, PICTURES, explained, is_dicom, read_stored, stem, suffix
 from medflare.data.targets import plain_name
 
 LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
@@ -27,12 +28,13 @@ _TABLES: Final = (".csv", ".tsv")
 _BINS: Final = ("#recycle", "recycled", "recycler", "network trash folder", "temporary items")
 _SYSTEM: Final = ("__macosx", "#snapshot", "~snapshot", "system volume information", "lost+found")
 _SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
-_TAGS: Final = ("SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
+_TAGS: Final = ("Rows", "SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 _MASK: Final = frozenset(
     ("mask", "masks", "label", "labels", "seg", "segs", "segmentation", "segmentations", "gt", "groundtruth", "truth", "annotations")
 )
+_MASK_WORDS: Final = frozenset((*_MASK, "ground"))
 _IMAGE: Final = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "scan", "scans", "input"))
 _SPLITS: Final = {
     **dict.fromkeys(("train", "training"), "training"),
@@ -122,21 +124,16 @@ def scan_folder(root: Path) -> ImageFolder:
     tables: list[Path] = []
     headers: dict[Path, _Header] = {}
     loose: dict[Path, tuple[Path, ...]] = {}
-    left_out: defaultdict[str, list[str]] = defaultdict(list)  # reason -> names of folders
+    left_out: LeftOut = {}
     unreadable: list[str] = []
-    for place, folders, names in os.walk(root):
-        folder, used = Path(place), []
-        for name in sorted(folders):
-            if reason := _reason_to_leave_out(folder / name):
-                left_out[reason].append(name)
-            elif not name.startswith("."):
-                used.append(name)
-        folders[:] = used
-        files = [folder / name for name in sorted(names) if not name.startswith(".")]
+    others: list[Path] = []
+    for folder, files in walk(root, left_out, _reason_of_datalist):
         own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
         own_tables = [file for file in files if suffix(file) in _TABLES]
         only_slices = not own_images and not own_tables and folder != root
-        readable, damaged = _read_headers(list(dicom_images(files)))
+        dicom = [file for file in files if file.is_file() and is_dicom(file)]
+        readable, damaged, without_image = _read_headers(dicom)
+        others += without_image
         for file in damaged:
             unreadable.append(f"{file.relative_to(root).as_posix()}: cannot be read as DICOM")
         series_headers, apart = _dicom_series(folder, readable, only_slices)
@@ -145,7 +142,10 @@ def scan_folder(root: Path) -> ImageFolder:
         images += own_images
         tables += own_tables
     images += headers
-    notes = [f"left out, {reason}: {_counted(names)}" for reason, names in left_out.items()]
+    notes = left_out_lines(left_out)
+    if others:
+        first = others[0].relative_to(root).as_posix()
+        notes.append(f"left out, DICOM objects without an image: {len(others)}, the first: {first}")
     if not images:
         found = f"no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))})"
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
@@ -154,6 +154,40 @@ def scan_folder(root: Path) -> ImageFolder:
     by_series = {header.series: image for image, header in headers.items()}
     segmented = {mask: by_series[header.segments] for mask, header in headers.items() if header.segments in by_series}
     return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented, loose, tuple(notes), tuple(unreadable))
+
+
+LeftOut = dict[str, list[str]]  # why folders are left out -> their names
+
+
+def walk(root: Path, left_out: LeftOut, reason_of: Callable[[Path], str] = lambda folder: "") -> Iterator[tuple[Path, list[Path]]]:
+    """Every folder below `root`, itself the first, and its files, sorted; hidden ones aside.
+
+    Folders of systems are left out, and links to folders, unless MEDFLARE_DATA_FOLDERS allows what
+    they name.
+
+    Args:
+        left_out: receives the folders that are left out.
+        reason_of: why to leave out a folder, or "".
+    """
+    allowed = [path.resolve() for path in allowed_folders()]
+    searched = {root.resolve()}
+    for place, folders, names in os.walk(root, followlinks=True):
+        folder, used = Path(place), []
+        for name in sorted(folders):
+            if name.startswith("."):
+                continue
+            reason = _reason_to_leave_out(folder / name, allowed, searched) or reason_of(folder / name)
+            if reason:
+                left_out.setdefault(reason, []).append(name)
+            else:
+                used.append(name)
+        folders[:] = used
+        yield folder, [folder / name for name in sorted(names) if not name.startswith(".")]
+
+
+def left_out_lines(left_out: LeftOut) -> list[str]:
+    """A line for each reason for which folders are left out."""
+    return [f"left out, {reason}: {_counted(names)}" for reason, names in left_out.items()]
 
 
 def is_system_folder(name: str) -> bool:
@@ -166,14 +200,21 @@ def is_system_folder(name: str) -> bool:
     return name.startswith(("@", "$")) or name.casefold() in (*_BINS, *_SYSTEM)
 
 
-def _reason_to_leave_out(folder: Path) -> str:
-    """Why the images of a folder are not used, or ""; nothing is said of hidden folders."""
-    if folder.name.startswith("."):
-        return ""
+def _reason_to_leave_out(folder: Path, allowed: Collection[Path], searched: set[Path]) -> str:
+    """Why a folder is not searched, or ""; the folder that a link names is added to `searched`."""
     if is_system_folder(folder.name):
         return "as drives and systems make them"
-    if folder.is_symlink():
-        return "as links to folders are not followed (give the folders themselves)"
+    if not folder.is_symlink():
+        return ""
+    target = folder.resolve()
+    twice = any(target.is_relative_to(place) or place.is_relative_to(target) for place in searched)
+    if twice or not any(target.is_relative_to(place) for place in allowed):
+        return f"as links to folders are not followed (give the folders themselves, or allow them in {FOLDERS})"
+    searched.add(target)
+    return ""
+
+
+def _reason_of_datalist(folder: Path) -> str:
     return f"as they have a {FILE} (remove it to import them)" if (folder / FILE).is_file() else ""
 
 
@@ -191,21 +232,25 @@ class _Header(NamedTuple):
     segments: str
 
 
-def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path]]:
-    """The headers of DICOM files, and the files that cannot be read."""
+def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path], list[Path]]:
+    """The headers of DICOM images, the files that cannot be read, and objects without an image."""
     headers: dict[Path, _Header] = {}
-    damaged = []
+    damaged: list[Path] = []
+    others: list[Path] = []
     for file in files:
         try:
             with explained(file):
                 tags = tags_of(file, *_TAGS)
         except DataError:
-            damaged.append(file)
+            (others if is_other_object(file) else damaged).append(file)
+            continue
+        if "Rows" not in tags:
+            others.append(file)
             continue
         referenced = tags.get("ReferencedSeriesSequence") or [{}]
         segments = str(referenced[0].get("SeriesInstanceUID", "")) if tags.get("SOPClassUID") == SEGMENTATION else ""
         headers[file] = _Header(str(tags.get("SeriesInstanceUID", file)), patient_id(str(tags.get("PatientID", "") or "")), segments)
-    return headers, damaged
+    return headers, damaged, others
 
 
 def _dicom_series(
@@ -312,7 +357,7 @@ def parse_name(path: Path) -> FileName:
         split = next((_SPLITS[word] for word in folder_words if word in _SPLITS), split)
         folders.append(" ".join(word for word in folder_words if word not in _IGNORED_WORDS and word not in _SPLITS))
     name = stem(path)
-    if {*words(name)} <= {*_MASK, "ground"}:  # the mask of the images of its folder
+    if {*words(name)} <= _MASK_WORDS:  # the mask of the images of its folder
         return FileName(tuple(filter(None, folders)), "", True, split)
     without_mask = _without(name, _MASK)
     short = _without(without_mask, ("image", "img")).lower()
@@ -339,13 +384,19 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
     files_of, without = _assign_masks(folder, names)
     items = {mask: files for mask, files in files_of.items() if files}
     if not items:
-        raise DataError(f"{folder.root}: none of {len(files_of)} masks belongs to an image by its name; supported: {LAYOUTS}")
+        found = f"none of {len(files_of)} masks belongs to an image by its name"
+        if without and len(_fitting_masks(without[0], names)) > 1:
+            found += f": {folder.relative(without[0])}: {_why_no_mask(folder, without[0], names)}"
+        raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
     channels = sorted({channel for files in items.values() for channel in files})
     if len(channels) > 1 and "" in channels:
         raise DataError(f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; list them in a table")
     splits = {mask: names[next(iter(files.values()))].split or names[mask].split for mask, files in items.items()}
     unlabelled = [path for path in without if names[path].split == "test" and "test" not in splits.values()]
-    missing = [f"{folder.relative(path)}: no mask" for path in without if path not in unlabelled]
+    missing = []
+    for path in without:
+        if path not in unlabelled:
+            missing.append(f"{folder.relative(path)}: {_why_no_mask(folder, path, names)}")
     missing += [f"{folder.relative(mask)}: a mask without an image" for mask in files_of if mask not in items]
     labels, channel_names = _read_header(folder)
     labels = labels or _segment_labels(folder.segmented)
@@ -397,6 +448,20 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
     return files_of, images
 
 
+def _fitting_masks(image: Path, names: Mapping[Path, FileName]) -> list[Path]:
+    """The masks with the name of an image, in any folder."""
+    return [mask for mask, name in names.items() if name.mask and name.name == names[image].name]
+
+
+def _why_no_mask(folder: ImageFolder, image: Path, names: Mapping[Path, FileName]) -> str:
+    """Why an image has no mask: none has its name, or several have."""
+    fitting = _fitting_masks(image, names)
+    if len(fitting) < 2:
+        return "no mask"
+    both = " and ".join(map(folder.relative, fitting[:2]))
+    return f"{both} can be its mask (give --site-folders if the folders are sites, or a table with --mask-column)"
+
+
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
     """Number -> label of the segments of DICOM segmentations, numbered as they are met."""
     names: dict[str, None] = {}
@@ -412,7 +477,7 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
     for path in (folder.root / _HEADER, *sorted(folder.root.glob(f"*/{_HEADER}"))):
         if path.is_file():
             try:
-                content = json.loads(path.read_text(encoding="utf-8-sig"))
+                content = read_json(path)
                 channels = content.get("channel_names", content.get("modality")) or {}
                 return dict(content.get("labels") or {}), {str(number): str(name) for number, name in channels.items()}
             except (AttributeError, ValueError) as error:
@@ -424,7 +489,7 @@ _NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image
 
 
 def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) -> Dataset | None:
-    """Images beside a folder of masks for each structure (images/, disc/, cup/).
+    """Images beside a folder of masks for each structure (images/, disc/, cup/, or images/, masks/disc/, masks/cup/).
 
     A mask has two values, and the name of its image. None without such folders. DataError if only
     some names fit, or, without a `kind`, if the folder of the images is not called so.
@@ -432,7 +497,7 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
     common = _common_folder(images)
     files: defaultdict[str, _NamedFiles] = defaultdict(dict)  # folder -> its files
     for image in images:
-        top, *inner = _folders_below(common, image) or [""]
+        top, *inner = _below_masks(_folders_below(common, image)) or [""]
         name = parse_name(image).name.removesuffix(f"_{top.lower()}")
         key = (_split_above(folder, image), *inner, name)
         files[top][key] = image
@@ -447,7 +512,8 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
     if others or masks.isdisjoint(photographs):
         found = f"{', '.join(structures)} hold pictures of two values, as masks do"
         found += f", beside {', '.join(homes)}"
-        remedy = "list them in a table with --mask-column, or give --kind classification"
+        remedy = "list them in a table with --mask-column"
+        remedy += ", or give all masks two values" if kind else ", or give --kind classification"
         raise DataError(f"{folder.root}: {found}; {remedy}")
     if not kind and homes[0] and not {*words(homes[0])} <= _IMAGE:
         found = f"{', '.join(structures)} hold pictures of two values, with the names of {homes[0]}"
@@ -471,6 +537,26 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
     layout = f"images in {homes[0] or common.name}, masks in a folder for each structure: "
     layout += ", ".join(structures)
     return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
+
+
+def _below_masks(folders: list[str]) -> list[str]:
+    """The folders of a file without a first one for all masks: masks/disc is disc."""
+    return folders[1:] if len(folders) > 1 and {*words(folders[0])} <= _MASK_WORDS else folders
+
+
+def are_in_structures(names: Mapping[Path, FileName]) -> bool:
+    """Whether folders of masks hold a folder for each structure: one name occurs in several of them, and in no such folder of images."""
+    inner: set[str] = set()
+    folders_of: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for name in names.values():
+        if name.mask and name.folders:
+            *_, last = name.folders
+            inner.add(last)
+            short = name.name.removesuffix(f"_{last}")
+            folders_of[name.split, short].add(last)
+    of_images = {folder for name in names.values() if not name.mask for folder in name.folders}
+    several = any(len(folders) > 1 for folders in folders_of.values())
+    return several and inner.isdisjoint(of_images)
 
 
 def _share_names(images: _NamedFiles, masks: _NamedFiles) -> bool:

@@ -1,8 +1,10 @@
 """A table of images (CSV or TSV): the columns, and the file that each row names."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +12,7 @@ import pandas as pd
 
 from medflare.core.errors import DataError, one_line
 from medflare.core.settings import no_such
+from medflare.core.text import read_text
 from medflare.data.datalist import patient_id
 from medflare.data.dataset_import.folders import (
     MAX_CLASSES,
@@ -63,11 +66,15 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     DataError if it is unreadable, empty, or lacks one of `columns`.
     """
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            head = file.readline()
-        separator = max(",;\t", key=head.count)
-        form: dict[str, Any] = {"sep": separator, "encoding": "utf-8-sig", "index_col": False}
-        frame = pd.read_csv(path, dtype=str, keep_default_na=False, **form)
+        text = read_text(path)
+        head = next(iter(text.splitlines()), "")
+        separator = max(",;\t|", key=head.count)
+        form: dict[str, Any] = {"sep": separator, "index_col": False}
+        if head.casefold().startswith("sep=") and len(head) == len("sep=;"):  # a line for Excel
+            form = {"sep": head[-1], "index_col": False, "skiprows": 1}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pd.errors.ParserWarning)  # rows that end in a separator
+            frame = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, **form)
     except (OSError, ValueError) as error:
         remedy = "save it as CSV in UTF-8, or give another --table"
         raise DataError(f"{path}: cannot be read as a table ({one_line(error)}); {remedy}") from error

@@ -144,8 +144,10 @@ class _Shown(ArtifactStore):
     def show(self, title: str, png: bytes) -> None:
         self.home.show(title, png)
 
-    def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        self.home.finish(site, role, models, events)
+    def finish(
+        self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]], constant: float | None = None
+    ) -> None:
+        self.home.finish(site, role, models, events, constant)
 
 
 def resume_local(

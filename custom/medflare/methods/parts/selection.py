@@ -1,13 +1,12 @@
 """Model selection: the round whose model is delivered, by the sites' validation metrics; the last round's model is a candidate too.
 
 A site selects its own models alone. For a model that all sites share, the median of the sites' metrics decides, so that a single wrong or
-malicious site cannot select the round.
+malicious site cannot select the round. Of equal rounds the one with the better mean over the sites is delivered, then the later one.
 """
 
 import math
-import operator
 from collections.abc import Iterable, Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator
@@ -24,19 +23,17 @@ Selection = Annotated[
 
 
 class Best:
-    """The best state by a validation metric (higher is better), kept in an algorithm's memory; ties go to the earliest.
+    """The best state by a validation metric (higher is better), kept in an algorithm's memory; ties go to the latest.
 
     Until a metric was defined, it is the latest state, so a federation without validation images still delivers a model.
 
     Args:
         name: tells several selections of an algorithm apart.
-        latest: ties go to the latest.
     """
 
-    def __init__(self, memory: Message, name: str, *, latest: bool = False):
+    def __init__(self, memory: Message, name: str):
         self._memory = memory
         self._name = f"{name}/best"
-        self._beats = operator.ge if latest else operator.gt
 
     @property
     def state(self) -> StateDict | None:
@@ -53,6 +50,11 @@ class Best:
         """Its metric."""
         return self._memory.meta.get(self._name, {}).get("value")
 
+    @property
+    def mean(self) -> float:
+        """The second metric, which decides between equal ones; 0 without it."""
+        return float(self._memory.meta.get(self._name, {}).get("mean", 0.0))
+
     def chosen(self, selection: Selection, last: StateDict, behind: int | None = None) -> tuple[StateDict, int | None]:
         """The state that a site delivers and the rounds of training behind it: the best one, or `last` with its `behind`.
 
@@ -60,28 +62,33 @@ class Best:
         """
         return (last, behind) if selection == "last" or self.state is None else (self.state, self.round)
 
-    def offer(self, value: float | None, round: int, state: StateDict) -> None:
-        """Keeps a copy of a candidate if its metric is better (None: undefined); the untrained model of round 0 is no candidate."""
+    def offer(self, value: float | None, round: int, state: StateDict, mean: float = 0.0) -> None:
+        """Keeps a copy of a candidate if its metric is at least as good (None: undefined); the untrained model of round 0 is no candidate.
+
+        Of equal metrics, the one with the better `mean` is kept.
+        """
         if round == 0:
             return
-        better = value is not None and (self.value is None or self._beats(value, self.value))
+        better = value is not None and (self.value is None or (value, mean) >= (self.value, self.mean))
         if better or (value is None and self.value is None):
-            self._memory.meta[self._name] = {"value": value, "round": round}
+            self._memory.meta[self._name] = {"value": value, "round": round, "mean": mean}
             self._memory.states[self._name] = copy_state(state)
 
 
 class ModelSelector(Best):
     """A selection by the metrics of all sites, which are kept for the record.
 
+    The median of a few sites is often equal in several rounds; then the mean over the sites decides, so that no selected round is at most
+    as good as another one at every site.
+
     Args:
         rule: "mean", "paired" or the median, see `combined_score`.
         zero_sum: whether one site's gain is another's loss, as with a network that tells sites apart. The plain mean over the sites then
-            decides for any rule: by the median, a network that never recognizes one of three sites would be perfect. Ties, frequent with
-            few images, go to the latest round.
+            decides for any rule: by the median, a network that never recognizes one of three sites would be perfect.
     """
 
     def __init__(self, memory: Message, name: str, rule: str, zero_sum: bool = False):
-        super().__init__(memory, name, latest=zero_sum)
+        super().__init__(memory, name)
         self.zero_sum = zero_sum
         self.rule, self._record_key = "mean" if zero_sum else rule, f"{name}/votes"
 
@@ -96,10 +103,11 @@ class ModelSelector(Best):
         metrics = {site: value for site, value in values.items() if value is not None}
         weights = {site: 1.0 if self.zero_sum else float(replies[site].meta.get("n_samples", 1)) for site in metrics}
         value = combined_score(metrics, weights, self.rule)
+        mean = fmean(metrics.values()) if metrics else 0.0
         if self.rule == "paired" and self.value is not None:
             kept = [candidate["votes"] for candidate in self.record if candidate["round"] == self.round]
             value = paired_score(metrics, kept[0], self.value) if kept else value
-        self.offer(value, round, state)
+        self.offer(value, round, state, mean)
         if round > 0:
             self._memory.meta.setdefault(self._record_key, []).append({"round": round, "value": value, "votes": metrics})
 

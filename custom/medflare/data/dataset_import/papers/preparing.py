@@ -3,23 +3,30 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import DataError
+from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE, SPLITS
-from medflare.data.dataset_import.datalists import check_files, check_target, draw_splits, place_files, write_datalist
+from medflare.data.dataset_import.datalists import check_files, check_target, place_files, write_datalist
 from medflare.data.dataset_import.folders import Item
+from medflare.data.dataset_import.papers.splits import (
+    SPLIT_FILE,
+    Sites,
+    divided_warning,
+    shared_warning,
+    split_sites,
+    with_paper_split,
+    without_divided,
+)
 
 # Names in `Preparation.counts`, besides classes.
 IMAGES: Final = "images"
 PATIENTS: Final = "patients"
 TRAINED_ON: Final = "not test"  # training and validation images together, if a paper has no validation images of its own
 TEST: Final = "test"
-
-Sites: TypeAlias = Mapping[str, Sequence[Item]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Preparation:
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     total: int | None = None  # published number of images of all sites
     source: str = ""  # of `counts` and `total`
-    crossing: str = ""  # why the published split has a patient in two splits; "" if that is an error
+    group: str = "patient"  # what the download names as patients: "patient" or "lesion"
     notes: tuple[str, ...] = ()  # differences from the paper, one line each
 
     def describe(self) -> str:
@@ -92,7 +99,7 @@ class Prepared(NamedTuple):
     sites: Sites  # site -> its images with their splits
     home: Path  # folder of the sites
     table: str  # numbers of images, beside the published ones
-    warnings: tuple[str, ...]  # differences from the paper, one line each
+    warnings: tuple[str, ...]  # patients in two splits or sites, and differences from the paper
 
     def render(self) -> str:
         """The table, notes and warnings, and the files that were written."""
@@ -112,6 +119,7 @@ def prepare(
     *,
     strict: bool = False,
     redraw: bool = False,
+    paper_split: bool = False,
     seed: int = 0,
     copy: bool = False,
     force: bool = False,
@@ -122,13 +130,17 @@ def prepare(
         source: folder of the downloads, unpacked.
         target: folder of the sites; each gets its files as hard links and its datalist.json.
         strict: whether counts that differ from the paper's are an error.
-        redraw: draw all splits by patient, also if the download names them.
+        redraw: draw the splits by patient, also if the download names them.
+        paper_split: use the paper's split: `SPLIT_FILE` in `source`, or what the download names.
         copy: copy the files.
         force: replace existing datalists.
 
     Raises:
-        DataError: something is missing or damaged, a patient is in two splits or at two sites, counts differ (strict), or datalists exist.
+        DataError: something is missing or damaged, the paper's split is missing, counts differ (strict), or datalists exist.
+        ConfigError: both `redraw` and `paper_split`.
     """
+    if redraw and paper_split:
+        raise ConfigError("--split paper uses the paper's split, --redraw draws another; give one of them")
     if not source.is_dir():
         raise DataError(f"{source}: not a folder; give the folder with {', '.join(download.path for download in preparation.downloads)}")
     items = preparation.find(source, preparation.sites, *preparation.downloads)
@@ -138,16 +150,18 @@ def prepare(
         trained = {item.site for item in items if item.split != "test"}
         items = [replace(item, split="") if item.site in trained else item for item in items]
         counts = {site: {name: count for name, count in of.items() if name not in (TRAINED_ON, TEST)} for site, of in counts.items()}
+    if paper_split:
+        items = with_paper_split(items, source / SPLIT_FILE)
     sites = {site: [item for item in items if item.site == site] for site in sorted({item.site for item in items})}
-    leaks = patient_leaks(items)
-    if leaks and not preparation.crossing:
-        raise DataError(f"{preparation.name}: {_summary(leaks)}; a patient belongs to one split of one site")
-    warnings = (f"{preparation.crossing}: {_summary(leaks)}; --redraw splits by patient",) if leaks else ()
     table, differences = compare_counts(preparation, counts, sites)
     if differences and strict:
         raise DataError(f"{preparation.name}: {_summary(differences)} ({preparation.source}); complete the download, or leave --strict out")
     check_target(target, sites, force=force)
-    sites = {site: _with_splits(preparation, site, listed, seed) for site, listed in sites.items()}
+    sites = split_sites(sites, preparation.shares, seed)
+    divided = divided_warning(sites, preparation.group)
+    shared = shared_warning(sites, preparation.group, preparation.splits)
+    warnings = [warning for warning in (divided, shared) if warning]
+    sites = without_divided(sites)
     header = {"labels": {str(number): name for number, name in enumerate(preparation.classes)}}
     for site, listed in sites.items():
         place_files(target / site, listed, source, copy=copy)
@@ -157,36 +171,6 @@ def prepare(
 
 def _summary(lines: Sequence[str]) -> str:
     return lines[0] + (f", and {len(lines) - 1} more" if len(lines) > 1 else "")
-
-
-def patient_leaks(items: Iterable[Item]) -> list[str]:
-    """A line for every patient in two splits or at two sites; a split that is not drawn yet counts as training.
-
-    Examples:
-        >>> a, b = (Item((Path(name),), 0, "p1", split, "A") for name, split in (("a", "training"), ("b", "test")))
-        >>> patient_leaks([a, b]), patient_leaks([a, replace(a, site="B")])
-        (['p1 is in two splits of A: a (training) and b (test)'], ['p1 is at two sites: a (A) and a (B)'])
-    """
-    first_of: dict[str, Item] = {}
-    leaks: dict[str, str] = {}
-    for item in items:
-        first = first_of.setdefault(item.patient, item)
-        split, other = item.split or "training", first.split or "training"
-        if first.site != item.site:
-            leaks.setdefault(item.patient, f"at two sites: {first.first.name} ({first.site}) and {item.first.name} ({item.site})")
-        elif split != other:
-            leaks.setdefault(item.patient, f"in two splits of {item.site}: {first.first.name} ({other}) and {item.first.name} ({split})")
-    return [f"{patient} is {leak}" for patient, leak in leaks.items() if patient]
-
-
-def _with_splits(preparation: Preparation, site: str, items: Sequence[Item], seed: int) -> list[Item]:
-    """The images of a site with their splits; images of a patient that the published split divides lose their patient."""
-    test, rest = ([item for item in items if (item.split == "test") == is_test] for is_test in (True, False))
-    divided = {item.patient for item in test} & {item.patient for item in rest} - {""}
-    if not divided:
-        return draw_splits(items, site, preparation.shares, seed)
-    shares = {split: share for split, share in preparation.shares.items() if split != "test"}
-    return [replace(item, patient="") if item.patient in divided else item for item in (*draw_splits(rest, site, shares, seed), *test)]
 
 
 def compare_counts(preparation: Preparation, counts: Mapping[str, Mapping[str, int]], sites: Sites) -> tuple[str, list[str]]:

@@ -1,0 +1,29 @@
+"""The learning rate that a network usually trains with (medflare's own rule, docs/benchmarks.md, "Proposed tasks")."""
+
+from typing import Final
+
+from medflare.networks.catalogue import meta_network
+from medflare.tasks.config import TaskConfig
+
+_ADAMS: Final = ("adam", "adamw")
+_SGD_OVER_ADAM: Final = 10  # rate of SGD with momentum, relative to Adam's
+# Adam's rate of a network with random weights, by its millions of weights.
+_SEGMENTATION: Final = ((1.0, 0.01), (5.0, 0.003), (float("inf"), 0.001))
+_CLASSIFICATION: Final = 0.001
+_FINE_TUNING: Final = 0.0003  # of pretrained weights
+_USUAL_BATCH: Final = {"segmentation": 4, "classification": 16}  # from which the rate grows with the batch
+
+
+def usual_rate(task: TaskConfig) -> tuple[float, str]:
+    """The rate for a task's network, optimizer and batch size, and the reason."""
+    millions = sum(weight.numel() for weight in meta_network(task).parameters()) / 1e6
+    if task.network.get("weights") and not task.freeze.parts:
+        rate, reason = _FINE_TUNING, "pretrained weights change slowly"
+    elif task.kind == "classification":
+        rate, reason = _CLASSIFICATION, "Adam's usual rate"
+    else:
+        rate = next(value for limit, value in _SEGMENTATION if millions < limit)
+        reason = f"the network has {millions:.2g} million weights, small ones take larger steps"
+    if task.optimizer["name"].lower() not in _ADAMS:
+        rate, reason = rate * _SGD_OVER_ADAM, f"{reason}; {_SGD_OVER_ADAM} times Adam's"
+    return rate, f"{reason} (medflare's own rule)"
