@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -57,7 +56,6 @@ from medflare.training.computing import be_deterministic
 from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
-PLAIN = "plain loop"
 PAPERS = ("papers/fundus_fedsm", "papers/prostate_prr", "papers/fed_isic2019_grace")
 PRESETS = (*PAPERS, "brain_lgg_3d")
 SOFT = 0.65  # share of a part's seconds for what is repeated; the rest: imports, images, last turn
@@ -72,6 +70,10 @@ def benchmark(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+PLAIN: str = benchmark("site").PLAIN
+median_of_turns = benchmark("site").in_turns
 
 
 @dataclass(frozen=True)
@@ -145,24 +147,26 @@ def write(out: Path | None, line: Mapping[str, Any]) -> None:
 # -- a site beside a plain loop -------------------------------------------------------------------
 
 
+def turns_within(budget: float, least: int, most: int) -> Iterator[int]:
+    """Numbers of turns until `budget` seconds are over, at least `least` and at most `most`."""
+    deadline = time.monotonic() + budget
+    for turn in range(most):
+        if turn >= least and time.monotonic() > deadline:
+            return
+        yield turn
+
+
 def in_turns(part: Part, runs: Mapping[str, Run], budget: float) -> dict[str, tuple[float, float]]:
     """Name -> median seconds of an epoch, and its ratio; the first two turns warm up."""
     seconds = benchmark("site").seconds
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    deadline = time.monotonic() + budget
-    least, most = (3, 3) if part.tiny else (5, 13)
-    for turn in range(most):
-        if turn >= least and time.monotonic() > deadline:
-            break
-        for name, run in runs.items():
-            taken[name].append(seconds(run, turn, part.device))
-    taken = {name: times[min(2, len(times) - 2) :] for name, times in taken.items()}
-    around = [(before + after) / 2 for before, after in pairwise(taken[PLAIN])]
-    results = {}
-    for name, times in taken.items():
-        ratios = [plain / this for plain, this in zip(around, times, strict=False)]
-        results[name] = median(times), 1.0 if name == PLAIN else median(ratios)
-    return results
+
+    def epoch_of(run: Run) -> Callable[[int], float]:
+        return lambda turn: float(seconds(run, turn, part.device))
+
+    timed = {name: epoch_of(run) for name, run in runs.items()}
+    if part.tiny:
+        return dict(median_of_turns(timed, range(3), warming=1))
+    return dict(median_of_turns(timed, turns_within(budget, least=5, most=13), warming=2))
 
 
 @contextmanager
@@ -513,7 +517,7 @@ class Stack:
             self.weights[name] = nn.Parameter(together)
         self.optimizer = build_optimizer(task.optimizer, self.weights.values(), "stacked")
 
-        def loss_of(weights: dict[str, Tensor], images: Tensor, targets: Tensor) -> Tensor:
+        def loss_of(weights: Any, images: Tensor, targets: Tensor) -> Tensor:
             logits = torch.func.functional_call(networks[0], weights, (images,))
             value: Tensor = loss(logits, targets)
             return value

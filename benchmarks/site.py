@@ -11,7 +11,9 @@ waited for.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -107,6 +109,31 @@ def seconds(run: Callable[[int], None], round: int, device: torch.device) -> flo
     return clock() - started
 
 
+def in_turns(
+    timed: Mapping[str, Callable[[int], float]],
+    turns: Iterable[int],
+    warming: int,
+) -> dict[str, tuple[float, float]]:
+    """Name -> median seconds of an epoch, and the median of its ratios to the plain epochs around it.
+
+    Args:
+        timed: name -> what runs the epoch of a turn and returns its seconds; one is PLAIN.
+        turns: numbers of the turns; in each, every name runs once.
+        warming: how many turns at the start do not count.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in timed}
+    for turn in turns:
+        for name, epoch in timed.items():
+            taken[name].append(epoch(turn))
+    taken = {name: times[warming:] for name, times in taken.items()}
+    around = [(before + after) / 2 for before, after in pairwise(taken[PLAIN])]
+    results = {}
+    for name, times in taken.items():
+        ratios = [plain / this for plain, this in zip(around, times, strict=False)]
+        results[name] = median(times), 1.0 if name == PLAIN else median(ratios)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default="site", help=f"separated by commas: {', '.join(WAYS)}")
@@ -126,16 +153,11 @@ def main() -> None:
     first, train = next(iter(sites.values()))
     runs = {way: site_epoch(site) for way, (site, _) in sites.items()}
     runs = {PLAIN: plain_epoch(task, train.images, train.targets, first.network(), first.device), **runs}
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for round in range(options.epochs + 1):
-        for name, run in runs.items():
-            taken[name].append(seconds(run, round, first.device))
-    taken = {name: times[1:] for name, times in taken.items()}  # the first epoch warms up
+    timed = {name: partial(seconds, run, device=first.device) for name, run in runs.items()}
+    results = in_turns(timed, range(options.epochs + 1), warming=1)
     print("| | images/s | beside the plain loop |\n|---|---|---|")
-    for name, times in taken.items():
-        around = [(before + after) / 2 for before, after in zip(taken[PLAIN], taken[PLAIN][1:], strict=False)]
-        ratio = 1.0 if name == PLAIN else median(plain / own for plain, own in zip(around, times, strict=False))
-        print(f"| {name} | {len(train) / median(times):.1f} | {ratio:.2f} |")
+    for name, (middle, ratio) in results.items():
+        print(f"| {name} | {len(train) / middle:.1f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

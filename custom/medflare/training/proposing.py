@@ -32,7 +32,8 @@ from medflare.training.round_time import Stopwatch
 
 _READ: Final = 20  # training images of a site, for the fingerprint
 _SAMPLED_IMAGES: Final = 6  # of a site, to count channels
-_SAMPLED_MASKS: Final = 40  # of a site, to list label values; `medflare data check` reads all
+_LEAST_MASKS, _MOST_MASKS = 20, 200  # of a site, to list label values; `medflare data check` reads all
+_MASK_PIXELS: Final = 200_000_000  # of these masks
 _MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
 _STEP: Final = 16  # sides are multiples of it
@@ -133,19 +134,40 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     label = listed[0][0].label
     kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
     entries = [read_datalist(folder, kind) for folder in folders]
-    masks = [entry for site in entries for entry in evenly_spaced(site, _SAMPLED_MASKS)]
-    images = [entry for site in entries for entry in evenly_spaced(site, _SAMPLED_IMAGES)]
+    labelled: list[DatalistItem] = []
+    images: list[DatalistItem] = []
+    for site in entries:
+        labelled += site if kind == "classification" else evenly_spaced(site, _masks_to_read(site))
+        images += evenly_spaced(site, _SAMPLED_IMAGES)
     names = class_numbers(headers[0].get("labels"))
     choices = [Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes")]
-    choices += (_structures if kind == "segmentation" else _classes)(masks, names, hints, label)
-    if kind == "segmentation" and (codes := _codes(masks, next(choice.value for choice in choices if choice.setting == "labels"))):
+    choices += (_structures if kind == "segmentation" else _classes)(labelled, names, hints, label)
+    if kind == "segmentation" and (codes := _codes(labelled, next(choice.value for choice in choices if choice.setting == "labels"))):
         choices.append(Choice("codes", codes, "of the DICOM segmentation objects, for those that predict writes"))
     choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
-    if incomplete := sum(None in entry.channels for entry in masks):
+    incomplete = sum(None in entry.channels for site in entries for entry in site)
+    if incomplete:
         choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
-    name = hints.name or re.sub(r"\W+", "_", str(headers[0].get("name") or root.resolve().name)).strip("_").lower() or "task"
+    folder_name = root.resolve().name
+    name = hints.name or _plain_name(folder_name if len(folders) > 1 else str(headers[0].get("name") or folder_name))
     settings = {"name": name} | {choice.setting: choice.value for choice in choices}
     return DatasetSummary(settings, tuple(choices), all(suffix(entry.image) in PICTURES for entry in images))
+
+
+def _plain_name(text: str) -> str:
+    """A name for a task: letters, digits and underscores.
+
+    Examples:
+        >>> _plain_name("Chest X-rays")
+        'chest_x_rays'
+    """
+    return re.sub(r"\W+", "_", text).strip("_").lower() or "task"
+
+
+def _masks_to_read(entries: Sequence[DatalistItem]) -> int:
+    """How many masks of a site are read to list their values: fewer if they are large."""
+    pixels = read_stored(entries[0].masks[0], mask=True).array.size
+    return max(_LEAST_MASKS, min(_MOST_MASKS, _MASK_PIXELS // pixels))
 
 
 def _classes(entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any) -> list[Choice]:
