@@ -181,7 +181,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         for way in dict.fromkeys(line["way"] for line in lines if line["federation"] == federation):
             runs = [line for line in lines if (line["federation"], line["way"]) == (federation, way) and "test" in line]
             if runs:
-                means[way] = tuple(mean(run[name] for run in runs) for name in ("rounds", "validation", "test"))  # type: ignore[assignment]
+                means[way] = tuple(mean(run[name] for run in runs) for name in ("rounds", "validation", "test"))
         best = max(means, key=lambda way: means[way][1], default="")
         for way, (rounds, validation, test) in means.items():
             ratio = f"{means[PROPOSED][2] / test:.2f}" if PROPOSED in means and test else "–"

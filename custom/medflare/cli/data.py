@@ -289,7 +289,7 @@ def init_task(
     Writes kind, labels, channels, size, network and the other settings, and prints each with its reason.
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.training.proposing import TaskHints, propose
+    from medflare.training.proposing import TIMED_ROUNDS, TaskHints, propose
 
     if out.is_file() and not force:
         raise ConfigError(f"{out} exists; keep it, or replace it with --force")
@@ -297,13 +297,7 @@ def init_task(
 
     def proposed_with(texts: Mapping[str, str | None]) -> "Plan":
         hints = TaskHints(
-            **_parsed(texts),
-            channels=channels,
-            dims=dims,
-            modality=modality,
-            memory=memory,
-            minutes=minutes,
-            pretrained=pretrained,
+            **_parsed(texts), channels=channels, dims=dims, modality=modality, memory=memory, minutes=minutes, pretrained=pretrained
         )
         with options.environment(device=device):
             return propose(root, hints)
@@ -322,7 +316,7 @@ def init_task(
     print(proposed.render())
     place, file = shlex.quote(str(root)), shlex.quote(str(out))
     print(f"written: {out}\nnext: medflare data check {place} --task {file}")
-    print(f"      medflare run fedavg --task {file} --data-root {place} --engine local")
+    print(f"      medflare run fedavg --task {file} --data-root {place} --rounds {TIMED_ROUNDS} --engine local")
     return 0
 
 

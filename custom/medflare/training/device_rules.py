@@ -9,47 +9,74 @@ from typing import Any, Final
 
 from medflare.core.text import about, format_shape
 from medflare.data.checking.fingerprint import DatasetFingerprint
-from medflare.data.checking.planning import Choice
+from medflare.data.checking.planning import Choice, mirroring, ordered_axes
 from medflare.data.checking.structures import SIDES
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.round_time import Stopwatch, median_size, round_seconds
 
 _DETAIL: Final = 0.97  # Dice after resizing from which a size keeps enough of the structures
 _LEAST_DETAIL: Final = 0.9  # below it, patches at full resolution are better
-_LARGEST: Final = {2: 512, 3: 128}  # side of a resized image
+_WHOLE: Final = {2: 128, 3: 48}  # side up to which whole images are better than patches
 _LEVELS: Final = 4
 _WIDTH: Final = 16  # feature maps of the first level
 _STEP: Final = 2 ** (_LEVELS - 1)  # sides of images are multiples of it
 _BATCHES: Final = {2: 8, 3: 4}  # at most
-_PATCH_SIDES: Final = {2: (128, 96, 64), 3: (64, 48, 32)}
-_MAX_PATCHES: Final = 8  # of an image in an epoch
+_PATCH_BATCH: Final = 4
+_PATCH_SIDES: Final = {2: (128, 96, 64), 3: (48, 32)}
+_MAX_PATCHES: Final = {2: 4, 3: 2}  # of an image in an epoch
+# nnU-Net's changes of intensity that cost a CPU little; its rotations and blurs cost more than they give in a short run.
+_CHEAP: Final = ("RandGaussianNoise", "RandScaleIntensity", "RandScaleIntensityFixedMean", "RandAdjustContrast", "RandFlip")
 _STEPS: Final = 25  # of a round at the median site
 _MAX_EPOCHS: Final = 10
 
 
 def small_segmentation(
-    settings: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
+    settings: dict[str, Any], sites: Sequence[DatasetFingerprint], stopwatch: Stopwatch, limit: float
 ) -> tuple[Choice, ...]:
-    """Image mode, size, network and batch size, so that a round with one local epoch takes at most `limit` seconds, if any does.
+    """Image mode, size, augmentation, network and batch size for a CPU.
 
-    Images are resized to the smallest size that keeps the structures, see `structures.Layout`, or to the largest that `limit`
-    allows. Where that loses too much of the structures, patches at full resolution take their place.
+    A round with one local epoch takes at most `limit` seconds, if any settings allow that. Images are resized to the smallest size
+    that keeps the structures, see `structures.Layout`. Where that is large, or `limit` does not allow it, patches at full
+    resolution take their place, if `limit` allows those: they give more steps in the same time, half of them around a structure.
+    Structures that keep an order need the whole image, since their place tells them apart.
 
     Args:
         settings: of the task, complete.
     """
-    batch = _batch_size(sites, settings["spatial_dims"])
+    dims = settings["spatial_dims"]
+    batch = _batch_size(sites, dims)
     network = Choice("network", small_unet(), f"a U-Net of {_LEVELS} levels that a CPU can train")
+    augment = _cheap_augmentation(settings, sites)
     common = {**settings, "network": network.value, "batch_size": batch.value, "local_epochs": 1}
-    detail = _detail(sites)
-    mode, size = _resized(common, sites, stopwatch, limit, detail)
-    dice = detail.get(max(size.value), 1.0)
-    if dice < _LEAST_DETAIL:
-        return (*_patches(common, sites, stopwatch, limit, dice), network, batch)
-    return (mode, size, network, batch)
+    common["augment"] = augment.value
+    median, detail = median_size(sites), _detail(sites)
+    wanted = _wanted_side(median, detail)
+    is_ordered = bool(ordered_axes(sites))
+    if wanted <= _WHOLE[dims] or is_ordered:
+        mode, size = _resized(common, sites, stopwatch, limit, wanted)
+        if is_ordered or detail.get(max(size.value), 1.0) >= _LEAST_DETAIL:
+            return (mode, size, augment, network, batch)
+    patch_batch = Choice("batch_size", _PATCH_BATCH, "patches of a step; small batches give more steps")
+    patches = _patches({**common, "batch_size": _PATCH_BATCH}, sites, stopwatch, limit)
+    if patches:
+        return (*patches, augment, network, patch_batch)
+    mode, size = _resized(common, sites, stopwatch, limit, min(wanted, _WHOLE[dims]))
+    return (mode, size, augment, network, batch)
+
+
+def _cheap_augmentation(settings: dict[str, Any], sites: Sequence[DatasetFingerprint]) -> Choice:
+    transforms = [transform for transform in settings["augment"] if transform["name"] in _CHEAP]
+    reason = f"{mirroring(ordered_axes(sites))}; nnU-Net's changes of intensity, without what costs a CPU much"
+    return Choice("augment", transforms, reason)
+
+
+def _wanted_side(median: Sequence[float], detail: dict[int, float]) -> int:
+    """The smallest longest side that keeps the structures; that of the median image if none does."""
+    full = round(max(median))
+    for side, dice in sorted(detail.items()):
+        if dice >= _DETAIL and side < full:
+            return side
+    return full
 
 
 def whole_images(choices: Sequence[Choice]) -> bool:
@@ -85,27 +112,21 @@ def _detail(sites: Sequence[DatasetFingerprint]) -> dict[int, float]:
 
 
 def _resized(
-    common: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
-    detail: dict[int, float],
+    common: dict[str, Any], sites: Sequence[DatasetFingerprint], stopwatch: Stopwatch, limit: float, wanted: int
 ) -> tuple[Choice, Choice]:
-    """Image mode and size of resized images."""
-    dims = common["spatial_dims"]
-    median = median_size(sites)
-    full = min(_LARGEST[dims], round(max(median)))
-    enough = [side for side, dice in sorted(detail.items()) if dice >= _DETAIL and side <= full]
-    wanted = enough[0] if enough else full
-    sides: list[int] = [wanted, *(side for side in reversed(SIDES[dims]) if side < wanted)]
-    mode = Choice("image_mode", "resize", "whole images, which a small network on a CPU learns faster than patches")
+    """Image mode and size of resized images, the longest side at most `wanted`."""
+    median, detail = median_size(sites), _detail(sites)
+    sides: list[int] = [wanted, *(side for side in reversed(SIDES[common["spatial_dims"]]) if side < wanted)]
+    mode = Choice("image_mode", "resize", "whole images, which a small network on a CPU learns faster")
     for side in sides:
         size = _scaled(median, side)
         task = _task(common, (mode, Choice("size", size, "")), ("patches_per_image", "spacing"))
         if round_seconds(task, sites, stopwatch.estimated_seconds(task)) <= limit:
             break
     kept = f"; structures keep a Dice of {detail[side]:.2f} at this size" if side in detail else ""
-    why = "the smallest size that keeps the structures" if side == wanted else "the largest size for the minutes of a round"
+    why = "the largest size for the minutes of a round"
+    if side == wanted:
+        why = "the smallest size that keeps the structures"
     image = format_shape(tuple(round(length) for length in median))
     return mode, Choice("size", size, f"{why}{kept}; the median image is {image}")
 
@@ -116,37 +137,28 @@ def _scaled(median: Sequence[float], longest: float) -> list[int]:
     return [max(2 * _STEP, round(side * scale / _STEP) * _STEP) for side in median]
 
 
-def _patches(
-    common: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
-    dice: float,
-) -> tuple[Choice, ...]:
-    """Image mode, size and number of patches at the resolution of the files (or of the task's spacing)."""
+def _patches(common: dict[str, Any], sites: Sequence[DatasetFingerprint], stopwatch: Stopwatch, limit: float) -> tuple[Choice, ...]:
+    """Image mode, size and number of patches at the resolution of the files (or of the task's spacing); () if none is fast enough."""
+    dims = common["spatial_dims"]
     median = median_size(sites, common.get("spacing"))
-    reason = f"structures would keep a Dice of {dice:.2f} in resized images, so patches keep the resolution"
-    mode = Choice("image_mode", "patch", reason)
-    for longest in _PATCH_SIDES[common["spatial_dims"]]:
-        size = [min(longest, math.ceil(side / _STEP) * _STEP) for side in median]
-        patches = max(1, min(_MAX_PATCHES, round(math.prod(median) / math.prod(size))))
+    most = _MAX_PATCHES[dims]
+    mode = Choice("image_mode", "patch", "resized images would lose structures; patches keep the resolution")
+    for longest in _PATCH_SIDES[dims]:
+        size = _scaled(median, min(longest, max(median)))
+        patches = max(1, min(most, round(math.prod(median) / math.prod(size))))
         choices = (
             mode,
             Choice("size", size, "of a patch, for the minutes of a round"),
-            Choice("patches_per_image", patches, f"patches that cover a median image, at most {_MAX_PATCHES}"),
+            Choice("patches_per_image", patches, f"patches that cover a median image, at most {most}"),
         )
         task = _task(common, choices, ())
         if round_seconds(task, sites, stopwatch.estimated_seconds(task)) <= limit:
-            break
-    return choices
+            return choices
+    return ()
 
 
 def picture_size(
-    settings: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
-    step: int,
+    settings: dict[str, Any], sites: Sequence[DatasetFingerprint], stopwatch: Stopwatch, limit: float, step: int
 ) -> Choice | None:
     """A smaller size for the images of a classification, if a round with the present one takes more than `limit` seconds.
 
@@ -164,9 +176,7 @@ def picture_size(
     return Choice("size", size, reason)
 
 
-def local_epochs(
-    task: TaskConfig, sites: Sequence[DatasetFingerprint], seconds: float, limit: float
-) -> Choice:
+def local_epochs(task: TaskConfig, sites: Sequence[DatasetFingerprint], seconds: float, limit: float) -> Choice:
     """Local epochs; `seconds` of a round with one."""
     images = sorted(site.images for site in sites)[len(sites) // 2]
     steps = max(1, images * task.patches_per_image // task.batch_size)

@@ -42,7 +42,7 @@ _IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which c
 _AIR: Final = -200  # Hounsfield units; only CT has lower values
 _MAX_BATCH: Final = 16
 _PRETRAINED: Final = "efficientnet_lite0"
-_ROUNDS: Final = 20  # of a run whose time is printed
+TIMED_ROUNDS: Final = 20  # of a run whose time is printed
 _LATE: Final = 1.25  # times the limit of a round, from which a warning says so
 _log = logging.getLogger(__name__)
 
@@ -94,11 +94,7 @@ def propose(root: Path, hints: TaskHints) -> Plan:
         proposed = _classification(sites, modality.value, hints, learnt)
     if hints.network:
         proposed = _changed(proposed, [Choice("network", {"name": hints.network}, "as given")])
-    proposed = dataclasses.replace(
-        proposed,
-        choices=(*summary.choices, modality, *proposed.choices),
-        warnings=_few_images(sites),
-    )
+    proposed = dataclasses.replace(proposed, choices=(*summary.choices, modality, *proposed.choices), warnings=_few_images(sites))
     proposed = _with_pretrained(proposed, sites, hints)
     proposed = _with_time(proposed, sites, hints, stopwatch)
     check_task(load_task(proposed.settings))
@@ -148,8 +144,9 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     incomplete = sum(None in entry.channels for site in entries for entry in site)
     if incomplete:
         choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
-    folder_name = root.resolve().name
-    name = hints.name or _plain_name(folder_name if len(folders) > 1 else str(headers[0].get("name") or folder_name))
+    names_of_sites = {header.get("name") for header in headers}
+    shared_name = str(names_of_sites.pop()) if len(names_of_sites) == 1 and None not in names_of_sites else root.resolve().name
+    name = hints.name or _plain_name(shared_name)
     settings = {"name": name} | {choice.setting: choice.value for choice in choices}
     return DatasetSummary(settings, tuple(choices), all(suffix(entry.image) in PICTURES for entry in images))
 
@@ -312,11 +309,7 @@ def _batch_size(sites: Sequence[DatasetFingerprint]) -> Choice:
 
 
 def _segmentation(
-    sites: Sequence[DatasetFingerprint],
-    modality: Modality,
-    hints: TaskHints,
-    learnt: dict[str, Any],
-    stopwatch: Stopwatch,
+    sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any], stopwatch: Stopwatch
 ) -> Plan:
     """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or as `hints.size` says."""
     limit = 60 * hints.minutes
@@ -400,9 +393,7 @@ def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choic
     return Choice("intensity", scale, "the same for all images")
 
 
-def _with_time(
-    proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch
-) -> Plan:
+def _with_time(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch) -> Plan:
     """The plan with learning rate and local epochs, for pictures also a smaller size if it needs one, and with its time."""
     limit = 60 * hints.minutes
     if proposed.settings["kind"] == "classification" and not hints.size:
@@ -418,7 +409,7 @@ def _with_time(
     epochs = local_epochs(task, sites, cost.seconds, limit)
     seconds = cost.seconds * epochs.value
     memory = f"a step takes {cost.step.gibibytes:.2g} GiB"
-    run = f"{_ROUNDS} rounds about {about(_ROUNDS * seconds)}"
+    run = f"{TIMED_ROUNDS} rounds about {about(TIMED_ROUNDS * seconds)}"
     time = f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), {run}; {memory}"
     warnings = proposed.warnings
     if seconds > _LATE * limit:

@@ -86,9 +86,7 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
-def round_seconds(
-    task: TaskConfig, sites: Sequence[DatasetFingerprint], step_seconds: float
-) -> float:
+def round_seconds(task: TaskConfig, sites: Sequence[DatasetFingerprint], step_seconds: float) -> float:
     """Seconds of a round: training at all sites, one after the other, and validation.
 
     Reading the images, which happens once, is left out.
@@ -111,9 +109,7 @@ def _windows(task: TaskConfig, sites: Sequence[DatasetFingerprint]) -> int:
     return windows
 
 
-def median_size(
-    sites: Sequence[DatasetFingerprint], spacing: Sequence[float] | None = None
-) -> tuple[float, ...]:
+def median_size(sites: Sequence[DatasetFingerprint], spacing: Sequence[float] | None = None) -> tuple[float, ...]:
     """Sides of the median image of all sites, as stored or after resampling to `spacing` (millimetres)."""
     images = [site.images for site in sites]
     extents = [site.extents for site in sites if site.extents is not None]

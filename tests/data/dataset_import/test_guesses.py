@@ -295,7 +295,12 @@ def test_several_masks_of_255_are_those_of_1(volumes: bool, tmp_path: Path) -> N
         volume_sites.write(file.with_suffix(".nii.gz"), np.stack([array] * 4, axis=2), np.eye(4))
         file.unlink()
     imported(root)
-    settings: dict[str, Any] = {"target": "multilabel", "labels": ["cup", "disc"], "spatial_dims": 2 + volumes, "size": [16, 16, 4][: 2 + volumes]}
+    settings: dict[str, Any] = {
+        "target": "multilabel",
+        "labels": ["cup", "disc"],
+        "spatial_dims": 2 + volumes,
+        "size": [16, 16, 4][: 2 + volumes],
+    }
     task = small_task(**settings)
     assert check_site(root, task).ok
     entries = read_datalist(root, "segmentation")

@@ -355,7 +355,6 @@ def _key(folder: Path, task: TaskConfig, entries: Sequence[DatalistItem]) -> str
     return digest.hexdigest()
 
 
-
 def to_json(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
     """The content of a file of fingerprints."""
     return {"format": FORMAT, "sites": [json.loads(json.dumps(dataclasses.asdict(site))) for site in sites]}

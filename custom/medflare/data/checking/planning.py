@@ -231,9 +231,7 @@ def plan(
     return Plan(settings, (*geometry.choices, *sized, *training))
 
 
-def plan_without_sizes(
-    sites: Sequence[DatasetFingerprint], modality: Modality, name: str
-) -> Plan:
+def plan_without_sizes(sites: Sequence[DatasetFingerprint], modality: Modality, name: str) -> Plan:
     """As `plan`, without what memory decides: patch, network and batch size."""
     settings, geometry, training = _without_sizes(sites, modality, voxels=False)
     return Plan(settings | {"name": name}, (*geometry.choices, *training))

@@ -112,9 +112,7 @@ def _centre_and_variance(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(centres), np.array(variances)
 
 
-def standardised_distance(
-    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
-) -> np.ndarray:
+def standardised_distance(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """From the centre of one structure to that of another by axis, over the root of their summed variances.
 
     Two halves of a bar are 2.4 apart; a cup in the middle of its disc is 0 apart. A pixel adds a variance of 1 / 12.
