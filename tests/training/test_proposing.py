@@ -74,6 +74,15 @@ def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tu
     assert (task.network["name"], task.image_mode) == ("unet", "resize")
 
 
+def test_masks_of_0_and_255_beside_masks_of_0_and_1(tmp_path: Path) -> None:
+    root = pairs(tmp_path, values=(1,))
+    for number, path in enumerate(sorted(root.rglob("*_mask.png"))):
+        if number % 2:
+            Image.fromarray(np.asarray(Image.open(path)) * np.uint8(255)).save(path)
+    task, _ = proposed(root)
+    assert (task.target, task.labels, task.label_values) == ("binary", ("foreground",), {})
+
+
 @pytest.mark.parametrize(("structures", "names"), [((0, 128), ("cup", "rim")), ((0,), ("lesion",))])
 def test_the_background_is_what_the_corners_of_masks_show(structures: tuple[int, ...], names: tuple[str, ...], tmp_path: Path) -> None:
     """As in REFUGE, where the background is 255."""

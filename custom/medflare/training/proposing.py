@@ -237,14 +237,20 @@ def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
     """
     values: set[int] = set()
     corners: set[int] = set()
+    with_255: list[set[int]] = []
     for entry in entries:
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
             raise DataError(f"{entry.masks[0]}: a mask with {len(mask)} colour channels; store label numbers in one grey mask")
-        values |= {*np.unique(mask).tolist()}
+        shown = {*np.unique(mask).tolist()}
+        values |= shown
+        if 255 in shown:
+            with_255.append(shown)
         corners |= {*mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist()}
         if len(values) > _MAX_VALUES:
             raise DataError(f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); store label numbers as PNG")
+    if values == {0, 1, 255} and all(shown <= {0, 255} for shown in with_255):
+        values = {0, 1}  # `targets.encode_mask` reads 255 as 1 in masks of 0 and 255
     background = corners.pop() if len(corners) == 1 and len(values) > 1 else 0
     if not values - {background}:
         raise DataError(f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?")
