@@ -39,6 +39,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what the task says
     "site:compile": ({}, {"compile": True}),
     "site:bf16+channels_last": ({"precision": "bf16"}, {"channels_last": True}),
 }
+Epoch = Callable[[int], float]  # runs the epoch of a turn and returns its seconds
+Medians = dict[str, tuple[float, float]]  # name -> seconds of an epoch, and its ratio
 
 
 def opened(task: TaskConfig, device: str, way: str) -> tuple[Site, Split]:
@@ -109,15 +111,13 @@ def seconds(run: Callable[[int], None], round: int, device: torch.device) -> flo
     return clock() - started
 
 
-def in_turns(
-    timed: Mapping[str, Callable[[int], float]],
-    turns: Iterable[int],
-    warming: int,
-) -> dict[str, tuple[float, float]]:
-    """Name -> median seconds of an epoch, and the median of its ratios to the plain epochs around it.
+def in_turns(timed: Mapping[str, Epoch], turns: Iterable[int], warming: int) -> Medians:
+    """What `main` compares: medians of epochs that take turns.
+
+    A ratio is the mean of the plain epochs just before and after, divided by the epoch.
 
     Args:
-        timed: name -> what runs the epoch of a turn and returns its seconds; one is PLAIN.
+        timed: name -> epoch; one name is PLAIN.
         turns: numbers of the turns; in each, every name runs once.
         warming: how many turns at the start do not count.
     """
@@ -127,7 +127,7 @@ def in_turns(
             taken[name].append(epoch(turn))
     taken = {name: times[warming:] for name, times in taken.items()}
     around = [(before + after) / 2 for before, after in pairwise(taken[PLAIN])]
-    results = {}
+    results: Medians = {}
     for name, times in taken.items():
         ratios = [plain / this for plain, this in zip(around, times, strict=False)]
         results[name] = median(times), 1.0 if name == PLAIN else median(ratios)
