@@ -23,9 +23,28 @@ addEventListener("load", () => {
   for (const part of document.querySelectorAll("h1, h2, h3, p, dd, dt, figcaption, caption, summary, svg, img, .status, .scroll")) {
     const box = part.getBoundingClientRect();
     const name = part.tagName + " " + part.textContent.slice(0, 40);
-    if (box.width && (box.left < -1 || box.right > width + 1)) faults.push("outside: " + name);
-    if (part.tagName != "svg" && !part.matches(".scroll, .hidden") && part.scrollWidth > part.clientWidth + 1 && part.clientWidth)
+    const scrolled = part.parentElement.closest(".scroll, .zoom summary");
+    if (box.width && !scrolled && (box.left < -1 || box.right > width + 1)) faults.push("outside: " + name);
+    const cut = part.scrollWidth > part.clientWidth + 1 && part.clientWidth;
+    if (cut && part.tagName != "svg" && !part.matches(".scroll, .hidden, .zoom summary"))
       faults.push("clipped: " + name);
+  }
+  document.querySelectorAll("details").forEach(part => part.open = !part.matches(".zoom"));
+  for (const part of document.querySelectorAll("body *")) {
+    const box = part.getBoundingClientRect();
+    const card = part.closest("section, .status, .tiles > div") || document.documentElement;
+    const wide = box.right > width + 1 || box.right > card.getBoundingClientRect().right + 1;
+    if (box.width && wide && !part.parentElement.closest(".scroll, .zoom summary")) faults.push("outside its card: " + part.tagName);
+  }
+  for (const part of document.querySelectorAll(".answer")) {
+    const box = part.getBoundingClientRect(), frame = part.closest(".scroll").getBoundingClientRect();
+    const row = part.parentElement.firstElementChild.getBoundingClientRect();
+    if (box.width && (box.right > frame.right + 1 || box.right > width || box.left < row.right - 1))
+      faults.push("the answer is hidden: " + part.parentElement.textContent.slice(0, 60));
+  }
+  for (const text of document.querySelectorAll("svg text")) {
+    const matrix = text.getScreenCTM(), scale = Math.hypot(matrix.a, matrix.b), size = parseFloat(getComputedStyle(text).fontSize) * scale;
+    if (size < 8) faults.push("text of " + size.toFixed(1) + " pixels: " + text.textContent);
   }
   for (const parent of document.querySelectorAll("main, dl, section, .panels, .pictures, .grid, .columns, details")) {
     const boxes = [...parent.children].map(child => child.getBoundingClientRect()).filter(box => box.width > 1 && box.height > 1);
@@ -44,6 +63,7 @@ addEventListener("load", () => {
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     run_local("fedsm", "phantom", ["site-1", "site-2"], rounds=1, seed=0, outside=["site-3"], out=folder / "run")
+    assert 'class="num answer' in (folder / "run/report.html").read_text()
     run_local("fedavg", "phantom_grades", ["site-1", "site-2"], rounds=1, seed=0, out=folder / "grades")
     assert main(["study", "fedavg", "ditto", "--reference", "single-site", "--sites", "2", "--rounds", "1", "--seeds", "0,1",
                  "--out", str(folder / "study")]) == 0  # fmt: skip

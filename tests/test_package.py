@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     "code",
     [
-        "import medflare; assert 'run_local' in dir(medflare); heavy = {'torch'}",
+        "import medflare; assert {'run_local', 'predict', 'load_model'} <= {*dir(medflare)}; heavy = {'torch'}",
         "import medflare.flare.executors; heavy = {'torch', 'monai', 'medflare.tasks.config'}",  # the simulator starts it for every task
     ],
 )

@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 def test_from_a_folder_to_sites_and_a_task(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = tmp_path / "task.json"
     assert main(["task", "init", str(root), "--yes", "--name", "pets", "--size", "32,16", "--out", str(task)]) == 0
-    assert f"--data-root {root} --engine local" in capsys.readouterr().out
+    assert f"--data-root {root} --rounds 20 --engine local" in capsys.readouterr().out
     assert (json.loads(task.read_text())["name"], json.loads(task.read_text())["size"]) == ("pets", [32, 16])
     assert main(["data", "check", str(root), "--task", str(task)]) == 0
 

@@ -1,7 +1,10 @@
 """`medflare run`, `resume`, `job` and `study` hand on what was asked for; the engines have tests of their own."""
 
 import fcntl
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +135,12 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         (["run", "fedsm", "--task", "no-such-task"], "no-such-task"),
         (["resume", "nowhere", "--out", "x"], "--job"),
         (["run", "evaluate"], "--model"),
-        (["study", "fedavg", "--out", "x"], "--sites"),
+        (["run", "fedavg", "--set", "lr=0.01"], "--lr"),
+        (["run", "fedavg", "--set", "task.lr=0.01"], "--lr"),
+        (["study", "fedavg", "--set", "task.lr=0.01", "--out", "x"], "--lr"),
+        (["study", "fedavg", "--set", "lr=0.01", "--out", "x"], "--lr"),
+        (["run", "fedavg", "--task", "task.jsn"], "no such file"),
+        (["run", "fedavg", "--sites", "4", "--sites-per-round", "9"], "--sites-per-round 9"),
         (["run", "fedavg", "--workers", "2"], "--workers"),
         (["resume", "jobs/fedsm", "--job", "1", "--workers", "2"], "--workers"),
         *(
@@ -174,8 +182,11 @@ def test_an_earlier_run_is_kept(
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert [run_once(tmp_path) for _ in range(3)] == [0, 0, 0]
     kept = {path.name: (path / "results.json").read_text() for path in tmp_path.iterdir()}
-    assert kept == {folder.name: "3", f"{folder.name}.1": "1", f"{folder.name}.2": "2"}
-    assert f"{folder}.2" in capsys.readouterr().out
+    assert kept == {folder.name: "1", f"{folder.name}.1": "2", f"{folder.name}.2": "3"}, "links to the earlier runs stay right"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "earlier" in line]
+    assert lines == [f"an earlier run keeps the name {folder}; this run is {folder}.{number}" for number in (1, 2)]
+    assert run_once(tmp_path, "--dry-run") == 0
+    assert f"{folder}.3" in capsys.readouterr().out and len([*tmp_path.iterdir()]) == 3
 
 
 def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +200,7 @@ def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, mo
 
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert run_once(tmp_path, "--from", str(model)) == 0
-    assert actual == [tmp_path / "fedavg-phantom-seed0.1" / "models" / "global"] and (actual[0] / "model.safetensors").is_file()
+    assert actual == [tmp_path / "fedavg-phantom-seed0" / "models" / "global"] and (actual[0] / "model.safetensors").is_file()
 
 
 def test_what_is_refused_moves_nothing(tmp_path: Path, refused: Refused) -> None:
@@ -225,7 +236,37 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert capsys.readouterr().err.endswith(f"medflare resume '{folder}'\n")
     (tmp_path / "datalist.json").touch()
     assert run_once(folder.parent, "--data-root", str(tmp_path)) == 130
-    assert capsys.readouterr().err.endswith(f"medflare resume '{folder}' --data-root {tmp_path}\n")
+    assert capsys.readouterr().err.endswith(f"medflare resume '{folder}.1' --data-root {tmp_path}\n")
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_that_nothing_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert run_once(tmp_path) == 130
+    assert "nothing can be resumed" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_options_in_a_file(engine: Engine, tmp_path: Path, refused: Refused) -> None:
+    file = tmp_path / "options.json"
+
+    def written(content: Any) -> tuple[str, ...]:
+        file.write_text(json.dumps(content))
+        return "--options", str(file), "--out", str(tmp_path / "out")
+
+    values = {"method": "fedsm", "engine": "local", "sites": ["A", "B"], "rounds": 7, "seed": 3, "set": ["lam=0.25"], "batch-size": 5}
+    assert main(["run", *written({**values, "outside": ["X"], "from": None}), "--rounds", "2"]) == 0
+    ((_, named, _),) = engine.calls
+    actual = {name: named[name] for name in ("method", "sites", "rounds", "seed", "outside", "server")}
+    expected = {"method": "fedsm", "sites": ["A", "B", "X"], "rounds": 2, "seed": 3, "outside": ["X"], "server": {"lam": 0.25}}
+    assert actual == expected and named["task"].batch_size == 5, "the command line has priority"
+    for content, word in (({"round": 3}, "'round' is no option of this command; did you mean rounds?"), ([1], "object")):
+        assert word in refused("run", "fedavg", *written(content))
+    file.write_text("{")
+    assert "not valid JSON" in refused("run", "fedavg", "--options", str(file))
 
 
 def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +304,15 @@ def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.
     assert f"medflare job submit {tmp_path}" in capsys.readouterr().out, "FLARE's simulator refuses it"
     assert main(["job", "moon", "--out", str(tmp_path)]) == 0
     assert f"nvflare simulator {tmp_path} -n 4" in capsys.readouterr().out
-    assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0
+    (tmp_path / "meta.json").touch()
+    assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path), "--force"]) == 0
     assert "MEDFLARE_DATA_ROOT=DATA" in capsys.readouterr().out, "without data of its own"
+
+
+def test_a_job_folder_is_not_replaced_without_force(tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "meta.json").write_text("earlier")
+    assert "--force" in refused("job", "fedavg", "--out", str(tmp_path))
+    assert (tmp_path / "meta.json").read_text() == "earlier"
 
 
 @pytest.fixture
@@ -288,6 +336,26 @@ def test_a_study_gets_its_grid(study: Engine, tmp_path: Path, capsys: pytest.Cap
     assert named == {"left_out": ["site-1", "site-2"], "processes": 2, "say": print}
     assert root == str(tmp_path) and ROOT not in os.environ
     assert "the table" in capsys.readouterr().out
+
+
+def test_a_study_takes_the_options_of_run(study: Engine, tmp_path: Path) -> None:
+    for name in ("north", "south"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "datalist.json").touch()
+    options = ["--data-root", str(tmp_path), "--out", str(tmp_path)]
+    assert main(["study", "fedavg", *options, "--network", "unet", "--lr", "0.25"]) == 0
+    assert main(["study", "fedavg", *options, "--lr", "0.25", "--set", "task.optimizer.lr=0.5"]) == 0
+    first, second = (call[0][1] for call in study.calls)
+    assert first.sites == ("north", "south"), "the folders of the data root"
+    assert (first.task.network["name"], first.task.optimizer["lr"], second.task.optimizer["lr"]) == ("unet", 0.25, 0.5)
+
+
+def test_a_study_without_methods_is_refused_before_anything_large_is_imported() -> None:
+    code = "import sys; from medflare.cli import main; assert main(['study', '--out', 'x']) == 1; assert 'torch' not in sys.modules"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0 and "name at least one method" in ended.stderr, ended.stderr
 
 
 def test_a_study_leaves_out_the_sites_that_it_is_told(study: Engine, tmp_path: Path, refused: Refused) -> None:

@@ -57,7 +57,7 @@ def test_warnings_about_a_doubtful_model_are_in_all_outputs(sites: Path, tmp_pat
     task = tmp_path / "task.json"
     proposed(sites, task, "--network", "small_cnn", "--size", "32,32")
     assert "warning: site-1" in capsys.readouterr().out, "classes that are too rare at a site"
-    results, folder = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "2")
+    results, folder = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "2", "--epochs", "1")
     assert {event["kind"] for event in results["events"]} >= {*DOUBTS}
     after_run = capsys.readouterr().out
     assert main(["results", str(folder)]) == 0

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from medflare.evaluation.presentation import format_bytes, format_seconds, format_setting, model_columns
+from medflare.evaluation.presentation import format_bytes, format_seconds, format_setting, model_columns, spread_over_sites
 
 
 def test_bytes_and_seconds() -> None:
@@ -30,3 +30,20 @@ def test_models_with_equal_numbers_share_a_column() -> None:
     assert list(columns(site(personal=None, deployed=None))) == ["global", "personal", "deployed"], "undefined models are not equal"
     assert list(columns(site(personal=0.6, mixture=0.6))) == ["global", "personal = mixture"]
     assert columns() == {}
+
+
+def test_the_worst_site_and_the_disparity_are_of_inside_sites() -> None:
+    def site(role: str, dice: float | None, hd95: float | None) -> dict[str, Any]:
+        return {"role": role, "metrics": {"deployed": {"dice": dice, "hd95": hd95}}}
+
+    sites = {
+        "A": site("inside", 0.75, 2.0),
+        "B": site("inside", 0.5, 5.5),
+        "C": site("inside", None, None),
+        "X": site("outside", 0.1, 99.0),
+    }
+    rows = spread_over_sites({"sites": sites}, "dice")
+    assert rows == {"worst inside site": {"deployed": "0.500\nB"}, "disparity (best minus worst)": {"deployed": "0.250"}}
+    rows = spread_over_sites({"sites": sites}, "hd95")
+    assert [of["deployed"] for of in rows.values()] == ["5.5\nB", "3.5"], "lower is better: the highest is the worst"
+    assert spread_over_sites({"sites": {"A": sites["A"], "X": sites["X"]}}, "dice") == {}

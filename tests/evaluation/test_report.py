@@ -14,6 +14,7 @@ from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
 from medflare.evaluation import figures
 from medflare.evaluation.figures import roc_curves, training_curves
+from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.report import SiteReport, class_tables, mean_interval, patient_values, render_report, render_site_report
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.classes import Cases
@@ -41,13 +42,13 @@ def table(page: Page, caption: str) -> list[list[str]]:
 def test_the_page_has_the_numbers(record: RunRecord, history: History) -> None:
     page = Page(render_report(build_results(record), history))
     main = {row[0]: row[1:] for row in page.tables[0]}
-    assert main["site"] == ["global", "personal", "deployed", "images: train / validation / test"]
-    assert main["A"][:3] == ["0.400", "0.500(best)", "–undefined"] and "".join(main["A"][3].split()) == "4/1/3weight31%"
+    assert main["site"] == ["deployed", "global", "personal", "images: train / validation / test"]
+    assert main["A"][:3] == ["–undefined", "0.400", "0.500(best)"] and "".join(main["A"][3].split()) == "4/1/3weight31%"
     assert "".join(main["C"][3].split()).startswith("3/?/?")
-    assert main["Xoutside"][:3] == ["0.700", "–undefined", "0.750(best)"]
-    assert main["mean, inside"][:3] == ["0.500", "0.650(best)", "–undefined"]
-    assert table(page, "IoU")[2] == ["B", "0.429", "0.667(best)", "–undefined"]
-    assert table(page, "HD95 (px), lower is better")[2] == ["B", "4.0", "2.0(best)", "–undefined"]
+    assert main["Xoutside"][:3] == ["0.750(best)", "0.700", "–undefined"]
+    assert main["mean, inside"][:3] == ["–undefined", "0.500", "0.650(best)"]
+    assert table(page, "IoU")[2] == ["B", "–undefined", "0.429", "0.667(best)"]
+    assert table(page, "HD95 (px), lower is better")[2] == ["B", "–undefined", "4.0", "2.0(best)"]
     assert table(page, "The deployed model") == [["site", "global", "A", "B"], ["X", "5", "1", "3"]]
     assert ["2", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in table(
         page, "Everything that was rejected"
@@ -70,7 +71,68 @@ def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(reco
     page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
     assert "Dice 0.700, constant answer (which ignores the image) 0.600, mean over 2 sites" in page.text
     assert "better at 1 of 3 sites" in page.text and "not better at B; undefined at X" in page.text
-    assert page.tables[0][1][:3] == ["A", "–undefined", "–undefined"] and page.tables[0][1][4] == "0.600"
+    assert page.tables[0][1][:5] == ["A", "0.9000.650 to 0.950", "–undefined", "–undefined", "0.600"]
+    rows = {row[0]: row[1:] for row in page.tables[0]}
+    assert rows["mean, inside"][0] == "0.700" and rows["mean, inside"][3] == "0.600", "beside the constant answer"
+    assert rows["worst inside site"][0] == "0.500B" and rows["disparity (best minus worst)"][0] == "0.400"
+
+
+def box_of(record: RunRecord, **results: object) -> str:
+    """The class of the box of a completed run."""
+    tags = Page(render_report({**build_results(record), **results})).tags
+    (classes,) = [of["class"] for _, of in tags if of.get("role") == "status"]
+    return str(classes)
+
+
+def test_the_box_of_a_completed_run_is_green_only_without_findings(record: RunRecord) -> None:
+    def finding(kind: str) -> dict[str, Any]:
+        return {"kind": kind, "problem": "p", "where": "w", "remedy": "r", "sites": [], "brief": "b"}
+
+    assert box_of(record, findings=[]) == "status completed"
+    assert box_of(record, findings=[finding("still_rising")]) == "status ended"
+    assert box_of(record, findings=[finding("still_rising"), finding("below_floor")]) == "status doubtful"
+
+
+def test_the_page_says_what_the_task_is_and_uses_the_deployed_model(record: RunRecord) -> None:
+    text = Page(render_report(build_results(record))).text
+    assert "tiny: segmentation of disc in images. Source: Synthetic discs, generated for tests." in text
+    assert "medflare predict models/deployed IMAGES" in text and "medflare export models/deployed" in text
+    equal = {model: {"dice": 0.5} for model in ("global", "personal", "deployed")}
+    sites = {name: dataclasses.replace(site, metrics=equal) for name, site in record.sites.items()}
+    text = Page(render_report(build_results(dataclasses.replace(record, sites=sites)))).text
+    assert "medflare predict models/global IMAGES" in text
+
+
+def test_settings_without_a_value_have_no_row(record: RunRecord) -> None:
+    settings: dict[str, Any] = {"engine": "local", "outside": [], "resume": "", "patience": None, "min_sites": 0, "cross_site": False}
+    page = Page(render_report(build_results(dataclasses.replace(record, settings=settings))))
+    shown = [row[0] for row in table(page, "Settings")[1:]]
+    assert shown == ["engine", "patience", "min_sites", "cross_site"]
+
+
+def test_tables_by_structure_are_in_one_place(record: RunRecord, task: TaskConfig) -> None:
+    by_label = {"deployed": {label: {"dice": 0.5, "iou": 1 / 3} for label in ("disc", "cup")}}
+    both = dataclasses.replace(task, target="multilabel", labels=("disc", "cup"))
+    sites = {name: dataclasses.replace(site, by_label=by_label) for name, site in record.sites.items()}
+    html = render_report(build_results(dataclasses.replace(record, task=both, sites=sites)))
+    captions = Page(html).captions
+    assert html.count(">Further metrics<") == 1
+    assert [caption for caption in captions if "by structure" in caption] == [
+        "Dice by structure, deployed model",
+        "IoU by structure, deployed model",
+    ]
+
+
+def test_validation_curves_of_bounded_metrics_go_from_0_to_1(record: RunRecord, history: History) -> None:
+    def ticks(metric: str) -> set[str]:
+        results = build_results(record)
+        results["configuration"]["task"]["metric"] = metric
+        svg = training_curves(results, history)
+        words = [element.text or "" for element in ElementTree.fromstring(f"<div>{svg}</div>").iter() if element.tag.endswith("text")]
+        start = next(place for place, word in enumerate(words) if word == "Validation " + metric_label(metric) + ", global")
+        return set(words[:start][-12:])
+
+    assert {"0.0", "1.0"} <= ticks("dice") and "1.0" not in ticks("hd95"), "validation values are 0.1 to 0.505"
 
 
 def test_the_page_has_the_selected_round_and_all_candidates(record: RunRecord, history: History) -> None:
@@ -161,7 +223,7 @@ def test_class_counts_of_all_sites_together_and_of_each(classified: RunRecord) -
     assert together[1][2] == ["<ill>", "0.750(6)", "0.250(2)"]
     assert page.captions.count("A") == 2 and page.captions.count("X") == 0, "X keeps its counts back"
     areas = next(content for content in page.tables if content[0] == ["site", "<ill>"])
-    assert areas[1:] == [["A", "0.750\n0.500 to 1.000"], ["B", "0.750"]]
+    assert areas[1:] == [["A", "0.7500.500 to 1.000"], ["B", "0.750"]]
     assert table(page, "Traffic and time")[1:] == [["A", "2.0 KiB", "1.0 KiB", "1 min 01 s"]]
 
 
@@ -203,7 +265,7 @@ def test_a_site_report_has_the_values_of_fewer_than_six_patients() -> None:
     task = small_task(target="multilabel", labels=("disc", "cup"))
     deployed = summarize({"dice": 1.0}, Cases(NAMES, {"dice": torch.ones(3, dtype=torch.float64)}, structures=rows), task)
     page = Page(render_site_report(segmented(task=task, models={"deployed": deployed})))
-    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500\neach: 0.500, 0.500"], ["cup", "–"]]
+    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500each: 0.500, 0.500"], ["cup", "–"]]
     assert table(page, "Means over the test images")[1] == ["model", "1.000each: 1.000, 1.000, 1.000"]
     assert "By structure" not in Page(render_site_report(segmented())).text
 
@@ -212,7 +274,7 @@ def test_a_site_report_has_patients_model_by_model() -> None:
     events = [{"round": None, "site": None, "kind": "warning", "message": "m"}]
     html = render_site_report(segmented(pictures={"worst: Xu": b"\x89PNG"}, events=events))
     assert html.startswith("<!doctype html>") and "<b>Roe" not in html and "&lt;b&gt;Roe" in html
-    assert "personal = deployed" in html and "each: 0.700, 0.900" in html and "0.700 to 0.900" not in html
+    assert "deployed = personal" in html and "each: 0.700, 0.900" in html and "0.700 to 0.900" not in html
     assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
     assert not faults(html) and len(html) < 200_000
     assert [row[0] for row in table(Page(html), "Patients with the lowest")] == ["patient", "<b>Roe</b>", "Meier"], "Xu has no value"
@@ -249,8 +311,8 @@ def test_a_site_report_has_the_interval_of_each_structure() -> None:
     task = small_task(target="multilabel", labels=("disc", "cup"))
     deployed = summarize({"dice": 0.5}, Cases(names, {"dice": half}, structures=rows), task)
     page = Page(render_site_report(segmented(task=task, models={"deployed": deployed})))
-    cup = "0.500\neach: 0.500, 0.500, 0.500, 0.500, 0.500"
-    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.500\n0.500 to 0.500"], ["cup", cup]], "five patients have a cup"
+    cup = "0.500each: 0.500, 0.500, 0.500, 0.500, 0.500"
+    assert table(page, "Metrics of the deployed")[1:] == [["disc", "0.5000.500 to 0.500"], ["cup", cup]], "five patients have a cup"
 
 
 def test_an_interval_needs_six_patients() -> None:

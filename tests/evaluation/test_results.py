@@ -179,7 +179,7 @@ def test_all_text_of_results_is_printable(tmp_path: Path, record: RunRecord) -> 
 def test_no_site_is_a_formula_in_the_table(tmp_path: Path, record: RunRecord) -> None:
     formula = '=cmd|"/c calc"!A1'
     write_results(tmp_path / "medflare", dataclasses.replace(record, sites={formula: record.sites["B"]}))
-    assert show(tmp_path, tmp_path / "table.csv") == 0
+    assert show([tmp_path], tmp_path / "table.csv") == 0
     with (tmp_path / "table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["site"] for row in rows} == {f"'{formula}"} and rows[0]["value"] == "0.6"

@@ -1,7 +1,10 @@
 """The plain loop end to end on the phantom: results, what each site keeps, reproducibility, defined failures."""
 
+import copy
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.evaluation.results import load_results, validate_results
+from medflare.evaluation.run_results import RunResults
 from medflare.federation.local import loop
 from medflare.federation.local.loop import SITES, STATE, resume_local
 from medflare.inference.deployed import load_model
@@ -24,10 +28,10 @@ from medflare.training.opening import open_site
 from medflare.training.site import Site
 
 TINY = tiny_phantom()
-Kept = tuple[dict[str, Any], Path]  # the results of a run and its folder
+Kept = tuple[RunResults, Path]  # the results of a run and its folder
 
 
-def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> dict[str, Any]:
+def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> RunResults:
     return medflare.run_local(method, TINY, sites, **{"rounds": 2, "seed": 3, **options})
 
 
@@ -52,6 +56,37 @@ def test_what_a_run_returns_and_leaves_behind(kept: Kept) -> None:
     for way in ("down_bytes", "up_bytes"):
         assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
     assert all(cost["seconds"] > 0 for cost in results["costs"].values())
+
+
+def test_results_show_themselves_in_a_notebook(kept: Kept) -> None:
+    results, folder = kept
+    assert isinstance(results, dict) and isinstance(results, RunResults)
+    short = repr(results)
+    mean = results["mean"]["inside"]["deployed"]["dice"]
+    assert f"Dice {mean:.3f} inside" in short and str(folder) in short and len(short) < 300
+    page = results._repr_html_()
+    assert all(f"<td>{site}</td>" in page for site in (*results["sites"], "mean"))
+    assert page.count("<svg") >= 2 and all(finding["kind"] in page for finding in results["findings"])
+    assert f"<td>{results['sites']['site-9']['metrics']['deployed']['dice']:.3f}</td>" in page
+    again = copy.deepcopy(results)  # as between processes of a study
+    assert again == results and again.folder == folder and again.history == results.history
+
+
+def test_progress_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are printed if wanted, or in a notebook; `say` takes the place of `print`."""
+    lines: list[str] = []
+    results = run("fedavg", 2, rounds=1, say=lines.append, progress=True)
+    assert capsys.readouterr().out == "" and len(lines) == len(results.history) > 1
+    run("fedavg", 2, rounds=1)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object())))
+    run("fedavg", 2, rounds=1)
+    assert "round 1/1 train" in capsys.readouterr().out
+    run("fedavg", 2, rounds=1, progress=False)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    run("fedavg", 2, rounds=1, progress=True)
+    assert "round 1/1 train" in capsys.readouterr().out
 
 
 def test_what_single_patients_scored_stays_at_the_site(kept: Kept) -> None:

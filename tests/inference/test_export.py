@@ -45,6 +45,16 @@ def super_model(trained: Runs) -> StoredModel:
     return stored
 
 
+def test_outputs_of_a_torchscript_file_are_arrays_without_further_code(trained: Runs, tmp_path: Path) -> None:
+    stored = load_model(trained("fedavg") / "models/global")
+    export(stored, "torchscript", tmp_path, builder=build_deployed)
+    loaded = torch.jit.load(tmp_path / "model.ts")
+    with torch.no_grad():
+        expected = built(stored)(IMAGES)
+    np.testing.assert_allclose(loaded(IMAGES).numpy(), expected.numpy(), rtol=0, atol=1e-6)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
 def test_torchscript_of_super_models(combine: str | None, trained: Runs, super_model: StoredModel, tmp_path: Path) -> None:
     stored = super_model

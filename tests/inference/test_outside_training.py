@@ -18,7 +18,9 @@ from medflare.core.message import Message
 from medflare.data.local import LocalSettings
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
+from medflare.inference.deployed import plain_message, save_model
 from medflare.methods.catalogue import get_method
+from medflare.networks.catalogue import initial_network
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
@@ -91,9 +93,8 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     assert not list((tmp_path / "strict").rglob("wide*"))
 
 
-def test_pictures_of_another_size_and_in_colour_are_named(
-    trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_in_colour_are_named(trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The task resizes pictures: another size in pixels is not named."""
     model, images = trained("fedavg") / "models/global", tmp_path / "images"
     images.mkdir()
     pixels = np.asarray(Image.open(data_root / "A/test/0.png"))
@@ -102,8 +103,30 @@ def test_pictures_of_another_size_and_in_colour_are_named(
     Image.fromarray(np.dstack([pixels, pixels // 3, pixels // 4])).save(images / "red.png")
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "out")]) == 0
     actual = notes_of(tmp_path / "out")
-    assert actual["own.png"] == "" and "size" in actual["large.png"] and "colour" in actual["red.png"]
+    assert actual["own.png"] == "" and "size" not in actual["large.png"] and "colour" in actual["red.png"]
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+def test_a_grey_volume_is_refused_by_a_model_of_pictures_in_colour(
+    coloured: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = small_task(channels=3)
+    ends: Any = [[0.0] * 3, [255.0] * 3]
+    trained_on = {"images": 9, "sides": [[16, 16], [16, 16]], "spacing": None, "extent": None, "medians": ends, "contrasts": ends}
+    model = tmp_path / "model"
+    save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {TRAINED_ON: {**trained_on, "coloured": [coloured]}})
+    images = tmp_path / "images"
+    images.mkdir()
+    grey = np.random.default_rng(0).integers(0, 255, (16, 16, 3)).astype(np.uint8)
+    nibabel.save(nibabel.Nifti1Image(grey.astype(np.float32), np.eye(4)), images / "brain.nii.gz")
+    Image.fromarray(grey).save(images / "eye.png")
+    command = ["predict", str(model), str(images), "--out"]
+    assert main([*command, str(tmp_path / "out")]) == int(coloured)
+    assert ("--force" in capsys.readouterr().err) == coloured
+    assert set(notes_of(tmp_path / "out")) == ({"eye.png"} if coloured else {"eye.png", "brain.nii.gz"})
+    assert main([*command, str(tmp_path / "forced"), "--force"]) == 0
+    assert set(notes_of(tmp_path / "forced")) == {"eye.png", "brain.nii.gz"}
 
 
 def test_a_card_without_training_range_is_reported_and_refused_when_strict(

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import medflare
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted, score, small_task
 from helpers.volume_sites import dicom_slice
@@ -32,6 +33,19 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.scoring import scoring_batch
 from medflare.training.site import Site
+
+
+def test_the_package_predicts_as_the_command_does(trained: Runs, data_root: Path, tmp_path: Path) -> None:
+    model, images = trained("fedsm") / "models/deployed", data_root / "A/test"
+    assert main(["predict", str(model), str(images), "--out", str(tmp_path / "command")]) == 0
+    of_folder = medflare.predict(model, str(images), tmp_path / "folder")
+    of_stored = medflare.predict(medflare.load_model(str(model)), [images], str(tmp_path / "stored"), strict=True)
+    assert of_folder.images == of_stored.images == 9 and not of_folder.failed
+    masks = sorted(path.relative_to(tmp_path / "command") for path in (tmp_path / "command").rglob("*.png"))
+    assert len(masks) == 9
+    for name in masks:
+        expected = (tmp_path / "command" / name).read_bytes()
+        assert (tmp_path / "folder" / name).read_bytes() == (tmp_path / "stored" / name).read_bytes() == expected
 
 
 @pytest.mark.parametrize("role", ["global", "personal", "deployed"])

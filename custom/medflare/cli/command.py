@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 import medflare
-from medflare.cli import data, job, methods, models, run, site, studies
+from medflare.cli import clean, data, job, methods, models, run, site, studies
 from medflare.cli.options import AUTO_HELP
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
@@ -35,7 +35,7 @@ app = typer.Typer(
     "medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     **AUTO_HELP | {"add_completion": True},
 )
-for group in (data, run, job, methods, models, site, studies):
+for group in (data, run, job, methods, models, site, studies, clean):
     group.add_commands(app)
 
 

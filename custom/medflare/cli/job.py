@@ -55,11 +55,14 @@ def create_job(
     embed_code: Annotated[
         bool, typer.Option("--embed-code", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a job folder that --out names")] = False,
 ) -> int:
     """Write a FLARE job folder for the simulator, POC or production; `medflare job METHOD` is short for it."""
     from medflare.evaluation.presentation import format_bytes
     from medflare.flare.jobs.building import build_job, size_of
 
+    if not force and (out / "meta.json").exists():
+        raise ConfigError(f"--out {out}: a job folder is there; use another folder, or replace it with --force")
     _, task, hyper, arguments = chosen(federation, settings)
     folder = build_job(task=task, hyper=hyper, out=out, byoc=not no_byoc, embed_code=embed_code, track=track, **arguments)
     if federation.model is not None:

@@ -42,6 +42,7 @@ def predict(
     max_voxels: Annotated[int | None, typer.Option(help="Maximum voxels of a volume (default: 512 x 512 x 1024)")] = None,
     unsigned: Unsigned = False,
     strict: Annotated[bool, typer.Option("--strict", help="Images outside the range of the training images fail")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also predict grey volumes with a model of pictures in colour")] = False,
     dicom_seg: Annotated[bool, typer.Option("--dicom-seg", help="Masks of DICOM series as DICOM segmentations; needs highdicom")] = False,
 ) -> int:
     """Predict images with a delivered model: masks, or a table of probabilities.
@@ -66,6 +67,7 @@ def predict(
         seg=dicom_seg,
         bounds=bounds,
         strict=strict,
+        force=force,
         say=lambda line: print(f"medflare: {line}", file=sys.stderr),
     )
     print(summary.render())

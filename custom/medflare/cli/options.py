@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -42,6 +44,49 @@ CsvFile = Annotated[
     typer.Option(help="Write the test metrics into this file: a row per site, model, structure or class, and metric, with intervals"),
 ]
 _Command = Callable[..., Any]
+
+
+def _take_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Make the values of a JSON file the defaults of a command's options; ConfigError: not a file of them."""
+    if file is None or context.resilient_parsing:
+        return file
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--options {file}: not valid JSON ({error}); correct the file") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f'--options {file}: one JSON object is needed, for example {{"rounds": 20}}')
+    names: dict[str, Any] = {}  # name of an option, as it is written -> its parameter
+    for parameter in context.command.params:
+        for written in (parameter.name or "", *parameter.opts):
+            names[written.lstrip("-").replace("-", "_")] = parameter
+    del names["options"], names["options_file"]
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        option = names.get(name.replace("-", "_"))
+        if option is None:
+            nearest = get_close_matches(name, names, n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else "see medflare run --help"
+            raise ConfigError(f"--options {file}: {name!r} is no option of this command; {remedy}")
+        if isinstance(value, dict):
+            raise ConfigError(f"--options {file}: {name} is an object; write it as the option has it on the command line")
+        if isinstance(value, list) and not getattr(option, "multiple", False):
+            value = ",".join(map(str, value))
+        values[option.name] = value
+    context.default_map = values
+    return file
+
+
+OptionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--options",
+        metavar="FILE",
+        is_eager=True,
+        callback=_take_file,
+        help='JSON file with options by name, {"rounds": 20, "set": ["lam=0.3"]}; the command line has priority over it',
+    ),
+]
 
 
 class DefaultGroup(TyperGroup):
@@ -141,8 +186,12 @@ def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "T
 
     `changes`: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
     """
-    from medflare.tasks.config import load_task
+    from medflare.tasks.config import load_task, presets
 
+    if isinstance(source, str) and Path(source).suffix and source not in presets() and not Path(source).is_file():
+        nearest = get_close_matches(source, map(str, Path(source).parent.glob("*.json")), n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else "correct the path, or write the file with medflare task init"
+        raise ConfigError(f"--task {source}: no such file; {remedy}")
     content = load_task(source).to_dict()
     for name, value in changes.items():
         if not name.startswith(TASK):

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 EVALUATE: Final = "evaluate"  # the method that tests the model of --model
 _OPTIMIZER: Final = f"{options.TASK}optimizer"
 _RATE: Final = f"{_OPTIMIZER}.lr"
-_OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out")
+_SHORT: Final = {  # option -> the setting of the task that it is short for
+    "network": f"{options.TASK}network",
+    "lr": _RATE,
+    "epochs": f"{options.TASK}local_epochs",
+    "batch_size": f"{options.TASK}batch_size",
+}
+_OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out", *_SHORT)
+_NAMED_OTHERWISE: Final = {f"{options.TASK}{name}": name for name in ("lr", "epochs")}  # no settings of a task
 Workers = Annotated[
     int | None,
     typer.Option(
@@ -63,6 +70,7 @@ def add_commands(app: typer.Typer) -> None:
         results,
         "medflare results workspace                  # of nvflare simulator ... -w workspace",
         "medflare results runs/fedsm-phantom-seed0 --csv results.csv",
+        "medflare results runs/fedavg-phantom-seed0 runs/fedsm-phantom-seed0   # compares them",
     )
 
 
@@ -122,13 +130,9 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
     from medflare.methods.catalogue import build_deployed
     from medflare.networks.weights import pretrained_settings, starting_state
-    from medflare.training.learning_rate import usual_rate
 
     values = options.set_values(federation.set)
-    network = None if federation.network is None else {"name": federation.network}
-    short = {"network": network, "optimizer.lr": federation.lr, "local_epochs": federation.epochs, "batch_size": federation.batch_size}
-    changes: dict[str, Any] = {f"{options.TASK}{name}": value for name, value in short.items() if value is not None}
-    changes |= {name: value for name, value in values.items() if name.startswith(options.TASK)}
+    changes = task_changes(values, network=federation.network, lr=federation.lr, epochs=federation.epochs, batch_size=federation.batch_size)
     hyper = {name: value for name, value in values.items() if not name.startswith(options.TASK)}
     owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
     for name in hyper:
@@ -153,15 +157,39 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
     task = options.task_with(source, changes)
     if federation.pretrained:
         task = options.task_with(task.to_dict() | pretrained_settings(task), {})
-    if network is not None and not any(name.startswith(_OPTIMIZER) for name in changes):
-        rate, reason = usual_rate(task)
-        task = options.task_with(task.to_dict(), {_RATE: rate})
-        print(f"learning rate {rate:g}: {reason}; set another with --lr", file=sys.stderr)
+    if federation.network is not None:
+        task = with_usual_rate(task, changes)
     if model is not None and evaluates:
         build_deployed(task, model.message)  # raises if the model does not fit
     elif model is not None:
         starting_state(task, 0, federation.model)  # as well
     return split_hyper(hyper, method.hyper_classes, method.name), task
+
+
+def task_changes(values: Mapping[str, Any], **short: Any) -> dict[str, Any]:
+    """The changes of the task, see `options.task_with`: the short options that are used, then those of --set, which are more specific.
+
+    `values`: of `options.set_values`; `short`: network, lr, ... -> value, or None.
+    """
+    for name, option in _NAMED_OTHERWISE.items():
+        if name in values:
+            raise ConfigError(f"--set {name} is no setting of the task; use --{option}, or --set {_SHORT[option]}")
+    used = {option: value for option, value in short.items() if value is not None}
+    if "network" in used:
+        used["network"] = {"name": used["network"]}
+    changes = {_SHORT[option]: value for option, value in used.items()}
+    return changes | {name: value for name, value in values.items() if name.startswith(options.TASK)}
+
+
+def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConfig":
+    """A task with another network and this network's usual learning rate, which is printed, unless `changes` set the optimizer."""
+    from medflare.training.learning_rate import usual_rate
+
+    if any(name.startswith(_OPTIMIZER) for name in changes):
+        return task
+    rate, reason = usual_rate(task)
+    print(f"learning rate {rate:g}: {reason}; set another with --lr", file=sys.stderr)
+    return options.task_with(task.to_dict(), {_RATE: rate})
 
 
 @options.takes("federation", Federation)
@@ -181,11 +209,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, and write nothing")] = False,
     track: options.Track = None,
     out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
+    options_file: options.OptionsFile = None,
 ) -> int:
     """Run a federation on this machine and print its results.
 
-    The folder METHOD-TASK-seedSEED below --out receives results.json, report.html, the models and each site's files; an earlier run of
-    that name is kept beside it. After Ctrl-C in the plain loop, medflare resume continues the run.
+    The folder METHOD-TASK-seedSEED below --out receives results.json, report.html, the models and each site's files. An earlier run keeps
+    this name; the new one is then METHOD-TASK-seedSEED.1, .2, ... After Ctrl-C in the plain loop, medflare resume continues the run.
     """
     from medflare.evaluation.console import show_results
     from medflare.federation.tracking import check_track
@@ -198,6 +227,9 @@ def run(
         raise ConfigError("--outside: no site is left to train; name one more with --sites")
     if minimum is not None and minimum > inside:
         raise ConfigError(f"--min-sites {minimum}: {inside} of the sites train; name more with --sites, or lower it")
+    drawn = settings.get("sites_per_round")
+    if drawn is not None and drawn > inside:
+        raise ConfigError(f"--sites-per-round {drawn}: {inside} of the sites train; name more with --sites, or lower it")
     if weights is not None and not task.network.get("weights"):
         raise ConfigError(f"--weights: task {task.name} has no network.weights; see docs/task.md, or --from")
     other = {"workers": workers} if engine == "flare" else {"threads": threads, **{name: settings.get(name) for name in WAITS}}
@@ -206,14 +238,14 @@ def run(
     if track is not None:
         check_track(track)
         arguments["track"] = track
-    folder = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
+    place = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
         if dry_run:
             print(_planned(method, task, hyper, [name for name in names if name not in outside], outside, arguments))
-            print(f"nothing was written; without --dry-run the results come to {folder}")
+            print(f"nothing was written; without --dry-run the results come to {_free(place)}")
             return 0
-        with _new_folder(folder, weights or federation.model) as start, options.environment(weights=start):
+        with _new_folder(place) as folder, options.environment(weights=weights or federation.model):
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
@@ -263,34 +295,33 @@ def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) 
                 (folder / path.name).symlink_to(os.path.relpath(path, folder))
 
 
-@contextmanager
-def _new_folder(folder: Path, start: Path | None) -> Iterator[Path | None]:
-    """Make an empty folder for a run; an earlier run in it is renamed, and renamed back if the block writes nothing.
+def _free(folder: Path) -> Path:
+    """The folder, or the first of FOLDER.1, FOLDER.2, ... without a run in it."""
+    numbered = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    return next(path for path in chain([folder], numbered) if not path.is_dir() or not any(path.iterdir()))
 
-    Yields the new place of `start`, the initial weights, which may be those of the earlier run.
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Make an empty folder for a run, see `_free`; it is removed if the block writes nothing.
+
+    Yields the folder. ConfigError: another process runs in `folder`.
     """
-    earlier = None
-    if folder.is_dir() and any(folder.iterdir()):
-        earlier = next(path for number in count(1) if not (path := folder.with_name(f"{folder.name}.{number}")).exists())
-        with _locked(folder):
-            folder.rename(earlier)
-        if start is not None and start.absolute().is_relative_to(folder.absolute()):
-            start = earlier / start.absolute().relative_to(folder.absolute())
-    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        free = _free(folder)
+        free.mkdir(parents=True, exist_ok=True)
+    if free != folder:
+        print(f"an earlier run keeps the name {folder}; this run is {free}")
     try:
-        with _locked(folder):
-            yield start
+        with locked(free):
+            yield free
     finally:
-        if any(folder.iterdir()):
-            print(f"the earlier run of this name is kept: {earlier}\n" if earlier else "", end="")
-        else:
-            folder.rmdir()
-            if earlier:
-                earlier.rename(folder)
+        if not any(free.iterdir()):
+            free.rmdir()
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lock the folder of a run; raises ConfigError if another process runs in it."""
     if not folder.is_dir():  # reading from it reports that
         yield
@@ -317,7 +348,7 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
         yield
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
-            raise
+            raise KeyboardInterrupt("no step is complete, so that nothing can be resumed; start the run again") from None
         used = [option for option in (("--data-root", root), ("--device", device)) if option[1]]
         words = ["medflare", "resume", folder, *chain.from_iterable(used)]
         raise KeyboardInterrupt(f"continue with: {shlex.join(map(str, words))}") from None
@@ -351,7 +382,7 @@ def resume(
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
-    with _locked(path), options.environment(data_root=data_root, device=device):
+    with locked(path), options.environment(data_root=data_root, device=device):
         _check_resumable(path)
         with _resume_hint(path, data_root, device):
             resume_local(path, workers=workers, track=track, say=print)
@@ -379,16 +410,38 @@ def _check_resumable(path: Path) -> None:
 
 
 def results(
-    path: Annotated[Path, typer.Argument(help="results.json, or a folder above it (a simulator workspace, a downloaded job)")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="results.json, or a folder above it (a simulator workspace, a downloaded job); several: compare them", metavar="RUN..."
+        ),
+    ],
     csv: options.CsvFile = None,
 ) -> int:
-    """Show the results of a finished run; exits non-zero if it failed."""
+    """Show the results of a finished run; exits non-zero if it failed.
+
+    Of several runs: the settings that differ, and the deployed models' test metric by site with differences to the first run.
+    """
     from medflare.core.store import csv_cell
     from medflare.evaluation.console import show_results
-    from medflare.evaluation.results import load_results, results_frame
+    from medflare.evaluation.results import COMPLETED, load_results, results_frame
 
-    completed = show_results(path)
-    if csv is not None:
-        results_frame(load_results(path)).map(csv_cell).to_csv(csv, index=False)
+    if len(paths) == 1:
+        completed = show_results(paths[0])
+        table = None if csv is None else results_frame(load_results(paths[0]))
+    else:
+        import pandas as pd
+
+        from medflare.studies.compared_runs import comparison, read_run
+
+        different = len({path.resolve().name for path in paths}) == len(paths)
+        runs = {path.resolve().name if different else str(path): read_run(path) for path in paths}
+        if len(runs) < len(paths):
+            raise ConfigError("results: a run is named twice; name each run once")
+        print(comparison(runs))
+        completed = all(run["status"] == COMPLETED for run in runs.values())
+        table = pd.concat([results_frame(run).assign(run=name) for name, run in runs.items()])
+    if csv is not None and table is not None:
+        table.map(csv_cell).to_csv(csv, index=False)
         print(f"table: {csv}")
     return 0 if completed else 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from medflare.cli import options
+from medflare.cli.run import task_changes, with_usual_rate
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,14 @@ def run_study(
         typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: the suite's, else {options.PHANTOM}, synthetic)"),
     ] = None,
     set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())] = (),  # type: ignore[assignment]
-    sites: Annotated[str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None,
+    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults and its usual learning rate")] = None,
+    sites: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of sites (site-1, ...) or comma-separated names (default: the suite's, else the data root's folders, else 4)"
+        ),
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help=f"Federation rounds (default: the suite's, else {options.DEFAULT_ROUNDS})")] = None,
     seeds: Annotated[str | None, typer.Option(help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})")] = None,
     leave_one_out: Annotated[
@@ -98,6 +106,11 @@ def run_study(
     or that equal the constant answer. Differences to the first row, and to training alone, have 95 % intervals over seeds and over
     patients. Completed runs are kept and failed ones repeated when the study is run again; --out with runs of other settings is an error.
     """
+    if suite is None and not (candidates or options.names_in(reference)):  # before torch and MONAI are imported
+        raise ConfigError("study: name at least one method or --reference, or a --suite; medflare methods lists the methods")
+    values = options.set_values(set)
+    if suite is None and sites is None:
+        sites = ",".join(options.default_sites(data_root))
     from medflare.core.store import make_folder, write_atomically
     from medflare.evaluation.results import COMPLETED
     from medflare.studies import grid
@@ -116,11 +129,17 @@ def run_study(
         leave_one_out, left_out = paper.settings.leave_one_out, list(paper.settings.leave_out)
     else:
         methods, references, left_out = candidates or [], options.names_in(reference), options.names_in(leave_out)
-        if sites is None or not (methods or references):
-            raise ConfigError("study: needs --sites and at least one method or --reference, or a --suite")
         if leave_one_out and left_out:
             raise ConfigError("study: --leave-one-out and --leave-out exclude each other")
-    config = options.task_with(task or (paper.task if paper else options.PHANTOM), options.set_values(set))
+    unknown_settings = [name for name in values if not name.startswith(options.TASK)]
+    if unknown_settings:
+        name = unknown_settings[0]
+        remedy = f"use --{name}" if name in ("lr", "network") else f"write {options.TASK}NAME=VALUE"
+        raise ConfigError(f"--set {name} is not a setting of the task; {remedy}")
+    changes = task_changes(values, network=network, lr=lr)
+    config = options.task_with(task or (paper.task if paper else options.PHANTOM), changes)
+    if network is not None:
+        config = with_usual_rate(config, changes)
     config, selection = _selected(config, selection)
     names = options.site_names(sites) if sites is not None else paper.sites if paper else ()
     default_rounds = paper.settings.rounds if paper else options.DEFAULT_ROUNDS

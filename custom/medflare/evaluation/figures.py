@@ -4,12 +4,14 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.core.packages import installed
 from medflare.core.palette import COLOURS
 from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.results import MODELS
+from medflare.tasks.metrics_table import metric_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +21,8 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: Final = ("-", "--", ":", "-.")
 INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
 _RASTERIZED: Final = 500  # patients; more are drawn as one image
+_WIDTH: Final = 4.2  # inches: on a phone the text has its size
+_ROW_NAME: Final = 20  # characters of a line
 _GOLDEN: Final = 0.6180339887  # its multiples modulo 1 are spread evenly
 
 Points = Sequence[tuple[float, float]]
@@ -33,6 +37,7 @@ class Panel:
     x: str
     y: str = ""
     at: float | None = None  # x of a dotted vertical line
+    bounds: tuple[float, float] | None = None  # the axis y shows at least these
     notes: Mapping[str, str] = field(default_factory=dict)  # label -> its text in the legend, if that is another
 
 
@@ -51,7 +56,6 @@ def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: boo
     texts = {label: panel.notes.get(label, label) for label in panel.lines}
     columns = max(1, min(4, len(texts), int(52 / (max(map(len, texts.values())) + 6))))
     legend = 0.2 * -(-len(texts) // columns)  # inches
-    width = 4.2
     height = (4.2 if unit_square else 2.8) + legend
 
     def draw(figure: "Figure") -> None:
@@ -69,12 +73,16 @@ def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: boo
             axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
         else:
             axis.locator_params(axis="x", integer=True)
+        if panel.bounds is not None:
+            low, high = axis.get_ylim()
+            margin = 0.02 * (panel.bounds[1] - panel.bounds[0])
+            axis.set_ylim(min(low, panel.bounds[0] - margin), max(high, panel.bounds[1] + margin))
         _plain_axis(axis)
         # Fixed margins: matplotlib's own layout takes more than twice the time.
-        figure.subplots_adjust(left=0.6 / width, right=1 - 0.1 / width, bottom=(0.55 + legend) / height, top=1 - 0.35 / height)
+        figure.subplots_adjust(left=0.6 / _WIDTH, right=1 - 0.1 / _WIDTH, bottom=(0.55 + legend) / height, top=1 - 0.35 / height)
         figure.legend(loc="lower center", ncols=columns, frameon=False)
 
-    return as_svg(draw, width, height, name)
+    return as_svg(draw, _WIDTH, height, name)
 
 
 def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
@@ -101,7 +109,22 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
             for name, value in numbers.items():
                 add(f"Aggregation {name}", site, step["round"] + 1, value)
     selected = {validation(model): selection["round"] for model, selection in results.get("model_selection", {}).items()}
-    return line_panels([Panel(title, sites, "round", at=selected.get(title)) for title, sites in lines.items()], "training")
+    bounds = unit_bounds(results["configuration"]["task"].get("metric", ""))
+    panels = []
+    for title, sites in lines.items():
+        panels.append(Panel(title, sites, "round", at=selected.get(title), bounds=bounds if title.startswith("Validation") else None))
+    return line_panels(panels, "training")
+
+
+def unit_bounds(metric: str) -> tuple[float, float] | None:
+    """0 and 1 for a metric that cannot exceed 1, so that a small difference looks small; None for all others.
+
+    Examples:
+        >>> unit_bounds("dice"), unit_bounds("hd95")
+        ((0.0, 1.0), None)
+    """
+    known = metric_table().get(metric)
+    return (0.0, 1.0) if known is not None and known.bounds[1] == 1 else None
 
 
 def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:
@@ -132,14 +155,15 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
             if interval := intervals.get(model):
                 axis.plot(interval, [row, row], color=INK, linewidth=2)
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
-        axis.set_yticks(range(len(values)), list(values))
+        axis.set_yticks(range(len(values)), [fill(model, _ROW_NAME) for model in values])
         axis.set_ylim(len(values) - 0.5, -0.5)
         if all(0 <= value <= 1 for of_model in values.values() for value in of_model.values()):
             axis.set_xlim(-0.02, 1.02)  # small differences look small
         axis.set_xlabel(label)
         _plain_axis(axis, grid="x")
 
-    return as_svg(draw, 6.4, 0.7 + 0.5 * len(values), "patients")
+    lines = sum(len(wrap(model, _ROW_NAME)) for model in values)
+    return as_svg(draw, _WIDTH, 0.7 + 0.3 * len(values) + 0.2 * lines, "patients")
 
 
 def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
@@ -159,7 +183,8 @@ def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: 
     from matplotlib.figure import Figure
 
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with rc_context({**ink, "svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "axes.facecolor": "none", "path.simplify": True}):
+    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "axes.facecolor": "none", "path.simplify": True}
+    with rc_context({**ink, **style}):
         figure = Figure(figsize=(width, height))
         draw(figure)
         buffer = io.StringIO()

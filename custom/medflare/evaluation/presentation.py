@@ -158,6 +158,67 @@ def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
     return {"model": groups[0][0]} if len(groups) == 1 else {" = ".join(group): group[0] for group in groups}
 
 
+def deployed_first(columns: Mapping[str, str]) -> dict[str, str]:
+    """The columns of `model_columns` with the deployed model's first: its numbers are the answer of a page.
+
+    Examples:
+        >>> deployed_first({"global": "global", "personal = deployed": "personal"})
+        {'deployed = personal': 'personal', 'global': 'global'}
+    """
+    first, others = {}, {}
+    for heading, model in columns.items():
+        names = heading.split(" = ")
+        if "deployed" in names:
+            names.remove("deployed")
+            first[" = ".join(["deployed", *names])] = model
+        else:
+            others[heading] = model
+    return first | others
+
+
+def spread_over_sites(results: Mapping[str, Any], metric: str) -> dict[str, dict[str, str]]:
+    """Rows of the worst inside site and of the disparity (best minus worst): heading -> model -> text; empty below two inside sites.
+
+    A model with values at fewer than two of them has dashes.
+    """
+    inside = {name: site["metrics"] for name, site in ordered_sites(results).items() if site["role"] == "inside"}
+    if len(inside) < 2:
+        return {}
+    lower = lower_is_better(metric)
+    worst_row, gap_row = {}, {}
+    for model in dict.fromkeys(model for metrics in inside.values() for model in metrics):
+        values = {name: metrics[model].get(metric) for name, metrics in inside.items()}
+        defined = {name: value for name, value in values.items() if value is not None}
+        if len(defined) < 2:
+            worst_row[model] = gap_row[model] = UNDEFINED
+            continue
+        order = sorted(defined, key=lambda name: (defined[name], name), reverse=lower)
+        worst, best = order[0], order[-1]
+        worst_row[model] = f"{format_metric(metric, defined[worst])}\n{worst}"
+        gap_row[model] = format_metric(metric, abs(defined[best] - defined[worst]))
+    return {"worst inside site": worst_row, "disparity (best minus worst)": gap_row}
+
+
+def task_description(task: Mapping[str, Any]) -> str:
+    """What a task is, in one sentence; "" for no task.
+
+    Examples:
+        >>> task_description({"name": "eyes", "kind": "segmentation", "labels": ["disc", "cup"], "spatial_dims": 2, "source": "A, 2020"})
+        'eyes: segmentation of disc, cup in images. Source: A, 2020.'
+    """
+    if not task:
+        return ""
+    images = "volumes" if task.get("spatial_dims") == 3 else "images"
+    kind = task["kind"]
+    join = "of" if kind == "segmentation" else "by"
+    source = str(task.get("source") or "").rstrip(".")
+    labels = list(task.get("labels", ()))
+    if kind == "segmentation" and task.get("target") == "multiclass":
+        labels = labels[1:]  # the first is the background
+    subject = f"{join} {', '.join(labels)} in {images}" if kind == "segmentation" else f"of {images} {join} {', '.join(labels)}"
+    return f"{task['name']}: {kind} {subject}." + (f" Source: {source}." if source else "")
+
+
 def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
     """Site -> its part of the results: inside sites by name, then outside sites by name.
 

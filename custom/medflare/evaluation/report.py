@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -28,7 +29,7 @@ from medflare.evaluation.results import (
     json_ready,
     site_results,
 )
-from medflare.evaluation.verdicts import findings, findings_of, verdict
+from medflare.evaluation.verdicts import UNUSABLE, findings, findings_of, verdict
 from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary
@@ -77,20 +78,26 @@ def render_report(
             shown = {key: value for key, value in content.items() if key != "selector"}  # the table of the selector has it
             reports.setdefault(model, {})[name] = _flattened(shown)
     inside = [name for name, site in sites.items() if site["role"] == "inside"]
+    columns = text.deployed_first(text.model_columns(results))
+    found = findings_of(results)
     selector = results.get("selector")
     counts = selector["confusion"] if selector else {}
     return template("report.html").render(
         results=results,
         metrics=text.metric_names(results),
-        constants=any(site.get("constant") is not None for site in sites.values()),
+        constants=_mean_constants(sites),
+        spread={metric: text.spread_over_sites(results, metric) for metric in text.metric_names(results)},
+        description=text.task_description(results["configuration"]["task"]),
+        unusable=any(finding.kind in UNUSABLE for finding in found),
+        best_model=_usable_folder(columns),
         verdict=verdict(results),
         citation=results.get("citation", ""),
-        columns=text.model_columns(results),
+        columns=columns,
         sites=sites,
         roles=[role for role in ROLES if any(site["role"] == role for site in sites.values())],
         splits=SPLITS,
         synthetic=text.synthetic_source(results),
-        findings=findings_of(results),
+        findings=found,
         tiles=_tiles(results),
         curves=training_curves(results, history),
         drawable=installed("matplotlib"),
@@ -104,6 +111,21 @@ def render_report(
         pictures=pictures or {},
         classes=[(each, roc_curves(each["points"], each["auc"], f"roc-{place}")) for place, each in enumerate(class_tables(results))],
     )
+
+
+def _mean_constants(sites: Mapping[str, Any]) -> dict[str, float | None]:
+    """Role -> mean of the constant answer over its sites that have one; empty if no site has one."""
+    means: dict[str, float | None] = {}
+    for role in ROLES:
+        values = [site["constant"] for site in sites.values() if site["role"] == role and site.get("constant") is not None]
+        means[role] = fmean(values) if values else None
+    return means if any(value is not None for value in means.values()) else {}
+
+
+def _usable_folder(columns: Mapping[str, str]) -> str:
+    """The model that the next steps use: the deployed one if it differs from the global one."""
+    same = any({"global", "deployed"} <= set(heading.split(" = ")) for heading in columns)
+    return "global" if same or len(columns) < 2 else "deployed"
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -233,7 +255,7 @@ def render_site_report(report: SiteReport) -> str:
     )
     site = site_results(record, tuple(models), task)
     results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}, "events": report.events}
-    columns = text.model_columns(results)
+    columns = text.deployed_first(text.model_columns(results))
     values_of_patients = {model: summary.cases.values for model, summary in models.items()}
     values = {heading: of_model for heading, model in columns.items() if (of_model := patient_values(models[model].cases, task))}
     deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
@@ -251,6 +273,7 @@ def render_site_report(report: SiteReport) -> str:
     reliability = [Panel(name, lines, "predicted probability", "frequency of the class") for name, lines in calibration.items()]
     return template("site.html").render(
         report=report,
+        description=text.task_description(task.to_dict()),
         metrics=text.metric_names(results),
         columns=columns,
         findings=findings(results),

@@ -57,7 +57,7 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
     for kind in (stored.kind, stored.message.meta.get("base")):
         if kind in _REFUSED:
             raise ExportError(f"a model of kind {kind!r} cannot be exported: {_REFUSED[kind]}")
-    model = stored.build(builder).eval()
+    model = stored.build(builder).eval().requires_grad_(False)  # TorchScript stores it: outside medflare, outputs become arrays
     with TemporaryDirectory(prefix="medflare-export-") as temporary, _quiet():
         folder = Path(temporary)
         difference = largest_difference(model, _WRITERS[format](stored, model, folder), stored.task)

@@ -129,6 +129,7 @@ def predict(
     seg: bool = False,
     bounds: ImageBounds = ImageBounds(),
     strict: bool = False,
+    force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Summary:
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
@@ -137,6 +138,7 @@ def predict(
         images: files and folders, see `find_inputs`.
         seg: write the masks of a DICOM series as a DICOM segmentation.
         strict: an image outside the training range, see `acquisition.outside`, fails; otherwise it is predicted and named.
+        force: also predict grey volumes with a model of pictures in colour.
         say: called with a line for every image that cannot be read or predicted.
 
     Raises:
@@ -154,8 +156,8 @@ def predict(
     make_folder(out)
     for problem in problems:
         summary.fail(problem)
-    usable = trained if strict else None
-    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, usable))  # all of them may not fit into memory
+    refused = _Refused(task, trained, strict, force)
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, refused))  # all of them may not fit into memory
     if isinstance(model, Adaptive) and adapt != "none":
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
@@ -171,7 +173,7 @@ def predict(
         summary.pictures += len(prediction.answered)
         summary.answered.update(filter(None, prediction.answered))
         if trained is not None:
-            differences = outside(prediction.prepared.acquired, trained, task.channel_names)
+            differences = _differences(prediction.prepared.acquired, trained, task)
             summary.differs(str(prediction.prepared.source.path), differences)
             written = [{**row, OUTSIDE: _listed(differences)} for row in written]
         rows += written
@@ -190,6 +192,38 @@ def _trained_on(stored: StoredModel, strict: bool) -> TrainedOn | None:
     if problem := trained.misfit(stored.task):
         raise ConfigError(f"{CARD_FILE}: {problem}; fetch the model again")
     return trained
+
+
+def _differences(acquired: Acquisition, trained: TrainedOn, task: TaskConfig) -> dict[str, str]:
+    """How an image differs from the training images; without its size in pixels if the task resizes pictures."""
+    differences = outside(acquired, trained, task.channel_names)
+    if task.spatial_dims == 2 and task.image_mode == "resize":
+        differences.pop("size", None)
+    return differences
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Which inputs are not predicted."""
+
+    task: TaskConfig
+    trained: TrainedOn | None
+    strict: bool
+    force: bool
+
+    def check(self, prepared: Prepared) -> None:
+        """Raise DataError for an input that must not be predicted."""
+        trained = self.trained
+        if trained is None:
+            return
+        if prepared.volume and trained.coloured == (True,) and not prepared.acquired.coloured and not self.force:
+            raise DataError(
+                f"{prepared.source.path}: a grey volume, and the model was trained on pictures in colour; use a model of such "
+                "volumes, or --force"
+            )
+        differences = _differences(prepared.acquired, trained, self.task) if self.strict else {}
+        if differences:
+            raise DataError(f"{prepared.source.path}: {_UNSEEN}: {_listed(differences)}")
 
 
 def _listed(differences: Mapping[str, str]) -> str:
@@ -256,14 +290,13 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
 
 
 def _readable(
-    inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None], trained: TrainedOn | None
+    inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None], refused: _Refused
 ) -> Iterator[Prepared]:
-    """The prepared inputs; one that cannot be read, or is outside `trained`, is reported and removed from `inputs`."""
+    """The prepared inputs; one that cannot be read, or is refused, is reported and removed from `inputs`."""
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
             prepared = prepare(source, task, bounds)
-            if trained is not None and (differences := outside(prepared.acquired, trained, task.channel_names)):
-                raise DataError(f"{source.path}: {_UNSEEN}: {_listed(differences)}")
+            refused.check(prepared)
             yield prepared
         except DataError as error:
             inputs.remove(source)

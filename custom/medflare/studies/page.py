@@ -6,7 +6,15 @@ from typing import Any, Final
 import pandas as pd
 
 from medflare.evaluation.figures import patients_plot
-from medflare.evaluation.presentation import UNDEFINED, format_bytes, format_metric, format_seconds, lower_is_better, metric_label
+from medflare.evaluation.presentation import (
+    UNDEFINED,
+    format_bytes,
+    format_metric,
+    format_seconds,
+    lower_is_better,
+    metric_label,
+    task_description,
+)
 from medflare.evaluation.report import template
 from medflare.studies.references import CONSTANT, SINGLE_SITE
 from medflare.studies.statistics import ALL_SITES, mean_interval
@@ -23,6 +31,7 @@ def study_page(study: StudyTables) -> str:
     runs = [run for of_row in groups.values() for run in of_row]
     return template("study.html").render(
         task=task_of(groups),
+        description=task_description(task_of(groups)),
         metric=metric,
         lower=lower_is_better(metric),
         findings=[],
@@ -35,7 +44,7 @@ def study_page(study: StudyTables) -> str:
         gains=_gains(study, values),
         plot=patients_plot({label: of_row for label, of_row in points.items() if of_row}, {}, metric_label(metric)),
         curves=learning_curves(groups, "currentColor"),
-        tables={title: parsed(table) for title, table in study.everything.items()},
+        tables={title: answer_first(*parsed(table)) for title, table in study.everything.items()},
     )
 
 
@@ -89,3 +98,30 @@ def parsed(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     """
     lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.strip().splitlines()]
     return lines[0], [[(cell.strip("*"), cell.startswith("**")) for cell in line] for line in lines[2:]]
+
+
+_IN_NAME: Final = ("model", "deployed against its own", "sites", "model of", "structure or class")
+_ANSWERS: Final = ("mean inside", "mean")
+_LAST: Final = ("selection",)
+
+
+def answer_first(headings: list[str], rows: list[list[tuple[str, bool]]]) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+    """The table with its most important number as the second column, so that a phone shows it without scrolling.
+
+    What a row is (its model, its sites) is on a second line of its name; the mean over sites comes first, how a round was selected last.
+
+    Examples:
+        >>> answer_first(["method", "model", "A", "mean inside"], [[("fedsm", False), ("global", False), ("0.4", False), ("0.5", True)]])
+        (['method', 'mean inside', 'A'], [[('fedsm\\nglobal', False), ('0.5', True), ('0.4', False)]])
+    """
+    names = [place for place, heading in enumerate(headings) if place and heading in _IN_NAME]
+    answers = [place for place, heading in enumerate(headings) if heading in _ANSWERS]
+    last = [place for place, heading in enumerate(headings) if heading in _LAST]
+    moved = {0, *names, *answers, *last}
+    others = [place for place in range(len(headings)) if place not in moved]
+    order = [*answers, *others, *last]
+    moved_rows = []
+    for row in rows:
+        name = "\n".join(row[place][0] for place in (0, *names))
+        moved_rows.append([(name, False), *(row[place] for place in order)])
+    return [headings[0], *(headings[place] for place in order)], moved_rows

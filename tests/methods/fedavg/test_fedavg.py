@@ -45,7 +45,7 @@ def test_metadata_of_a_round() -> None:
     ("values", "best"),
     [
         ([0.9, 0.2, 0.5, 0.4], 2),  # the untrained model is no candidate
-        ([0.9, 0.5, 0.5, 0.1], 1),  # the first of equals
+        ([0.9, 0.5, 0.5, 0.1], 2),  # the later of equals
         ([0.1, None, 0.3, None], 2),
         ([None, None, None, None], 3),  # without a metric the last one
     ],

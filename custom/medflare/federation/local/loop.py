@@ -12,6 +12,8 @@ from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.core.text import is_name
 from medflare.data.local import LocalSettings
+from medflare.evaluation.results import read_rounds
+from medflare.evaluation.run_results import RunResults, in_notebook
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
@@ -53,12 +55,13 @@ def run_local(
     resume: bool = False,
     workers: int | None = None,
     track: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
     observe: Callable[[StepReport], None] = lambda report: None,
     delivered: Delivered = lambda site, role, model, cases: None,
     **options: Any,
-) -> dict[str, Any]:
-    """Run a federation on this machine and return its results dict (the content of results.json).
+) -> RunResults:
+    """Run a federation on this machine and return its results: a dict, the content of results.json, that a notebook shows as a page.
 
     Args:
         method: name of the method, or a `Method`.
@@ -80,7 +83,8 @@ def run_local(
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS threads (default 1); any number
             gives the same models. None: one after the other in this process, on all of torch's threads.
         track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files in `out`, where it is installed.
-        say: called with a progress line after every step.
+        progress: print a progress line after every step; None: in a notebook only.
+        say: called with a progress line after every step, in place of `print`.
         observe: called after every step.
         delivered: called with every final model, in the site's process if there are several workers.
         options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, ...), and the method's hyper-parameters: by name if one
@@ -105,7 +109,14 @@ def run_local(
     check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site)
     check_track(track)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
+    steps: list[dict[str, Any]] = []
+
+    def observed(report: StepReport) -> None:
+        steps.append(report.line())
+        observe(report)
+
+    line_printer = _line_printer(progress, say)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=line_printer, observe=observed)
     run.weights, run.track = None if weights is None else Path(weights), track
 
     def participant(name: str) -> Participant:
@@ -126,7 +137,16 @@ def run_local(
         if workers is not None and workers > 1:
             exchange = ForkedExchange(names, participant, absent, workers)
         with closing(exchange):
-            return run.execute(exchange, resume=resume)
+            results = run.execute(exchange, resume=resume)
+    return RunResults(results, steps if folder is None else read_rounds(folder), folder)
+
+
+def _line_printer(progress: bool | None, say: Callable[[str], None] | None) -> Callable[[str], None]:
+    """What gets the progress lines of a run, see `run_local`."""
+    if say is not None:
+        return say
+    shown = in_notebook() if progress is None else progress
+    return print if shown else lambda line: None
 
 
 @dataclass(frozen=True)
@@ -158,8 +178,8 @@ def resume_local(
     weights: Path | str | None = None,
     device: str | None = None,
     track: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+    say: Callable[[str], None] | None = None,
+) -> RunResults:
     """Finish an interrupted run of the plain loop in `folder`, its `out`; the other arguments are those of `run_local`.
 
     Raises:
