@@ -41,7 +41,7 @@ def component(folder: Path, name: str) -> dict:
 def test_committed_job_is_not_stale(method: str, tmp_path: Path) -> None:
     task = load_task(JOBS / method / "app" / "config" / "task.json").name
     built = build_job(method, task, out=tmp_path / method)
-    remedy = f"write it anew: medflare job create {method} --task {task} --out jobs/{method}"
+    remedy = f"write it anew: medflare job create {method} --task {task} --out jobs/{method} --force"
     assert files(built) == files(JOBS / method), remedy
     different = filecmp.cmpfiles(built, JOBS / method, files(built), shallow=False)[1]
     assert not different, remedy
