@@ -87,7 +87,8 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: s
     log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=4)
     for site, algorithm in algorithms.items():
         values = [turn.replies[site].meta["validation"][metric] for turn in log[1:]]
-        assert algorithm.best.value == max(values) and algorithm.best.round == 1 + values.index(max(values))
+        last_of_equals = max(round for round, value in enumerate(values, start=1) if value == max(values))
+        assert (algorithm.best.value, algorithm.best.round) == (max(values), last_of_equals)
         models = algorithm.finalize(server.configure_final(site))
         state = models["personal"].states["model"]
         assert models["deployed"] is models["personal"] and equal(state, algorithm.best.state)

@@ -124,7 +124,7 @@ def test_both_models_are_delivered_of_their_best_rounds() -> None:
     models = algorithms["A"].finalize(server.configure_final("A"))
     validations = [replies["A"].meta["validation"] for _, _, replies in log[1:]]
     for role in ("global", "personal"):
-        best = max(range(3), key=lambda i: (validations[i][role], -i)) + 1
+        best = max(range(3), key=lambda i: (validations[i][role], i)) + 1  # the later of equals
         assert algorithms["A"].best[role].round == best
         measured = algorithms["A"].validation(algorithms["A"].network(role, models[role].states["model"]))
         assert measured == pytest.approx(validations[best - 1][role])
