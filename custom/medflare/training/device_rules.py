@@ -1,6 +1,6 @@
 """Size, network, batch and epochs of a proposed task, so that a round on this device takes at most the minutes that are allowed.
 
-The rules are medflare's own; docs/benchmarks.md ("Proposed tasks") compares what they propose with other settings.
+The rules are medflare's own; docs/benchmarks.md ("Proposed tasks") has the runs that they were chosen by.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The learning rate that a network usually trains with (medflare's own rule, docs/benchmarks.md, "Proposed tasks")."""
+"""The learning rate that a network usually trains with (medflare's own rule)."""
 
 from typing import Final
 
@@ -11,11 +11,10 @@ _SGD_OVER_ADAM: Final = 10  # rate of SGD with momentum, relative to Adam's
 _SEGMENTATION: Final = ((1.0, 0.01), (5.0, 0.003), (float("inf"), 0.001))
 _CLASSIFICATION: Final = 0.001
 _FINE_TUNING: Final = 0.0003  # of pretrained weights
-_USUAL_BATCH: Final = {"segmentation": 4, "classification": 16}  # from which the rate grows with the batch
 
 
 def usual_rate(task: TaskConfig) -> tuple[float, str]:
-    """The rate for a task's network, optimizer and batch size, and the reason."""
+    """The rate for a task's network and optimizer, and the reason; the batch size does not change it."""
     millions = sum(weight.numel() for weight in meta_network(task).parameters()) / 1e6
     if task.network.get("weights") and not task.freeze.parts:
         rate, reason = _FINE_TUNING, "pretrained weights change slowly"

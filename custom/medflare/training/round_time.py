@@ -1,5 +1,6 @@
 """How long a round takes on this device: a step is measured, and the steps of all sites are counted."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Stopwatch:
         """`memory`: GiB that a step may take."""
         self.device, self._memory = device, memory
         self._seconds_per_operation: float | None = None
+        self._steps: dict[str, StepCost] = {}  # settings of a step -> what it took
 
     def estimated_seconds(self, task: TaskConfig) -> float:
         """Of a step, by its operations and the speed that this device reached with a small network."""
@@ -53,7 +55,10 @@ class Stopwatch:
         if needed > self._memory:
             problem = f"a step takes about {needed:.2g} GiB, more than {self._memory:g}"
             raise ConfigError(f"task {task.name}: {problem}; take a smaller size, network or batch_size")
-        step = measure_step(task, self.device)
+        settings = json.dumps(task.to_dict() | {"local_epochs": 1}, sort_keys=True)  # epochs do not change a step
+        if settings not in self._steps:
+            self._steps[settings] = measure_step(task, self.device)
+        step = self._steps[settings]
         seconds = round_seconds(task, sites, step.seconds)
         return RoundTime(step, seconds, device_name(self.device))
 

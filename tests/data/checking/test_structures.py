@@ -45,18 +45,30 @@ def bars(swapped: bool) -> np.ndarray:
 @pytest.mark.parametrize(("swaps", "ordered"), [([False] * 6, (True, False)), ([False, True] * 3, (False, False))])
 def test_structures_in_the_same_order_in_every_image(swaps: list[bool], ordered: Any, two_structures: TaskConfig) -> None:
     layout = LayoutOfImages(two_structures)
-    for swapped in swaps:
-        layout.add(bars(swapped))
+    for patient, swapped in enumerate(swaps):
+        layout.add(bars(swapped), str(patient))
     assert layout.summary().ordered == ordered
+
+
+def test_numbers_of_few_patients_are_left_out(two_structures: TaskConfig) -> None:
+    """Only one patient's image is larger than 32 pixels, and one patient alone shows both structures."""
+    layout = LayoutOfImages(two_structures)
+    layout.add(bars(swapped=False), "both")
+    for patient in ("a", "b", "c"):
+        small = np.zeros((1, 30, 30), np.int64)
+        small[0, 5:20, 5:20] = 1
+        layout.add(small, patient)
+    assert layout.summary().detail.keys() == {32} and layout.summary().ordered == (True, False)
+    assert layout.summary(minimum=3).detail == {} and layout.summary(minimum=3).ordered == (False, False)
 
 
 def test_a_structure_inside_another_has_no_order(two_structures: TaskConfig) -> None:
     layout = LayoutOfImages(two_structures)
-    for _ in range(5):
+    for patient in range(5):
         target = np.zeros((1, 40, 40), np.int64)
         target[0, 5:35, 5:35] = 1
         target[0, 12:30, 14:26] = 2  # a little off the centre, always to one side
-        layout.add(target)
+        layout.add(target, str(patient))
     assert layout.summary().ordered == (False, False)
 
 

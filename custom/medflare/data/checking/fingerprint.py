@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -152,7 +153,7 @@ def fingerprint_of(
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
-    listed = [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
+    listed = _training_entries(site, task, source)
     entries = listed if sample is None else evenly_spaced(listed, sample)
     is_sample = len(entries) < len(listed)
     drawn = min(_DRAWN, _MAX_DRAWN // max(1, len(entries)))
@@ -187,12 +188,11 @@ def fingerprint_of(
     if suppressed and task.target != "multilabel":  # of exclusive classes one follows from the total and the others
         suppressed = set(names)
     voxels = sum(row.voxels for row in rows)
+    counts = _images_by_class(listed, task) if is_sample and task.kind == "classification" else {}
     classes = {}
     for name in names:
-        images: int | None = sum(row.areas[name] > 0 for row in rows)
+        images = counts.get(name) if is_sample else sum(row.areas[name] > 0 for row in rows)
         share = sum(row.areas[name] for row in rows) / voxels if task.kind == "segmentation" else None
-        if is_sample:
-            images = _images_of_class(name, listed, task) if task.kind == "classification" else None
         classes[name] = Presence(None, None) if name in suppressed else Presence(images, share)
     sizes, spacings = [row.sides for row in rows], [row.spacing for row in rows if row.spacing is not None]
     all_known, few = len(spacings) == len(rows), is_small("")
@@ -207,9 +207,13 @@ def fingerprint_of(
         zeros=sum(row.zeros for row in rows) / voxels,
         channels=tuple(Channel(overall.summary(), None if few or not inside.count else inside.summary()) for overall, inside in values),
         classes=classes,
-        layout=layout.summary() if task.kind == "segmentation" and not few and not suppressed else None,
+        layout=layout.summary(minimum) if task.kind == "segmentation" and not few and not suppressed else None,
         sampled=is_sample,
     )
+
+
+def _training_entries(site: str, task: TaskConfig, source: Source) -> list[DatalistItem]:
+    return [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
@@ -223,14 +227,14 @@ def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     return [items[row] for row in np.unique(rows)]
 
 
-def _images_of_class(name: str, entries: Sequence[DatalistItem], task: TaskConfig) -> int:
-    """How many listed images have a class."""
-    count = 0
+def _images_by_class(entries: Sequence[DatalistItem], task: TaskConfig) -> Counter[str]:
+    """Class -> listed images that have it."""
+    images: Counter[str] = Counter(dict.fromkeys(task.classes, 0))
     for entry in entries:
         target = encode_label(entry.label, task, entry.place)
         if target is not None:
-            count += _class_areas(target, task)[name] > 0
-    return count
+            images.update(_class_areas(target, task))
+    return images
 
 
 def learnt_of(task: TaskConfig) -> dict[str, Any]:
@@ -293,7 +297,7 @@ def _read_rows(
     for _, picture, label in pictures:
         inside = label.any(axis=0) if task.kind == "segmentation" else None
         if task.kind == "segmentation":
-            layout.add(label)
+            layout.add(label, entry.patient)
         areas = {"": 0 if inside is None else int(inside.sum())} | _class_areas(label, task)
         zeros = int((picture == 0).all(axis=0).sum())
         rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
@@ -325,15 +329,14 @@ def _kept_fingerprint(
     folder: Path, site: str, task: TaskConfig, source_of_task: Callable[[TaskConfig], Source], sample: int
 ) -> DatasetFingerprint | None:
     """The fingerprint of a sample; it is read from `KEPT_FILE` if nothing has changed, otherwise made and kept there."""
-    source = source_of_task(task)
-    listed = [entry for entry in usable_entries(site, task, source).entries if entry.split == "training"]
-    key = _key(folder, task, evenly_spaced(listed, sample) if listed else [])
+    listed = _training_entries(site, task, source_of_task(task))
+    key = _key(folder, task, evenly_spaced(listed, sample))
     file = folder / KEPT_FILE
     with suppress(OSError, ValueError, LookupError, TypeError, DataError):
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] == FORMAT and content["key"] == key:
             return from_json(content["sites"][0])
-    fingerprint = fingerprint_of(site, task, lambda _: source_of_task(task), sample=sample)
+    fingerprint = fingerprint_of(site, task, source_of_task, sample=sample)
     if fingerprint is not None:
         with suppress(OSError):  # the folder may be read-only
             write_json(file, {"key": key, **to_json([fingerprint])})

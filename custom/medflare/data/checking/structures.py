@@ -1,5 +1,6 @@
 """How structures lie in the masks of a site: what resizing loses of them, and along which axes they keep an order."""
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Annotated, Final
 
@@ -32,21 +33,22 @@ class LayoutOfImages:
 
     def __init__(self, task: TaskConfig):
         self._task = task
-        self._dice: dict[int, dict[str, list[float]]] = {}  # side -> structure -> an image each
-        self._distances: dict[tuple[str, str], list[np.ndarray]] = {}  # pair of structures -> (axes,) an image each
+        # (side, structure) or (structure, structure) -> patient and number of an image each
+        self._dice: dict[tuple[int, str], list[tuple[str, float]]] = {}
+        self._distances: dict[tuple[str, str], list[tuple[str, np.ndarray]]] = {}  # (axes,) each
 
-    def add(self, target: np.ndarray) -> None:
+    def add(self, target: np.ndarray, patient: str) -> None:
         """Add the structures of an image; `target` as `decoding.target_of` returns it."""
         present = {}
         for name, mask in self._structures(target).items():
             if mask.any():
                 present[name] = mask
         for name, mask in present.items():
-            self._add_detail(name, mask)
+            self._add_detail(name, mask, patient)
         centres = {name: _centre_and_variance(mask) for name, mask in present.items()}
         for first, second in combinations(centres, 2):
             distances = standardised_distance(centres[first], centres[second])
-            self._distances.setdefault((first, second), []).append(distances)
+            self._distances.setdefault((first, second), []).append((patient, distances))
 
     def _structures(self, target: np.ndarray) -> dict[str, np.ndarray]:
         task = self._task
@@ -56,23 +58,33 @@ class LayoutOfImages:
             return {task.labels[0]: target[0] > 0}
         return {label: target[0] == index for index, label in enumerate(task.labels) if index > 0}
 
-    def _add_detail(self, name: str, mask: np.ndarray) -> None:
+    def _add_detail(self, name: str, mask: np.ndarray, patient: str) -> None:
         step = -(-max(mask.shape) // _MAX_SIDE)
         mask = mask[(slice(None, None, step),) * mask.ndim]
         for side in SIDES[mask.ndim]:
             if side < max(mask.shape):
                 dice = dice_after_resizing(mask, side)
-                self._dice.setdefault(side, {}).setdefault(name, []).append(dice)
+                self._dice.setdefault((side, name), []).append((patient, dice))
 
-    def summary(self) -> Layout:
-        """The numbers of the images that were added."""
-        detail = {}
-        for side, by_structure in sorted(self._dice.items()):
-            detail[side] = min(float(np.mean(values)) for values in by_structure.values())
+    def summary(self, minimum: int = 0) -> Layout:
+        """The numbers of the images that were added; those of fewer than `minimum` patients are left out."""
+        detail: dict[int, float] = {}
+        suppressed = set()
+        for (side, _), rows in sorted(self._dice.items()):
+            if _patients(rows) < minimum:
+                suppressed.add(side)
+            mean = float(np.mean([dice for _, dice in rows]))
+            detail[side] = min(mean, detail.get(side, 1.0))
         ordered = np.zeros(self._task.spatial_dims, bool)
-        for distances in self._distances.values():
-            ordered |= keeps_order(np.array(distances))
-        return Layout(detail, tuple(ordered.tolist()))
+        for pairs in self._distances.values():
+            if _patients(pairs) >= minimum:
+                ordered |= keeps_order(np.array([distances for _, distances in pairs]))
+        shown = {side: dice for side, dice in detail.items() if side not in suppressed}
+        return Layout(shown, tuple(ordered.tolist()))
+
+
+def _patients(rows: Sequence[tuple[str, object]]) -> int:
+    return len({patient for patient, _ in rows})
 
 
 def dice_after_resizing(mask: np.ndarray, side: int) -> float:
