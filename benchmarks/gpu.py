@@ -686,7 +686,7 @@ def memory(part: Part) -> None:
         if part.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        part.row(name, *step_cost(name, part.device, 1 if part.tiny else 5).values())
+        part.row(name, *step_cost(name, part.device).values())
 
 
 def predict(part: Part) -> None:

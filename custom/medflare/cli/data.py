@@ -198,9 +198,10 @@ def prepare(
         return 0
     if name is None or source is None or out is None:
         raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --out DATA; --list shows the names")
-    preparation, by_paper = get_preparation(name), split == "paper"
-    options = {"strict": strict, "redraw": redraw, "paper_split": by_paper, "copy": copy, "force": force}
-    print(prepare(preparation, source, out, seed=seed, **options).render())
+    prepared = prepare(
+        get_preparation(name), source, out, strict=strict, redraw=redraw, paper_split=split == "paper", seed=seed, copy=copy, force=force
+    )
+    print(prepared.render())
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import os
 import re
 import types
@@ -17,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from medflare.core.errors import ConfigError
+from medflare.core.text import read_json
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -51,7 +51,7 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
     if file is None or context.resilient_parsing:
         return file
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--options {file}: not valid JSON ({error}); correct the file") from error
     if not isinstance(content, dict):

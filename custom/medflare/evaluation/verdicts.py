@@ -327,13 +327,14 @@ def verdict(results: Mapping[str, Any]) -> str:
     values = [sites[name]["metrics"]["deployed"][metric] for name in sites if name not in places.get("undefined", [])]
     if not values:
         return ""
-    level = format_metric(metric, fmean(values))
+    mean = fmean(values)
+    level = format_metric(metric, mean)
     constant = format_metric(metric, fmean(sites[name]["constant"] for name in sites if name not in places.get("undefined", [])))
     start = (
         f"Deployed model: {metric_label(metric)} {level}, constant answer (which ignores the image) {constant}, "
         f"mean over {counted(len(values), 'site')}"
     )
-    if restriction := _restriction(results, metric, level):
+    if restriction := _restriction(results, metric, mean):
         return f"{start}: {_without_praise(places)}{restriction}."
     parts = []
     if "better" in places:
@@ -372,7 +373,7 @@ def _without_praise(places: Mapping[str, Sequence[str]]) -> str:
     return "better than the constant answer, but " if "better" in places or "no interval" in places else ""
 
 
-def _restriction(results: Mapping[str, Any], metric: str, level: str) -> str:
+def _restriction(results: Mapping[str, Any], metric: str, mean: float) -> str:
     """Why the deployed model must not be called better without it; "" if nothing forbids that."""
     kinds = {finding.kind: finding for finding in findings_of(results)}
     if "constant_output" in kinds:
@@ -380,6 +381,6 @@ def _restriction(results: Mapping[str, Any], metric: str, level: str) -> str:
     if "below_floor" not in kinds:
         return ""
     where = kinds["below_floor"].where
-    if metric in FLOORS and float(level) < FLOORS[metric]:
-        return f"{metric_label(metric)} {level}: not usable ({where})"
+    if metric in FLOORS and mean < FLOORS[metric]:
+        return f"{metric_label(metric)} {format_metric(metric, mean)}: not usable ({where})"
     return f"not usable for a structure below the floor ({where})"

@@ -31,6 +31,7 @@ from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
 from medflare.training.opening import check_batch_bounds, check_single_batches, check_task_bounds
 from medflare.training.site_rules import check_selection
+from medflare.training.step_cost import noise_targets
 
 _MAX_PROBLEMS: Final = 10  # printed per site
 _MAX_SIZES: Final = 3  # printed per site
@@ -153,8 +154,7 @@ def check_task(task: TaskConfig) -> None:
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
     images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))
-    area = task.size if task.kind == "segmentation" else ()
-    targets = torch.ones(2, len(task.labels), *area) if task.target == "multilabel" else torch.ones(2, *area, dtype=torch.long)
+    targets = noise_targets(task, 2)
     network = initial_network(task, seed=0)
     try:
         images, targets = augmentation(images, targets, np.random.RandomState(0))

@@ -35,6 +35,7 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
 
     On a CPU the time is the smaller of the clock's and the processor's, so that other programs do not count.
     """
+    memory = _Memory(device)
     random = numpy_generator(0, "measure step")
     shape = (task.batch_size, task.image_channels, *task.size)
     images = torch.tensor(random.random(shape, dtype=np.float32))
@@ -42,7 +43,6 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     augmentation, loss = Augmentation(task), build_loss(task).to(device)
     network = initial_network(task, seed=0).to(device).train()
     draws = np.random.RandomState(0)
-    memory = _Memory(device)
     seconds = []
     with seeded(0, "measure step"), network.frozen(task.freeze.parts):
         optimizer = build_optimizer(task.optimizer, trainable(network), f"task {task.name}")
