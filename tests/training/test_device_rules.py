@@ -12,6 +12,7 @@ from helpers.downloaded_folders import classes, pairs
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.data.dataset_import.datalists import ImportOptions, import_folder
+from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.learning_rate import usual_rate
 from medflare.training.proposing import TaskHints, propose
@@ -53,7 +54,10 @@ def test_a_step_has_a_time_and_a_memory_of_its_size() -> None:
     small, large = small_task(network=UNET, size=[32, 32], batch_size=2), small_task(network=UNET, size=[128, 128], batch_size=8)
     costs = [measure_step(task, torch.device("cpu")) for task in (small, large)]
     assert 0 < costs[0].seconds < costs[1].seconds
-    assert costs[1].gibibytes > 0
+    weights = sum(weight.numel() for weight in initial_network(large, 0).parameters())
+    images, first_maps = 8 * 128 * 128, 8 * 16 * 64 * 64  # numbers; the first level halves the sides
+    least = 4 * (4 * weights + images + first_maps)  # bytes of weights, gradients and Adam's moments, and of what the step keeps
+    assert costs[1].gibibytes * 2**30 > least
 
 
 def test_rates_follow_network_and_optimizer() -> None:

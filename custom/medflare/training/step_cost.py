@@ -56,9 +56,10 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
                 torch.cuda.synchronize(device)
             clock, processor = time.perf_counter() - clock, time.process_time() - processor
             seconds.append(clock if device.type != "cpu" else min(clock, processor))
-    peak = memory.peak()
-    bytes_ = step_bytes(task, task.batch_size) if peak is None else peak
-    return StepCost(min(seconds[1:]), bytes_ / 2**30)
+    taken = memory.peak()
+    if device.type != "cuda":  # a process takes memory that it has freed before, which is not seen as growth
+        taken = max(taken or 0, step_bytes(task, task.batch_size))
+    return StepCost(min(seconds[1:]), (taken or 0) / 2**30)
 
 
 def noise_targets(task: TaskConfig, images: int) -> torch.Tensor:
