@@ -12,6 +12,7 @@ from evaluation.conftest import History
 from evaluation.pages import Page, faults
 from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
+from medflare.core.palette import COLOURS
 from medflare.evaluation import figures
 from medflare.evaluation.figures import roc_curves, training_curves
 from medflare.evaluation.presentation import metric_label
@@ -278,6 +279,16 @@ def test_a_site_report_has_patients_model_by_model() -> None:
     assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
     assert not faults(html) and len(html) < 200_000
     assert [row[0] for row in table(Page(html), "Patients with the lowest")] == ["patient", "<b>Roe</b>", "Meier"], "Xu has no value"
+
+
+def test_the_legend_has_the_colours_of_the_pictures() -> None:
+    pictures = {"worst: Xu": b"\x89PNG"}
+    one = render_site_report(segmented(pictures=pictures))
+    assert "border-color: #e69f00" in one and "background: #56b4e9" in one
+    task = small_task(target="multilabel", labels=("disc", "cup"))
+    two = render_site_report(segmented(pictures=pictures, task=task))
+    for colour in COLOURS[:2]:
+        assert f"border-color: {colour}" in two and f"background: {colour}" in two
 
 
 def test_a_site_without_any_value_has_a_report() -> None:

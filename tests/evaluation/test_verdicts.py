@@ -14,7 +14,17 @@ from medflare.evaluation import console
 from medflare.evaluation.console import results_table
 from medflare.evaluation.report import SiteReport, render_report, render_site_report, write_results
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, load_results
-from medflare.evaluation.verdicts import FLOORS, KINDS, findings, findings_of, is_rising, late_rounds, verdict
+from medflare.evaluation.verdicts import (
+    FLOORS,
+    KINDS,
+    OF_TRAINING,
+    findings,
+    findings_of,
+    is_rising,
+    kinds_of_training,
+    late_rounds,
+    verdict,
+)
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL, Summary
 
@@ -105,6 +115,42 @@ def test_a_class_that_is_never_recognized(record: RunRecord, counts_sent: bool) 
     assert finding.kind == "class_missed" and finding.where == f"A: {dark}" + (" (0 of 3 images)" if counts_sent else "")
 
 
+def test_models_that_findings_call_bad_are_not_called_better(record: RunRecord) -> None:
+    """Each is above the constant answer with its whole interval."""
+    task = small_task("classification")
+    missed = SiteRecord(
+        "inside",
+        metrics={"deployed": {task.metric: 0.8}},
+        by_label={"deployed": {task.labels[0]: {"sensitivity": 0.0}, task.labels[1]: {"sensitivity": 1.0}}},
+        intervals={"deployed": {ALL: {task.metric: [0.7, 0.9]}}},
+        constant=0.5,
+    )
+    event = {"round": None, "site": "A", "kind": "constant_output", "message": "one class"}
+    record = dataclasses.replace(record, task=task, sites={"A": missed}, history=[], events=[])
+    line = verdict(build_results(record))
+    assert f"but it never recognizes a class (A: {task.labels[0]})." in line
+    assert "better at" not in line
+    line = verdict(build_results(dataclasses.replace(record, events=[event])))
+    assert line.endswith("mean over 1 site: one answer for all test images: not usable.")
+    assert "better" not in line
+
+
+def test_a_model_of_wrong_volumes_is_not_called_better(record: RunRecord) -> None:
+    task = small_task(labels=["disc"], metrics=["dice", "volume_error"])
+    values = {"dice": 0.3, "volume_error": 5.2}
+    site = SiteRecord(
+        "inside",
+        metrics={"deployed": values},
+        by_label={"deployed": {"disc": values}},
+        intervals={"deployed": {ALL: {"dice": [0.25, 0.35]}}},
+        constant=0.1,
+    )
+    record = dataclasses.replace(record, task=task, sites={"B": site}, history=[], events=[])
+    line = verdict(build_results(record))
+    assert "but it predicts volumes far from the true ones (B: disc volume error 5.200)" in line
+    assert "better at" not in line
+
+
 @pytest.mark.parametrize(
     ("values", "rising"),
     [
@@ -186,6 +232,27 @@ def test_the_site_report_has_the_findings_of_its_site(task: TaskConfig) -> None:
     text = Page(render_site_report(report)).text
     for part in ("no pixel of disc", "Dice 0.100, below the constant answer 0.200", "disc Dice 0.100", "not usable"):
         assert part in text
+
+
+def test_a_site_report_has_findings_of_the_training(task: TaskConfig, record: RunRecord) -> None:
+    """The server's list without numbers of other sites and without findings of their models."""
+    events = EventLog()
+    events.add("few_validation_images", "its personal model was chosen on 4 images", site="B")
+    results = build_results(dataclasses.replace(rising(record), events=events.to_list()))
+    history = rising(record).history
+    assert kinds(results) == list(OF_TRAINING)
+    assert kinds_of_training(results, history, "A") == ["still_rising"]
+    assert kinds_of_training(results, history, "B") == list(OF_TRAINING)
+
+    good = Summary({"dice": 0.9, "iou": 0.8}, by_label={"disc": {"dice": 0.9}})
+    n = {"train": 1, "validation": 4, "test": 1}
+    sent = kinds_of_training(results, history, "B")
+    report = SiteReport("fedavg", "B", "inside", task, n, {"deployed": good}, of_training=sent)
+    page = Page(render_site_report(report))
+    for finding in findings_of(results):
+        assert finding.problem in page.text and finding.remedy in page.text
+        assert page.text.index(finding.problem) < page.text.index("Results on this site")
+    assert "4 validation images at this site" in page.text and "0.650" not in page.text
 
 
 def test_a_finding_names_five_of_many_sites(record: RunRecord) -> None:

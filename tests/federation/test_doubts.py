@@ -1,6 +1,7 @@
 """Events that question a deployed model, and their suppression."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from medflare.core.events import DOUBTS
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
+from medflare.evaluation.verdicts import findings_of
 from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
@@ -126,3 +128,20 @@ def test_a_rare_class_is_not_named_if_its_count_is_suppressed() -> None:
     results = federated(small_task("classification"), split, minimum=4)
     (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]
     assert event["site"] == "A" and not any(word in event["message"] for word in ("bright", "2"))
+
+
+def test_the_page_of_a_site_has_the_findings_of_the_training(tmp_path: Path) -> None:
+    """All sites have few validation images; A alone has two training images of a class."""
+    task, members = small_task("classification"), {}
+    rare = [*[0] * 6, *[1] * 6, 2, 2]
+    for name, train in (("A", rare), ("B", BALANCED)):
+        site = Site(name, task, data(train, BALANCED[:4], BALANCED))
+        folder = SiteFolder(tmp_path / name, name, FEDAVG, task, 0)
+        members[name] = Participant(name, lambda role, site=site: site, FEDAVG, {}, artifacts=folder)  # type: ignore[misc]
+    run = Run(FEDAVG, task, {}, run_settings({"rounds": 2, "seed": 0}), SITES)
+    results = run.execute(LocalExchange(SITES, members.__getitem__))
+    problems = {finding.kind: finding.problem for finding in findings_of(results)}
+    pages = {name: (tmp_path / name / "report.html").read_text() for name in SITES}
+    for name in SITES:
+        assert problems["few_validation_images"] in pages[name] and "4 validation images at this site" in pages[name]
+    assert problems["rare_class"] in pages["A"] and problems["rare_class"] not in pages["B"]

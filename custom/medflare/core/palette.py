@@ -5,13 +5,24 @@ from typing import Final
 # Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008, without yellow and black).
 COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 
+# Truth and prediction of a single structure: orange and sky blue of Okabe and Ito, light enough
+# for dark images.
+TRUTH: Final = "#e69f00"
+PREDICTION: Final = "#56b4e9"
 
-def rgb(number: int) -> tuple[int, int, int]:
-    """The colour of a structure by its number, 0 to 255 each.
+Pair = tuple[str, str]  # colours of the truth and the prediction of a structure
+
+
+def structure_colours(count: int) -> list[Pair]:
+    """The colours of truth and prediction of each structure.
+
+    Those of a single structure differ. Each of several has one colour for both: its truth is an
+    outline, its prediction is filled.
 
     Examples:
-        >>> rgb(0), rgb(8) == rgb(0)
-        ((15, 127, 196), True)
+        >>> structure_colours(1), structure_colours(2)
+        ([('#e69f00', '#56b4e9')], [('#0f7fc4', '#0f7fc4'), ('#dd8a00', '#dd8a00')])
     """
-    code = COLOURS[number % len(COLOURS)]
-    return int(code[1:3], 16), int(code[3:5], 16), int(code[5:7], 16)
+    if count == 1:
+        return [(TRUTH, PREDICTION)]
+    return [(COLOURS[number % len(COLOURS)],) * 2 for number in range(count)]

@@ -4,7 +4,6 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from medflare.core.packages import installed
-from medflare.core.palette import COLOURS
+from medflare.core.palette import structure_colours
 from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation import presentation as text
@@ -29,7 +28,7 @@ from medflare.evaluation.results import (
     json_ready,
     site_results,
 )
-from medflare.evaluation.verdicts import UNUSABLE, findings, findings_of, verdict
+from medflare.evaluation.verdicts import UNUSABLE, findings_at_site, findings_of, verdict
 from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary
@@ -228,6 +227,7 @@ class SiteReport:
     """What a site knows of its final models: images of each split, test results by model, and PNG files by title.
 
     `constant`: the task's metric of the constant answer, None if it is suppressed.
+    `of_training`: see `verdicts.kinds_of_training`.
     """
 
     method: str
@@ -239,6 +239,7 @@ class SiteReport:
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
     constant: float | None = None
+    of_training: Sequence[str] = ()
 
 
 def render_site_report(report: SiteReport) -> str:
@@ -276,7 +277,7 @@ def render_site_report(report: SiteReport) -> str:
         description=text.task_description(task.to_dict()),
         metrics=text.metric_names(results),
         columns=columns,
-        findings=findings(results),
+        findings=findings_at_site(results, report.site, report.of_training),
         verdict=verdict(results),
         site=site,
         value_label=value_label(task),
@@ -285,12 +286,19 @@ def render_site_report(report: SiteReport) -> str:
         plot=patients_plot(values, intervals, value_label(task)),
         few={model: _values_of_few(metrics) for model, metrics in values_of_patients.items()},
         labels=_by_label(site, task, models["deployed"].cases.structures if "deployed" in models else {}),
-        structure_colours=list(zip(task.labels[task.target == "multiclass" :], cycle(COLOURS), strict=False)),
+        structure_colours=_structure_colours(task),
         classes=class_tables(results),
         curves=roc_curves(points, areas, "roc"),
         reliability=line_panels(reliability, "reliability", unit_square=True),
         pictures=report.pictures,
     )
+
+
+def _structure_colours(task: TaskConfig) -> list[tuple[str, str, str]]:
+    """(name, colour of the truth, colour of the prediction) of every structure in the pictures."""
+    background = 1 if task.target == "multiclass" else 0
+    names = task.labels[background:]
+    return [(name, *pair) for name, pair in zip(names, structure_colours(len(names)), strict=True)]
 
 
 def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:

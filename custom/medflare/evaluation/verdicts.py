@@ -15,6 +15,7 @@ from medflare.evaluation.presentation import counted, format_metric, metric_labe
 from medflare.training.constant import is_at_chance
 
 Curve = dict[int, float]  # rounds of training -> validation metric
+_Steps = Sequence[Mapping[str, Any]]  # of a run, see `results.append_round`
 
 # A mask whose volume is more than nine times the true one, or less than a ninth of it, cannot reach a Dice of 0.2: 2 / (1 + 9).
 # So a Dice below the floor is named without the volumes, which do not leave the site. As IoU: 0.2 / (2 - 0.2).
@@ -110,6 +111,8 @@ _TEXTS: Final = {  # the gravest first
 }
 KINDS: Final = tuple(_TEXTS)
 UNUSABLE: Final = ("constant_output", "at_chance", "below_floor")
+# The server knows these; a site cannot compute them.
+OF_TRAINING: Final = ("still_rising", "few_validation_images")
 _OF_EVENTS: Final = ("constant_output", "at_chance", "few_validation_images", "rare_class")
 
 
@@ -126,6 +129,32 @@ def findings(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = 
         history: the steps of the run, see `results.append_round`; without it, validation metrics come from the results.
         model: another model than the deployed one has no findings from events.
     """
+    return _grouped(_notes(results, history, model))
+
+
+def kinds_of_training(results: Mapping[str, Any], history: _Steps, site: str) -> list[str]:
+    """The findings about the training that concern a site, for its page.
+
+    They have no numbers: those are of other sites, too.
+    """
+    notes = _notes(results, history, "deployed")
+    concerned = {note.kind for note in notes if note.site in (None, site)}
+    return [kind for kind in OF_TRAINING if kind in concerned]
+
+
+def findings_at_site(results: Mapping[str, Any], site: str, kinds: Iterable[str] = ()) -> list[Finding]:
+    """The findings of a site's page: about its test images, and the server's `kinds_of_training`."""
+    notes = _notes(results, (), "deployed")
+    images = results["sites"][site]["n"]["validation"]
+    still_rising = "the mean of the sites' validation metrics"
+    few = f"{counted(images, 'validation image')} at this site"
+    texts = dict(zip(OF_TRAINING, (still_rising, few), strict=True))
+    for kind in kinds:
+        notes.append(_Note(kind, None, f"{texts[kind]}; the server's report has all numbers"))
+    return _grouped(notes)
+
+
+def _notes(results: Mapping[str, Any], history: _Steps, model: str) -> list[_Note]:
     notes: list[_Note] = []
     task = results["configuration"]["task"]
     if task:
@@ -138,7 +167,7 @@ def findings(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = 
         computed = {(note.kind, note.site) for note in notes}
         noted = [_of_event(event) for event in results["events"] if event["kind"] in _OF_EVENTS]
         notes += [note for note in noted if (note.kind, note.site) not in computed]
-    return _grouped(notes)
+    return notes
 
 
 def findings_of(results: Mapping[str, Any]) -> list[Finding]:
@@ -334,6 +363,8 @@ def verdict(results: Mapping[str, Any]) -> str:
         f"Deployed model: {metric_label(metric)} {level}, constant answer (which ignores the image) {constant}, "
         f"mean over {counted(len(values), 'site')}"
     )
+    if any(finding.kind == "constant_output" for finding in findings_of(results)):
+        return f"{start}: one answer for all test images: not usable."
     if restriction := _restriction(results, metric, mean):
         return f"{start}: {_without_praise(places)}{restriction}."
     parts = []
@@ -375,12 +406,14 @@ def _without_praise(places: Mapping[str, Sequence[str]]) -> str:
 
 def _restriction(results: Mapping[str, Any], metric: str, mean: float) -> str:
     """Why the deployed model must not be called better without it; "" if nothing forbids that."""
-    kinds = {finding.kind: finding for finding in findings_of(results)}
-    if "constant_output" in kinds:
-        return "one answer for all test images: not usable"
-    if "below_floor" not in kinds:
-        return ""
-    where = kinds["below_floor"].where
-    if metric in FLOORS and mean < FLOORS[metric]:
-        return f"{metric_label(metric)} {format_metric(metric, mean)}: not usable ({where})"
-    return f"not usable for a structure below the floor ({where})"
+    where = {finding.kind: finding.where for finding in findings_of(results)}
+    if "below_floor" in where:
+        if metric in FLOORS and mean < FLOORS[metric]:
+            level = f"{metric_label(metric)} {format_metric(metric, mean)}"
+            return f"{level}: not usable ({where['below_floor']})"
+        return f"not usable for a structure below the floor ({where['below_floor']})"
+    if "class_missed" in where:
+        return f"it never recognizes a class ({where['class_missed']})"
+    if "wrong_volume" in where:
+        return f"it predicts volumes far from the true ones ({where['wrong_volume']})"
+    return ""

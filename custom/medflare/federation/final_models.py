@@ -15,6 +15,7 @@ from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import PLACE, PROGRESS
+from medflare.data.targets import scarce_classes, scarce_line
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label
 from medflare.evaluation.results import REPORT_FILE
@@ -47,9 +48,18 @@ class ArtifactStore:
         """Store a picture that the method makes for the site itself."""
 
     def finish(
-        self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]], constant: float | None = None
+        self,
+        site: Site,
+        role: str,
+        models: Mapping[str, Message],
+        events: Sequence[Mapping[str, Any]],
+        constant: float | None = None,
+        of_training: Sequence[str] = (),
     ) -> None:
-        """Write the site's report, after all final models; `constant` is the metric of the constant answer, None if it is suppressed."""
+        """Write the site's report, after all final models.
+
+        `constant`: the metric of the constant answer, None if it is suppressed; `of_training`: see `verdicts.kinds_of_training`.
+        """
 
     def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:
         """A step begins, or has ended."""
@@ -82,7 +92,13 @@ class SiteFolder(ArtifactStore):
         self.pictures[title] = png
 
     def finish(
-        self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]], constant: float | None = None
+        self,
+        site: Site,
+        role: str,
+        models: Mapping[str, Message],
+        events: Sequence[Mapping[str, Any]],
+        constant: float | None = None,
+        of_training: Sequence[str] = (),
     ) -> None:
         """Write the site's report, if it has a final model."""
         if not self.delivered:
@@ -90,7 +106,10 @@ class SiteFolder(ArtifactStore):
         pictures = {**examples(site, models, self.delivered), **self.pictures}
         log = EventLog()
         log.extend(events, site=self.site)
-        report = SiteReport(self.method.name, self.site, role, self.task, site.n, self.delivered, pictures, log.to_list(), constant)
+        if few := scarce_classes(site.data.train.targets, site.task, site.data.annotated):
+            log.add("rare_class", scarce_line(few), site=self.site)
+        about = (self.method.name, self.site, role, self.task, site.n)
+        report = SiteReport(*about, self.delivered, pictures, log.to_list(), constant, of_training)
         write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 
     def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:

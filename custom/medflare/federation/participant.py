@@ -32,6 +32,7 @@ from medflare.federation.update_validation.messages import (
     SITES,
     START,
     STEP,
+    TRAINING_FINDINGS,
     VERSIONS,
     RequestValidator,
 )
@@ -163,7 +164,7 @@ class Participant:
             with self._algorithm.ready(step, keep=phase not in PHASES_OF_ALL) as algorithm:
                 algorithm.site.rate_factor = algorithm.site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
-                    return self._finalize(algorithm, incoming, numbers.get(RANGE), bool(numbers.get(SHARE)))
+                    return self._finalize(algorithm, incoming, numbers)
                 if phase == CROSS_SITE:
                     return self._cross_site(algorithm.site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
@@ -249,8 +250,9 @@ class Participant:
         algorithm.account, algorithm.minimum_patients = self.account, self.minimum_patients
         return algorithm
 
-    def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, trained_on: Mapping[str, Any] | None, share: bool) -> Message:
-        """Make, evaluate and store the final models; `trained_on` goes into their cards, `share`: the server asks for the personal one."""
+    def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, numbers: Mapping[str, Any]) -> Message:
+        """Make, evaluate and store the final models; of `NUMBERED`: RANGE goes into their cards, SHARE requests the personal one."""
+        trained_on, share, of_training = numbers.get(RANGE), bool(numbers.get(SHARE)), numbers.get(TRAINING_FINDINGS, [])
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
         for model in models.values():
             model.meta.update({} if trained_on is None else {RANGE: trained_on})
@@ -262,7 +264,7 @@ class Participant:
             self.artifacts.show(name, png)
         try:
             role = "inside" if algorithm.inside else "outside"
-            self.artifacts.finish(algorithm.site, role, models, meta["events"], meta.get("constant"))
+            self.artifacts.finish(algorithm.site, role, models, meta["events"], meta.get("constant"), of_training)
         except Aborted:
             raise
         except Exception as error:  # models and metrics are not lost because of the site's report

@@ -14,12 +14,13 @@ from medflare.core.manifest import Manifest, Phase, StateSpec, non_finite, viola
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
+from medflare.evaluation.verdicts import kinds_of_training
 from medflare.federation.enrolment import Enrolment, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules
 from medflare.federation.update_validation.drift import DriftMemory
-from medflare.federation.update_validation.messages import CROSS, RANGE, SHARE, SHARED
+from medflare.federation.update_validation.messages import CROSS, RANGE, SHARE, SHARED, TRAINING_FINDINGS
 from medflare.federation.update_validation.updates import Validated, capped, drop_invalid_metrics, validate_replies
 from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
@@ -195,7 +196,15 @@ class Federation:
         enrolment.admit(step.round)
         total = trained_on(self.outcome.enrolled)
         outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
-        for message in outgoing.values():
+        task = self.server.context.plan.task.to_dict()
+        so_far = {
+            "sites": {},
+            "events": self.events.to_list(),
+            "configuration": {"task": task},
+            "model_selection": self.outcome.model_selection,
+        }
+        for site, message in outgoing.items():
+            message.meta[TRAINING_FINDINGS] = kinds_of_training(so_far, self.outcome.history, site)
             message.meta |= {RANGE: total} if total else {}
             message.meta |= {SHARE: True} if self.rules.cross_site else {}
         shared: dict[str, StateDict] = {}

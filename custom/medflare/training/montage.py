@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.core.palette import rgb
+from medflare.core.palette import structure_colours
 from medflare.data.loading import SiteData
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
@@ -21,16 +21,19 @@ _VOLUME_SIDE: Final = 240  # of each of the three slices of a volume
 _SMALL: Final = 96  # pixels of a side in the contact sheet
 _COLUMNS: Final = 12
 _OPAQUE: Final = 0.45  # of a prediction over the image
+_WHITE: Final = (255, 255, 255)
+_LETTERS: Final = 16  # pixels, in a slice of a volume
 _OPPOSITE: Final = dict(zip("RLAPSI", "LRPAIS", strict=True))
 _PLANES: Final = {"S": "axial", "I": "axial", "A": "coronal", "P": "coronal", "R": "sagittal", "L": "sagittal"}  # by the axis across it
 _SCALES: Final = (100, 50, 20, 10, 5, 2, 1)  # mm
 
 
 def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
-    """A PNG of one test image, the prediction filled and the truth outlined in the color of each structure, see `core.palette`.
+    """A PNG of one test image: the prediction filled, the truth an outline with a white edge.
 
-    It shows a patient and must stay at the site. Of a volume it shows the three slices with most true foreground, each with its plane,
-    the patient's directions at its edges, and a scale bar where the spacing is known.
+    The colours are those of `palette.structure_colours`. The picture shows a patient and must stay
+    at the site. Of a volume it shows the three slices with most true foreground, each with its
+    plane, the patient's directions at its edges, and a scale bar where the spacing is known.
     """
     return _image(site, row, _masks(site, predictor, row))
 
@@ -109,20 +112,29 @@ def _picture(
         place = int(counts.argmax()) if counts.any() else image.shape[axis + 1] // 2
         plane, *outlines = (part.select(axis + 1, place).transpose(1, 2).flip(1) for part in (image, *masks))
         tile = _tile(plane, outlines, (gaps[up], gaps[right]), limits, side)
+        millimetres = plane.shape[2] * gaps[right] / tile.shape[1] if spacing else 0.0
+        tile = _squared(tile, side)
         if orientation:
-            millimetres = plane.shape[2] * gaps[right] / tile.shape[1] if spacing else 0.0
             tile = _labelled(tile, _PLANES[orientation[axis]], orientation[right], orientation[up], millimetres)
-        tiles.append(np.pad(tile, ((0, side - len(tile)), (0, side - tile.shape[1]), (0, 0))))
+        tiles.append(tile)
     return np.concatenate(tiles, axis=1)
+
+
+def _squared(tile: np.ndarray, side: int) -> np.ndarray:
+    """The tile in the middle of a black square: its letters have room beside a flat slice."""
+    height, width = side - len(tile), side - tile.shape[1]
+    above, left = height // 2, width // 2
+    return np.pad(tile, ((above, height - above), (left, width - left), (0, 0)))
 
 
 def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: float) -> np.ndarray:
     """A slice with its plane, directions ("RLAPSI") of columns and rows at its edges, and a bar; millimetres of a pixel, 0 if unknown."""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     picture = Image.fromarray(tile)
     draw, (width, height) = ImageDraw.Draw(picture), picture.size
-    style: dict[str, Any] = {"fill": "white", "stroke_width": 1, "stroke_fill": "black"}
+    font = ImageFont.load_default(size=_LETTERS)
+    style: dict[str, Any] = {"fill": "white", "font": font, "stroke_width": 2, "stroke_fill": "black"}
     draw.text((3, 2), plane, **style)
     for place, anchor, letter in (
         ((width - 4, height // 2), "rm", right),
@@ -132,14 +144,20 @@ def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: fl
     ):
         draw.text(place, letter, anchor=anchor, **style)
     if length := next((length for length in _SCALES if millimetres and length / millimetres < width / 3), 0):
-        draw.line([(4, height - 5), (4 + length / millimetres, height - 5)], fill="white", width=2)
-        draw.text((4, height - 8), f"{length} mm", anchor="ld", **style)
+        end = 4 + length / millimetres
+        draw.rectangle([2, height - 8, end + 2, height - 3], fill="black")
+        draw.rectangle([4, height - 7, end, height - 4], fill="white")
+        draw.text((4, height - 10), f"{length} mm", anchor="ld", **style)
     return np.array(picture)
 
 
 def _tile(plane: Tensor, masks: Sequence[Tensor], gaps: tuple[float, float], limits: tuple[float, ...], side: int) -> np.ndarray:
-    """A plane (C, H, W) with truth and prediction, masks (S, H, W) each; `side` is the longer side in pixels."""
-    from PIL import Image
+    """A plane (C, H, W) with truth and prediction, masks (S, H, W) each.
+
+    `side` is the longer side in pixels. A prediction's edge has the full colour: its fill mixes with
+    the image, for example to grey on a red fundus.
+    """
+    from PIL import Image, ImageColor
     from scipy import ndimage
 
     colours = (plane if len(plane) == 3 else plane[:1].expand(3, *plane.shape[1:])).permute(1, 2, 0).numpy()
@@ -152,11 +170,31 @@ def _tile(plane: Tensor, masks: Sequence[Tensor], gaps: tuple[float, float], lim
         return np.asarray(Image.fromarray(np.ascontiguousarray(mask.numpy())).resize((width, height), Image.Resampling.NEAREST))
 
     truth, *predictions = masks or [torch.zeros(0, 1, 1, dtype=torch.bool)]
+    pairs = structure_colours(len(truth))
     for prediction in predictions:
-        for number, structure in enumerate(prediction):
+        for structure, (_, colour) in zip(prediction, pairs, strict=True):
             filled = resized(structure)
-            canvas[filled] = (1 - _OPAQUE) * canvas[filled] + _OPAQUE * np.array(rgb(number))
-    for number, structure in enumerate(truth):
-        mask = resized(structure)
-        canvas[mask & ~ndimage.binary_erosion(mask, iterations=max(1, side // 160))] = rgb(number)
+            full = np.array(ImageColor.getrgb(colour))
+            canvas[filled] = (1 - _OPAQUE) * canvas[filled] + _OPAQUE * full
+            canvas[filled & ~ndimage.binary_erosion(filled)] = full
+    for structure, (colour, _) in zip(truth, pairs, strict=True):
+        line, edge = _outline(resized(structure), max(1, side // 160))
+        canvas[edge] = _WHITE
+        canvas[line] = ImageColor.getrgb(colour)
     return canvas
+
+
+def _outline(mask: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """A line around a mask, and the edge of one pixel around the line.
+
+    Both are outside the mask, so that the prediction in a thin vessel stays visible. At the border
+    of the picture the line is inside.
+    """
+    from scipy import ndimage
+
+    around = ndimage.binary_dilation(mask, iterations=width)
+    border = np.ones_like(mask)
+    border[width:-width, width:-width] = False
+    line = (around & ~mask) | (mask & border)
+    edge = ndimage.binary_dilation(around) & ~around
+    return line, edge

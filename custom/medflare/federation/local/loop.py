@@ -165,9 +165,15 @@ class _Shown(ArtifactStore):
         self.home.show(title, png)
 
     def finish(
-        self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]], constant: float | None = None
+        self,
+        site: Site,
+        role: str,
+        models: Mapping[str, Message],
+        events: Sequence[Mapping[str, Any]],
+        constant: float | None = None,
+        of_training: Sequence[str] = (),
     ) -> None:
-        self.home.finish(site, role, models, events, constant)
+        self.home.finish(site, role, models, events, constant, of_training)
 
 
 def resume_local(

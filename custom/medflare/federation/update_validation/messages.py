@@ -19,6 +19,7 @@ from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, 
 from medflare.core.message import Message
 from medflare.core.text import printable
 from medflare.data.acquisition import TRAINED_ON, check_range
+from medflare.evaluation.verdicts import OF_TRAINING
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.settings import Cost
@@ -237,11 +238,14 @@ INVITES: Final = (
     MetaSpec("seed", "of the run", number(), optional=True),
 )
 SHARE: Final = MetaSpec("share", "whether the other sites test the personal model", Annotated[bool, Field(strict=True)], optional=True)
+_CONCERN: Final = "kinds of the findings of the training that concern the site, for its page"
+TRAINING_FINDINGS: Final = MetaSpec("training_findings", _CONCERN, listing(text(*OF_TRAINING), len(OF_TRAINING)), optional=True)
 NUMBERED: Final = (
     MetaSpec(STEP, "its number in the run", count(10**9)),
     MetaSpec(RUN_ROUNDS, "rounds of the run", count(10**9)),
     RANGE,
     SHARE,
+    TRAINING_FINDINGS,
 )
 
 
