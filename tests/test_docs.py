@@ -1,5 +1,6 @@
 """What the documents promise exists: settings, files, commands, code that CONTRIBUTING has one write, layers, versions, examples."""
 
+import csv
 import doctest
 import importlib
 import json
@@ -83,6 +84,20 @@ def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> Non
             main([command, "--help"])
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_the_python_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(read("README.md"), "python")
+    assert "medflare data phantom photographs" in code
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "phantom", "photographs"]) == 0
+    images = {path.stem for path in (tmp_path / "photographs/images").glob("*.png")}
+    capsys.readouterr()
+    exec(compile(code.replace("rounds=10", "rounds=1"), "README.md", "exec"), {})
+    output = capsys.readouterr().out
+    assert re.findall(r"^(site-\d (?:in|out)side) 0\.\d+$", output, re.MULTILINE) == ["site-1 inside", "site-2 inside", "site-3 outside"]
+    predicted = [row["image"] for row in csv.DictReader((tmp_path / "predictions/predictions.csv").open(encoding="utf-8"))]
+    assert {Path(name).stem for name in predicted} == images
 
 
 def test_commands_of_the_deployment_page_exist() -> None:

@@ -1,5 +1,7 @@
 """The task's network is validated before the run, and the memory of a step is estimated, without computing."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -30,13 +32,30 @@ def test_sizes_that_are_no_multiple_of_a_power_of_two_may_work(side: int) -> Non
 
 
 def test_the_output_must_have_the_shape_of_the_task() -> None:
-    with pytest.raises(ConfigError, match="DenseNet121"):
-        check_network(small_task(network={"name": "DenseNet121", "block_config": [1, 1, 1, 1]}, size=[32, 32]))
     with pytest.raises(ConfigError, match="SegResNet"):
         check_network(small_task(network={"name": "SegResNet"}, size=[15, 16]))
     arguments = {"channels": [32, 32], "attention_levels": [False, False], "num_res_blocks": 1}
     with pytest.raises(ConfigError, match="DiffusionModelUNet"):
         check_network(small_task(network={"name": "DiffusionModelUNet", **arguments}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "other"),
+    [
+        ("segmentation", {"name": "DenseNet121", "block_config": [1, 1, 1, 1]}, "unet"),
+        ("segmentation", {"name": "resnet18"}, "unet"),
+        ("classification", {"name": "SegResNet", "init_filters": 8}, "resnet18"),
+    ],
+)
+def test_a_network_of_the_other_kind_of_task_is_named_as_one(kind: str, network: dict[str, Any], other: str) -> None:
+    theirs = "classification" if kind == "segmentation" else "segmentation"
+    with pytest.raises(ConfigError) as caught:
+        check_network(small_task(kind, network=network, size=[32, 32]))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"network {network['name']} is a network for {theirs} (logits of shape [2, " in message
+    assert message.endswith(f"; take one for {kind}, such as {other}")
+    check_network(small_task(kind, network={"name": other}, size=[32, 32]))
 
 
 def test_step_bytes_are_four_times_the_weights_and_the_same_for_every_image() -> None:

@@ -108,6 +108,41 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
             check_site(tmp_path / name, make_task())
 
 
+OUTSIDE = {"training": [], "validation": [], "test": ["p0", "p0", "p1"]}
+NOTE = "note: has test images only, so it can only be an outside site"
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+@pytest.mark.parametrize("splits", [OUTSIDE, {"test": ["p0", "p0", "p1"]}])
+def test_a_site_with_test_images_only_is_a_legal_outside_site(
+    splits: dict[str, list[str]], kind: str, make_site: SiteOf, make_task: TaskOf
+) -> None:
+    task = make_task(kind)
+    report = check_site(make_site(splits, kind), task)
+    assert report.ok and NOTE in report.render() and "PROBLEM" not in report.render()
+    site = report.sites["A"]
+    assert site.splits == {"train": (0, 0), "validation": (0, 0), "test": (3, 2)} and not site.classes
+    load_site_data("A", task, report.root, role="outside")
+
+
+def test_one_of_several_sites_must_train(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    make_site(OUTSIDE, name="DATA/external")
+    report = check_site(tmp_path / "DATA", make_task())
+    assert not report.ok and report.render().count("no site can train") == 1 and not report.sites["external"].problems
+    make_site(name="DATA/inside")
+    report = check_site(tmp_path / "DATA", make_task(), out=tmp_path / "out")
+    assert report.ok and NOTE in report.render() and report.sites["inside"].notes == []
+    make_site({"training": ["p0"], "validation": ["p1"], "test": []}, name="DATA/untested")
+    report = check_site(tmp_path / "DATA", make_task())
+    assert not report.ok and "'test'" in report.sites["untested"].problems[0]
+
+
+def test_an_outside_sites_broken_image_is_a_problem(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(OUTSIDE)
+    (folder / "images/1.png").write_bytes(b"broken")
+    assert "1.png" in problems(folder, make_task())[0]
+
+
 def test_a_class_that_no_image_shows_is_noted(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     task = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
     report = check_site(make_site(kind="classification"), task)
@@ -233,3 +268,26 @@ def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
     for side, name in ((64, "resnet18"), (32, "mlp")):
         network = {"name": name}
         check_task(make_task("classification", batch_size=1, size=[side] * 2, network=network))
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_images_that_are_decoded_when_used_are_those_in_memory(kind: str, make_site: SiteOf, make_task: TaskOf) -> None:
+    folder, task = make_site(kind=kind), make_task(kind)
+    held = load_site_data("A", task, folder)
+    read = load_site_data("A", task, folder, in_memory=False)
+    for name in ("train", "validation", "test"):
+        split, other = held.split(name), read.split(name)
+        assert split.in_memory and not other.in_memory and (split.names, split.patients) == (other.names, other.patients)
+        for row in reversed(range(len(split))):
+            assert all(torch.equal(*pair) for pair in zip(split[row], other[row], strict=True))
+    assert held.notes == read.notes
+    torch.testing.assert_close(held.acquired, read.acquired, rtol=0, atol=0, equal_nan=True)
+
+
+def test_slices_that_are_decoded_when_used_are_those_in_memory(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A")
+    task = cube_task(spatial_dims=2, size=[8, 8], slices={"axis": 2, "keep": "foreground"})
+    held, read = load_site_data("A", task, folder).train, load_site_data("A", task, folder, in_memory=False).train
+    assert held.names == read.names and len(held) > len(set(held.patients))
+    for row in range(len(held)):
+        assert torch.equal(held.images[row], read.images[row]) and torch.equal(held.targets[row], read.targets[row])

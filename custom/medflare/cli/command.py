@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 import medflare
-from medflare.cli import clean, data, job, methods, models, run, site, studies
+from medflare.cli import clean, data, job, methods, models, provision, run, site, studies
 from medflare.cli.options import AUTO_HELP
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
@@ -32,10 +32,11 @@ app = typer.Typer(
     name="medflare",
     help="Federated learning for medical images: personal models for participating hospitals, general models for all others.",
     epilog="Start with: medflare run fedsm --sites 4    (synthetic images, a few minutes on two cores). With your images: "
-    "medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
+    "medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md). Hospitals: medflare provision (project "
+    "admin), medflare site setup and doctor (each hospital), medflare job create and submit (lead)",
     **AUTO_HELP | {"add_completion": True},
 )
-for group in (data, run, job, methods, models, site, studies, clean):
+for group in (data, run, job, methods, models, site, studies, clean, provision):
     group.add_commands(app)
 
 

@@ -227,11 +227,12 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
             write_json(path, new)
             _give_to_owner(path, kit)
             changes.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
-    _make_private(kit.folder)
+    make_private(kit.folder)
     return changes
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
+    """Take the rights of other accounts from a folder and all below it; a file behind a link keeps its own."""
     for path in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(path.lstat().st_mode)
         if mode & 0o077 and not path.is_symlink():

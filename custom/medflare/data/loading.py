@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from torch.utils.data import ConcatDataset, Dataset
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
-from medflare.data.decoding import Decoded, PhantomSource, Source, decoded_once
+from medflare.data.decoding import Decoded, DecodedRow, PhantomSource, Source, decoded_once, decoded_rows
 from medflare.data.local import CacheSettings, ImageBounds, allowed_folders
+from medflare.data.progress import counted
 from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, renumbering
 from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
@@ -163,6 +165,7 @@ def load_site_data(
     cache: CacheSettings | None = None,
     folders: Sequence[str] = (),
     bounds: ImageBounds = ImageBounds(),
+    in_memory: bool = True,
 ) -> SiteData:
     """A site's data, ready for the network.
 
@@ -174,6 +177,7 @@ def load_site_data(
         role: "inside" needs images in every split, "outside" in the test split alone.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this process alone.
         folders: see `local.allowed_folders`.
+        in_memory: False decodes an image again when it is used, without a cache: for a caller that uses few of them.
 
     Raises:
         DataError: the data cannot be used; the message names the file or value and the remedy.
@@ -182,13 +186,15 @@ def load_site_data(
     entries, notes, dropped = usable_entries(site, task, source, role=role)
     annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
     _check_not_empty(Counter(entry.split for entry in entries), site, role)
-    decoded = decoded_once(site, task, source, entries, cache)
+    decoded = decoded_once(site, task, source, entries, cache) if in_memory else _decoded_when_used(site, task, source, entries)
     check_unreadable(decoded.failed, len(entries), task, site)
     _check_not_empty(Counter(entries[row.entry].split for row in decoded.rows), site, role)
     train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
     if annotation is not None and annotation.missing:
         notes.append(f"not annotated, so left out of losses and metrics: {', '.join(annotation.missing)}")
-    missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if role == "inside" and not count]
+    missing: list[str] = []
+    if role == "inside":
+        missing = [name for name, count in zip(task.classes, class_counts(train.targets, task), strict=True) if not count]
     absent = _absent_structures(missing, task) if annotation is None and task.kind == "segmentation" else []
     if annotation is not None or task.kind == "classification":
         missing = [name for name in missing if annotation is None or name not in annotation.missing]
@@ -208,6 +214,21 @@ def load_site_data(
         absent=tuple(absent),
         acquired=numbers,
     )
+
+
+def _decoded_when_used(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem]) -> Decoded:
+    """Every image is decoded and checked, none stays in memory; of those that are used again the last file's stay."""
+    failed: dict[int, str] = {}
+    rows = []
+    for row in decoded_rows(task, source, counted(entries, len(entries), f"site {site}, images read"), failed):
+        label = row.target if task.kind == "classification" else None
+        rows.append(row._replace(image=None, target=label))
+
+    @lru_cache(maxsize=1)
+    def rows_of(entry: int) -> list[DecodedRow]:
+        return list(decoded_rows(task, source, [entries[entry]], {}))
+
+    return Decoded(rows, failed, lambda row, name: getattr(rows_of(row.entry)[row.place], name))
 
 
 def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:

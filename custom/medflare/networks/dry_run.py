@@ -14,6 +14,7 @@ from medflare.networks.features import FeatureNetwork, example
 from medflare.tasks.config import TaskConfig
 
 _DIVISORS: Final = (2, 4, 8, 16, 32, 64)
+_EXAMPLES: Final = {"segmentation": "unet", "classification": "resnet18"}  # kind of task -> a network for it
 _COPIES: Final = 4  # of the weights: themselves, their gradients and Adam's two moments
 
 
@@ -68,6 +69,10 @@ def _checked(task: TaskConfig) -> FeatureNetwork:
         shape = tuple(network.eval()(example(task.image_channels, task.size, "meta")).shape)
     except PROBLEMS as error:
         raise ConfigError(f"{place} does not accept images of size {list(task.size)} ({one_line(error)})") from error
+    kind = {2: "classification", task.spatial_dims + 2: "segmentation"}.get(len(shape), task.kind)
+    if kind != task.kind:
+        wanted = f"{task.kind}, such as {_EXAMPLES[task.kind]}"
+        raise ConfigError(f"{place} is a network for {kind} (logits of shape {list(shape)}); take one for {wanted}")
     if shape != expected:
         raise ConfigError(f"{place}: two images give logits of shape {list(shape)}, the task needs {list(expected)}")
     return network

@@ -19,7 +19,7 @@ from medflare.core.text import format_shape
 from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
 from medflare.data.decoding import Source, target_of
 from medflare.data.loading import SiteData, load_site_data, renumbered_entries
-from medflare.data.local import CacheSettings, LocalSettings, allowed_folders, cache_with_folder
+from medflare.data.local import LocalSettings, allowed_folders
 from medflare.data.progress import counted
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
@@ -55,6 +55,7 @@ class SiteReport:
     notes: list[str] = field(default_factory=list)  # unusual but allowed
     left_out: list[str] = field(default_factory=list)  # images that cannot be used and that the task skips, one line each
     problems: list[str] = field(default_factory=list)  # why it cannot join, and structures that no training mask shows, one line each
+    test_only: bool = False  # whether it has test images only: it can be an outside site, which does not train
 
     def lines(self, task: TaskConfig) -> list[str]:
         """The report as text; what could not be read is left out."""
@@ -88,11 +89,12 @@ class CheckReport:
     shift: float | None = None  # see `site_shift`; None if it cannot be measured, for `shift_reason`
     shift_reason: str = ""
     thumbnails: Path | None = None  # the contact sheet, if requested
+    problem: str = ""  # why these sites together cannot train, with the remedy
 
     @property
     def ok(self) -> bool:
-        """Whether every site can join."""
-        return not any(report.problems for report in self.sites.values())
+        """Whether every site can join, and one of several can train."""
+        return not self.problem and not any(report.problems for report in self.sites.values())
 
     def render(self) -> str:
         """The report as text."""
@@ -105,6 +107,7 @@ class CheckReport:
             chance = f"chance {1 / len(self.sites):.2f}"
             lines += ["", f"shift between sites: {self.shift:.2f} balanced accuracy of telling the site from a thumbnail ({chance})"]
         lines += [f"thumbnails, a row for each site: {self.thumbnails}"] if self.thumbnails else []
+        lines += [f"PROBLEM: {self.problem}"] if self.problem else []
         return "\n".join([*lines, "OK" if self.ok else "NOT OK: solve the problems above and check again"])
 
 
@@ -137,6 +140,9 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
                 data[name] = site
         except DataError as error:
             report.sites[name].problems.append(str(error))
+    none_trains = all(site.test_only for site in report.sites.values())
+    if none_trains and folders != [root]:  # a site's folder alone may be that of an outside site
+        report.problem = "every site has test images only, so no site can train; add a site that has training images"
     report.shift, report.shift_reason = site_shift(data)
     if out is not None and data:
         report.thumbnails = Path(out) / "thumbnails.png"
@@ -176,8 +182,13 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSetting
     if report.problems and task.unreadable == "error":
         return None
     report.left_out, report.problems = report.problems, []
-    data = load_site_data(name, task, folder, cache=cache_with_folder(CacheSettings()), folders=local.data_folders, bounds=local.bounds)
+    report.test_only = {entry.split for entry in entries} == {"test"}
+    role = "outside" if report.test_only else "inside"
+    data = load_site_data(name, task, folder, role=role, folders=local.data_folders, bounds=local.bounds, in_memory=False)
     report.splits = {split: (len(data.split(split)), len(set(data.split(split).patients))) for split in ("train", "validation", "test")}
+    if report.test_only:
+        report.notes += [*data.notes, "has test images only, so it can only be an outside site"]
+        return data
     report.classes = dict(zip(task.classes, class_counts(data.train.targets, task).tolist(), strict=True))
     report.notes += [note for note in data.notes if note not in data.absent]
     if data.dropped:
@@ -298,8 +309,10 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
         if len(set(owners)) < 3:
             return None, f"site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
-        small = [functional.interpolate(middle_slice(images[row][0])[None], (_THUMBNAIL, _THUMBNAIL), mode="area") for row in rows]
-        pictures.append(torch.cat(small).flatten(1).numpy())
+        small: dict[int, torch.Tensor] = {}
+        for row in sorted(rows):  # a volume's slices one after the other: each volume is decoded once
+            small[row] = functional.interpolate(middle_slice(images[row][0])[None], (_THUMBNAIL, _THUMBNAIL), mode="area")
+        pictures.append(torch.cat([small[row] for row in rows]).flatten(1).numpy())
         sites += [name] * len(rows)
         patients += owners[rows].tolist()
     folds = StratifiedGroupKFold(3, shuffle=True, random_state=0)

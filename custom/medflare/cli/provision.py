@@ -1,0 +1,150 @@
+"""`medflare provision`: the startup kits of a federation, by FLARE's provisioning, with medflare's policies in them."""
+
+import getpass
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from medflare.cli import root_key
+from medflare.cli.options import add_command
+from medflare.cli.startup_kit import KitSettings, make_private, open_kit, set_up
+from medflare.core.errors import ConfigError, one_line
+
+_KIT_FILES: Final = ("fed_server.json", "fed_client.json")  # in startup/ of a server's and a site's kit; people have none of them
+# The same federation as poc_workspace/project.yml.
+_EXAMPLE: Final = """\
+# A federation: one server, four hospitals, four people, mutual TLS. Set the names of the server, sites, organizations and people.
+api_version: 3
+name: medflare
+description: personal and domain-general models for medical imaging across hospitals
+participants:
+  # The server's name is its full host name, which every hospital resolves (localhost: all on one machine).
+  # The port must be reachable from the hospitals, TCP.
+  - {name: localhost, type: server, org: coordination, fed_learn_port: 8002, connection_security: mtls}
+  # A site's name is public in the federation.
+  - {name: site-1, type: client, org: hospital_one}
+  - {name: site-2, type: client, org: hospital_two}
+  - {name: site-3, type: client, org: hospital_three}
+  - {name: site-4, type: client, org: hospital_four}
+  # project_admin: runs the federation; org_admin: runs the hospital's site; lead: submits jobs; member: lists jobs.
+  - {name: admin@coordination.org, type: admin, org: coordination, role: project_admin}
+  - {name: it@hospital-one.org, type: admin, org: hospital_one, role: org_admin}
+  - {name: lead@coordination.org, type: admin, org: coordination, role: lead}
+  - {name: member@hospital-two.org, type: admin, org: hospital_two, role: member}
+builders:
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+    args: {template_file: [master_template.yml]}
+  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
+    args: {config_folder: config}
+  - path: nvflare.lighter.impl.cert.CertBuilder
+    args: {root_valid_days: 1825}
+  - path: nvflare.lighter.impl.signature.SignatureBuilder
+"""
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add `provision`."""
+    add_command(
+        app,
+        "provision",
+        provision,
+        "medflare provision project.yml --new                        # write an example project file, and edit it",
+        "medflare provision project.yml --workspace federation       # then: medflare site setup KIT",
+        "medflare provision project.yml --add-client site-5.yml      # a kit for one more site",
+    )
+
+
+def provision(
+    project: Annotated[Path, typer.Argument(metavar="PROJECT", help="FLARE's project file: server, sites and people")],
+    workspace: Annotated[Path, typer.Option(help="Folder for the startup kits and the root key")] = Path("federation"),
+    add_client: Annotated[Path | None, typer.Option(help="YAML file of a site to add: name, type, org")] = None,
+    add_user: Annotated[Path | None, typer.Option(help="YAML file of a person to add: name, type, org, role")] = None,
+    leave_root_key: Annotated[bool, typer.Option("--leave-root-key", help="No passphrase: for trials on one machine")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Only write an example of the file PROJECT")] = False,
+) -> int:
+    """Write a startup kit for each party of a federation, with medflare's policies.
+
+    The project admin runs it: the root key and all private keys are made here. It locks the root key with a passphrase
+    (MEDFLARE_ROOT_PASSPHRASE, else it asks).
+    """
+    if new:
+        return _write_example(project)
+    name = _project_name(project)
+    state = workspace / name / "state"
+    _check_root_key(state, leave_root_key)
+    passphrase = "" if leave_root_key else _passphrase()
+    if passphrase and (state / root_key.LOCKED).exists():
+        root_key.unlock(state, passphrase)
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(project), "-w", str(workspace), "--force"]
+    for option, file in (("--add-client", add_client), ("--add-user", add_user)):
+        command += [option, str(file)] if file is not None else []
+    try:
+        ended = subprocess.run(command, umask=0o077, check=False)
+    finally:
+        if passphrase and (state / root_key.OPEN).exists():
+            root_key.lock(state, passphrase)
+    if ended.returncode:
+        raise ConfigError(f"{project}: nvflare provision failed with status {ended.returncode}; see its message above")
+    kits = _set_up_newest(workspace / name)
+    print(f"startup kits: {kits}")
+    if kits.name != "prod_00":
+        print("Send only the kits of new parties and delete the others: kits of earlier generations stay in use.")
+    print("next: medflare site doctor KIT    (not nvflare preflight-check, which disturbs a party that runs)")
+    return 0
+
+
+def _write_example(project: Path) -> int:
+    if project.exists():
+        raise ConfigError(f"{project} exists; give --new another name")
+    project.write_text(_EXAMPLE, encoding="utf-8")
+    print(f"written: {project}\nnext: set the names in it, then: medflare provision {project}")
+    return 0
+
+
+def _project_name(project: Path) -> str:
+    """The federation's name, which is that of its folder in the workspace."""
+    import yaml
+
+    if not project.is_file():
+        raise ConfigError(f"{project}: no such file; correct the path, or write an example with: medflare provision {project} --new")
+    try:
+        content: Any = yaml.safe_load(project.read_text(encoding="utf-8"))
+        return str(content["name"])
+    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{project}: not a project file of FLARE ({one_line(error)}); correct it") from error
+
+
+def _check_root_key(state: Path, leave_root_key: bool) -> None:
+    """Raise ConfigError where FLARE would make another root, whose kits can never join those in use."""
+    locked = (state / root_key.LOCKED).exists()
+    has_kits = any(state.parent.glob("prod_*"))
+    if has_kits and not locked and not (state / root_key.OPEN).exists():
+        raise ConfigError(f"{state.parent} has startup kits and no root key; put {root_key.LOCKED} back into {state}")
+    if locked and leave_root_key:
+        raise ConfigError(f"the root key in {state} is locked; leave out --leave-root-key")
+
+
+def _passphrase() -> str:
+    passphrase = os.environ.get(root_key.VARIABLE, "")
+    if not passphrase and not sys.stdin.isatty():
+        raise ConfigError(f"no passphrase for the root key; set {root_key.VARIABLE} ({root_key.SHORTEST} characters or more)")
+    if not passphrase:
+        passphrase = getpass.getpass(f"passphrase of the root key ({root_key.SHORTEST} characters or more): ")
+        if passphrase != getpass.getpass("once more: "):
+            raise ConfigError("these are two passphrases; start again")
+    root_key.check_passphrase(passphrase)
+    return passphrase
+
+
+def _set_up_newest(federation: Path) -> Path:
+    """Write medflare's policies into the kits that were just made; their folder."""
+    newest = max(federation.glob("prod_*"), key=lambda path: path.stat().st_mtime)  # by name prod_100 comes before prod_99
+    for kit in sorted(newest.iterdir()):
+        if any((kit / "startup" / name).is_file() for name in _KIT_FILES):
+            set_up(open_kit(kit), KitSettings())
+    make_private(newest)  # FLARE lets all accounts read its scripts, those in the kits of people too
+    return newest
