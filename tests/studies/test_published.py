@@ -8,6 +8,7 @@ import pytest
 
 from medflare.studies.grid import STUDY_FILE, read_study
 from medflare.studies.tables import StudyTables
+from studies.published_claims import CLAIMS, claim_lines, claims_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 STUDIES = sorted(path.parent for path in (DOCS / "results").glob(f"*/{STUDY_FILE}"))
@@ -20,6 +21,16 @@ def test_committed_tables_are_those_of_the_committed_runs(study: Path) -> None:
         page = archive.read("tables.md").decode()
     committed = dict(re.findall(r"^## (.+)\n\n((?:\|.*\n)+)", page, re.MULTILINE))  # title -> table
     groups = read_study(study)
-    assert committed and StudyTables(groups).tables(committed) == committed
+    tables = StudyTables(groups)
+    assert committed and tables.tables(committed) == committed
+    if any("differences" in title for title in committed):
+        assert [note for note in tables.notes() if f"- {note}\n" not in page] == []
     assert (study / STUDY_FILE).stat().st_size < 30_000 * sum(map(len, groups.values()))
     assert f"](results/{study.name}/{STUDY_FILE})" in (DOCS / "results.md").read_text(encoding="utf-8")
+
+
+def test_the_claims_of_the_page_are_those_of_the_committed_runs() -> None:
+    """On a change, paste the table of the message into docs/results.md."""
+    studies = {claim.study: StudyTables(read_study(DOCS / "results" / claim.study)) for claim in CLAIMS}
+    table = claims_table([line for claim in CLAIMS for line in claim_lines(claim, studies[claim.study])])
+    assert table in (DOCS / "results.md").read_text(encoding="utf-8"), table

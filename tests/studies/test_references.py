@@ -1,5 +1,6 @@
 """The references of a study: what they train on and with what, and the best answer that ignores the image."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,18 @@ from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
-from medflare.studies.references import CONSTANT, CROSS_SITE, Setting, batch_statistics, constant_answer, pooled, recorded_run, single_site
+from medflare.studies.references import (
+    CONSTANT,
+    CROSS_SITE,
+    Setting,
+    augmentation,
+    batch_statistics,
+    constant_answer,
+    equal_compute,
+    pooled,
+    recorded_run,
+    single_site,
+)
 from medflare.studies.tables import StudyTables
 from medflare.tasks.config import load_task
 from medflare.training.constant import constant_predictions
@@ -55,6 +67,40 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
         values = [value for value in results["scores"][name]["deployed"]["values"]["dice"] if value is not None]
         assert sum(values) / len(values) == pytest.approx(site["metrics"]["deployed"]["dice"], abs=1e-5)
     assert [at for at, _ in results["curves"]["global"]["site-1"]] == [0, 1]
+    assert results["traffic"] == plain["traffic"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "changes"),
+    [
+        (
+            augmentation,
+            {
+                "augment": [
+                    {"name": "RandFlip", "prob": 0.5, "spatial_axis": 1},
+                    {"name": "RandAdjustContrast", "prob": 0.5, "gamma": [0.5, 2.0]},
+                    {"name": "RandShiftIntensity", "prob": 0.5, "offsets": 0.5},
+                    {"name": "RandScaleIntensity", "prob": 0.5, "factors": 0.5},
+                    {"name": "RandGaussianNoise", "prob": 0.5, "std": 0.1},
+                ]
+            },
+        ),
+        (equal_compute, {"local_epochs": 4}),
+    ],
+)
+def test_fedavg_with_another_task_is_that_fedavg(reference: Callable[..., dict[str, Any]], changes: dict[str, Any]) -> None:
+    """The results have the study's task, which all rows share, and the changes beside it."""
+    task = load_task(tiny_phantom(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 1}], local_epochs=2))
+    setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
+    results = reference(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
+    validate_results({name: content for name, content in results.items() if name not in ("scores", "curves")})
+    other = load_task({**task.to_dict(), **changes})
+    options: dict[str, Any] = {"rounds": 1, "seed": 0, "resplit": 0, "outside": ["site-3"], "selection": "last"}
+    expected, plain = (run_local("fedavg", of, ["site-1", "site-2"], **options) for of in (other, task))
+    metrics = [{name: site["metrics"] for name, site in run["sites"].items()} for run in (results, expected, plain)]
+    assert metrics[0] == metrics[1] != metrics[2]
+    assert results["configuration"]["task"] == plain["configuration"]["task"]
+    assert results["configuration"]["settings"]["task_changes"] == changes
     assert results["traffic"] == plain["traffic"]
 
 

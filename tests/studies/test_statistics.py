@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from helpers.small_tasks import score, small_task
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
@@ -15,11 +16,17 @@ from medflare.studies.statistics import (
     Comparison,
     Run,
     case_table,
+    common_classes,
     compare,
     compare_patients,
+    detectable_difference,
+    equivalence_p,
+    holm,
     joined_cases,
     mean_interval,
+    split_ratio,
     study_values,
+    verdict,
     weighted_metric,
 )
 from studies.conftest import leaving_out
@@ -49,6 +56,78 @@ def test_compare_degenerate_seeds() -> None:
     assert compare([0.5, 0.2], [0.5, 0.2]) == Comparison(0.0, None, None, 2)
     shifted = compare([0.1, 0.2, 0.3], [0.6, 0.7, 0.8])
     assert (shifted.interval, shifted.p) == (None, None), "equal differences have no spread"
+
+
+def test_seeds_that_share_images_have_a_wider_interval() -> None:
+    # Differences 1, 2, 3 have a standard deviation of 1. With test / training = 1/4 the variance is 1/3 + 1/4 = 7/12.
+    comparison = compare([1.0, 1.0, 1.0], [2.0, 3.0, 4.0], 0.25)
+    error = (7 / 12) ** 0.5
+    assert comparison.difference == 2.0 and comparison.error == pytest.approx(error)
+    assert comparison.interval == pytest.approx((2 - 4.302653 * error, 2 + 4.302653 * error))
+    t = 2 / error
+    assert comparison.p == pytest.approx(1 - t / (t**2 + 2) ** 0.5)
+
+
+def test_the_ratio_of_the_split_counts_only_where_seeds_draw_it_again() -> None:
+    def split(resplit: int | None, **images: int) -> Run:
+        sites = {"A": {"role": "inside", "n": images}, "X": {"role": "outside", "n": {"test": 50}}}
+        return {"configuration": {"task": {"resplit": resplit}}, "sites": sites}
+
+    assert split_ratio([split(0, train=70, test=20), split(1, train=50, test=10)]) == 0.25
+    assert split_ratio([split(None, train=70, test=20)] * 2) == 0, "a fixed split"
+    assert split_ratio([split(0, test=20), split(1, test=20)]) == split_ratio([]) == 0, "unknown"
+
+
+def test_holm_by_hand() -> None:
+    # In order .01, .02, .04: 3 x .01, 2 x .02, 1 x .04.
+    assert holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    # .02 x 2 is above .03 x 1: no adjusted value is below that of a smaller p.
+    assert holm([0.03, None, 0.02]) == [0.04, None, 0.04]
+    assert holm([0.9, 0.6]) == [1.0, 1.0] and holm([]) == [] and holm([None]) == [None]
+
+
+def test_equivalence_by_hand() -> None:
+    # Differences 1, 2, 3: mean 2, error 1 / sqrt(3). To 4 it is t = 2 sqrt(3), one-sided p = (1 - t / sqrt(t^2 + 2)) / 2 = 0.0371.
+    comparison = compare([0.0] * 3, [1.0, 2.0, 3.0])
+    assert equivalence_p(comparison, 4.0) == pytest.approx((1 - 12**0.5 / 14**0.5) / 2)
+    assert equivalence_p(compare([1.0, 2.0, 3.0], [0.0] * 3), 4.0) == equivalence_p(comparison, 4.0), "to the nearer bound"
+    assert equivalence_p(comparison, 2.0) == 0.5, "on the bound"
+    assert equivalence_p(compare([0.5], [0.6]), 4.0) is None and equivalence_p(Comparison(), 4.0) is None
+
+
+def test_the_detectable_difference_has_80_percent_power() -> None:
+    detectable = [detectable_difference(n) for n in (1, 2, 3, 10)]
+    assert detectable == [None, pytest.approx(11.55, abs=0.005), pytest.approx(3.26, abs=0.005), pytest.approx(1.0, abs=0.005)]
+    ratio = detectable_difference(3, 2 / 3)
+    assert ratio == pytest.approx(3.264044 * 3**0.5), "the variance is three times as large"
+    random = np.random.default_rng(0)
+    drawn = random.normal(3.264, 1, (20_000, 3))
+    t = drawn.mean(axis=1) / (drawn.std(axis=1, ddof=1) / 3**0.5)
+    assert np.mean(np.abs(t) > 4.302653) == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("over_seeds", "interval", "adjusted_p", "expected"),
+    [
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (0.02, 0.2), 0.02, "confirmed"),
+        (Comparison(-0.1, (-0.15, -0.05), 0.01, 3, 0.01), (-0.2, -0.02), 0.02, "opposite"),
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (0.02, 0.2), 0.06, "study too small"),  # among other comparators
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (-0.02, 0.2), 0.02, "study too small"),  # over seeds only
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (-0.2, -0.02), 0.02, "study too small"),  # they contradict each other
+        # d = .05: t = (.05 - .01) / .01 = 4 with 2 degrees of freedom, p = (1 - 4 / sqrt(18)) / 2 = .0286; with an error of .02 .0918.
+        (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), (-0.02, 0.04), 0.42, "smaller than d"),
+        (Comparison(0.01, (-0.07, 0.09), 0.67, 3, 0.02), (-0.02, 0.04), 0.67, "study too small"),
+        (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), (-0.02, 0.06), 0.42, "study too small"),  # patients allow d
+        (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), None, 0.42, "study too small"),
+        (Comparison(0.0, None, None, 3), None, None, "smaller than d"),  # the same model
+        (Comparison(0.1, None, None, 3), (0.02, 0.2), None, "study too small"),  # no spread to test against
+        (Comparison(0.0, None, None, 1), (-0.01, 0.01), None, "study too small"),
+        (Comparison(), None, None, "study too small"),
+    ],
+)
+def test_verdicts_by_hand(over_seeds: Comparison, interval: tuple[float, float] | None, adjusted_p: float | None, expected: str) -> None:
+    over_patients = Comparison(over_seeds.difference, interval, None, 100)
+    assert verdict(over_seeds, over_patients, adjusted_p, 0.05) == expected
 
 
 def values_of(runs: Sequence[Run], model: str, role: str = "inside", site: str = ALL_SITES) -> list[float]:
@@ -149,17 +228,86 @@ def test_difference_interval_and_test_are_of_the_same_patients() -> None:
     assert compared(first, run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)})) == Comparison()
 
 
-@pytest.mark.parametrize(("positive", "defined"), [(3, True), (1, False)])
-def test_an_interval_allows_a_tenth_of_undefined_resamples(positive: int, defined: bool) -> None:
-    """A resample of 30 images misses all three positive ones in 4 % of cases, a single positive one in 36 %."""
-    scores = np.random.default_rng(0).random(30)
-    better = np.where(np.arange(30) < positive, 0.5 + scores / 2, scores)
-    truth = [1] * positive + [0] * (30 - positive)
-    first, second = (run(0, {"A": predictions(of.tolist(), truth)}) for of in (scores, better))
-    comparison = compared(first, second, "auc_macro")
-    assert comparison.difference is not None and (comparison.interval is not None) == defined
-    if comparison.interval is not None:
-        assert comparison.interval[0] <= comparison.difference <= comparison.interval[1]
+@pytest.mark.parametrize(("predicted", "defined"), [(3, True), (1, False)])
+def test_an_interval_allows_a_tenth_of_undefined_resamples(predicted: int, defined: bool) -> None:
+    """A resample of 30 images misses all three predictions of a class in 4 % of cases, a single one in 36 %."""
+    positive = [0.9] * predicted + [0.1] * (30 - predicted)
+    truth = [1] * 15 + [0] * 15
+    first = run(0, {"A": predictions(positive, truth)})
+    second = run(0, {"A": predictions(positive, truth[:14] + [1] + [0] * 15)})
+    comparison = compared(first, second, "ppv_macro")
+    assert comparison.difference == 0 and (comparison.interval is not None) == defined
+
+
+def images_of(truth: NDArray[np.int64], right: NDArray[np.bool_]) -> dict[str, Any]:
+    """Each image of another patient; those that are not right are predicted as the next class."""
+    classes = int(truth.max()) + 1
+    predicted = np.where(right, truth, (truth + 1) % classes)
+    probabilities = np.eye(classes)[predicted]
+    return {"patients": [str(place) for place in range(len(truth))], "probabilities": probabilities.tolist(), "targets": truth.tolist()}
+
+
+def many(counts: Sequence[int], hits: Sequence[int]) -> dict[str, Any]:
+    """So many images of each class, of which the first ones are right."""
+    truth = np.repeat(np.arange(len(counts)), counts)
+    right = np.concatenate([np.arange(count) < hit for count, hit in zip(counts, hits, strict=True)])
+    return images_of(truth, right)
+
+
+def test_a_class_of_few_patients_is_left_out_at_its_site() -> None:
+    first = run(0, {"A": many([20, 10, 9], [10, 5, 0]), "B": many([20, 5, 1], [10, 0, 0])})
+    second = run(0, {"A": many([20, 10, 9], [15, 6, 9]), "B": many([20, 5, 1], [0, 5, 1])})
+    assert common_classes([first, second], "inside") == {"A": (0, 1), "B": ()} and common_classes([first], "outside") == {}
+    comparison = compared(first, second, "balanced_accuracy")
+    assert comparison.difference == pytest.approx((5 / 20 + 1 / 10) / 2) and comparison.n == 39, "B does not count"
+    assert comparison.interval is not None and comparison.interval[0] < 0.175 < comparison.interval[1]
+    fewer = run(1, {"A": many([20, 9, 30], [10, 5, 0])})
+    assert common_classes([first, fewer], "inside")["A"] == (), "class 0 alone is in both runs"
+    rare = run(0, {"A": many([9, 9], [9, 9])}), run(0, {"A": many([9, 9], [0, 9])})
+    assert compared(*rare, "balanced_accuracy") == Comparison(-0.5, None, None, 18), "no interval"
+    assert compared(*rare, "accuracy").interval is not None, "a mean over images has no classes"
+    assert compared(first, second, "quadratic_kappa").interval is None, "no class can be left out"
+
+
+def test_patients_of_a_class_are_counted_not_images_and_a_label_needs_both_groups() -> None:
+    twice = {"patients": ["a", "b"] * 10, "probabilities": [[0.5, 0.5]] * 20, "targets": [0, 1] * 10}
+    assert common_classes([run(0, {"A": twice})], "inside") == {"A": ()}
+    labels = {"patients": list(map(str, range(20))), "probabilities": [[0.5, 0.5]] * 20, "targets": [[1, 1]] * 9 + [[0, 1]] + [[0, 0]] * 10}
+    assert common_classes([run(0, {"A": labels})], "inside") == {"A": (1,)}
+    binary = {**labels, "probabilities": [[0.5]] * 20, "targets": [1] * 10 + [0] * 10}
+    assert common_classes([run(0, {"A": binary})], "inside") == {"A": (0,)}
+    assert compared(run(0, {"A": binary}), run(0, {"A": binary}), "auc_macro").interval == (0, 0)
+    assert compared(run(0, {"A": labels}), run(0, {"A": labels}), "auc_macro").interval == (0, 0)
+
+
+def equal_models(random: np.random.Generator, sizes: Sequence[Sequence[int]]) -> tuple[list[Run], list[Run]]:
+    """Three seeds of two models that have the same population accuracy of each class."""
+    runs: tuple[list[Run], list[Run]] = ([], [])
+    for seed in range(3):
+        for of_model in runs:
+            sites = {}
+            for place, size in enumerate(sizes):
+                truth = np.repeat(np.arange(len(size)), size)
+                accuracy = np.array([0.8, 0.35, 0.45])[truth]
+                sites[f"site {place}"] = images_of(truth, random.random(len(truth)) < accuracy)
+            of_model.append(run(seed, sites))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "simulations"),
+    [(((96, 48, 36), (122, 37, 43), (208, 5, 1), (56, 1, 11)), 400), (((12, 11, 10),), 100), (((60, 40, 1), (30, 12, 10)), 100)],
+    ids=["ham10000", "small", "two sites"],
+)
+def test_an_interval_over_patients_rarely_excludes_a_true_difference_of_zero(sizes: Sequence[Sequence[int]], simulations: int) -> None:
+    random = np.random.default_rng(36)
+    excluded = 0
+    for _ in range(simulations):
+        first, second = equal_models(random, sizes)
+        interval = compared(first, second, "balanced_accuracy").interval
+        assert interval is not None
+        excluded += not interval[0] <= 0 <= interval[1]
+    assert excluded <= 0.08 * simulations
 
 
 def test_patients_in_another_order_are_paired_by_name() -> None:

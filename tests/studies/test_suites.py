@@ -14,11 +14,25 @@ from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.data.dataset_import.papers.catalogue import PREPARATIONS
 from medflare.evaluation.presentation import UNDEFINED
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.candidates import Candidate
 from medflare.studies.grid import read_runs
-from medflare.studies.suites import MEAN, load_suite, suites
+from medflare.studies.suites import MEAN, beside_the_paper, load_suite, suites
 from medflare.tasks.config import load_task
 
+ROUTING: dict[str, str] = {  # our model of a row -> row
+    "batch_statistics": "FedAvg, batch statistics",
+    "mixture": "Uniform mixture",
+    "mixture_running": "Uniform mixture, running statistics",
+}
+TABLE2: dict[str, str] = {"personal/*": "Average", "ensemble": "Ensemble", "tent": "Tent"}
+NULLS: dict[str, tuple[str, ...]] = {  # what the table's method has to beat
+    **{f"prr_table{table}": ("single-site:method=prr,halve_every=0",) for table in range(2, 12)},
+    **{f"fedsm_table{table}": ("single-site",) for table in range(3, 8)},
+    **{f"grace_table{table}_{data}": ("single-site",) for table in (1, 2) for data in ("isic", "prostate")},
+    **{f"feddag_table{table}": ("augmentation", "equal-compute") for table in range(1, 6)},
+    **{name: ("iop_fl:comparisons=true", "iop_fl:objective=paper") for name in ("iop_table2_fundus", "iop_table2_prostate", "iop_table3")},
+}
 TINY: dict[str, Any] = {
     "paper": "A paper",
     "table": "Table 1",
@@ -50,8 +64,9 @@ def check(row: str, task: str) -> None:
 @pytest.mark.parametrize("name", suites())
 def test_every_suite_can_run(name: str) -> None:
     suite, task = load_suite(name), load_task(load_suite(name).task)
-    for text in suite.methods.values():
+    for text in (*suite.methods.values(), *NULLS.get(name, ())):
         check(text, suite.task)
+    assert set(NULLS.get(name, ())) <= set(suite.methods.values())
     preparation = PREPARATIONS[suite.data]
     assert set(suite.sites) <= set(preparation.counts) or preparation.name in ("camelyon17", "gdrbench", "prostate_fedsm")
     assert preparation.kind == task.kind and suite.settings.metric in task.test_metrics
@@ -67,6 +82,13 @@ def test_the_documentation_names_every_suite() -> None:
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(suites())
 
 
+@pytest.mark.parametrize("name", ["iop_table2_fundus", "iop_table2_prostate", "iop_table3"])
+def test_suites_of_routing_hold_its_controls(name: str) -> None:
+    suite = load_suite(name)
+    assert suite.models == {row: model for model, row in {**ROUTING, **({} if name == "iop_table3" else TABLE2)}.items()}
+    assert {suite.methods[row] for row in suite.models} == {"iop_fl:comparisons=true"}
+
+
 def test_means_in_the_suites_are_means_of_their_columns() -> None:
     for name in suites():
         suite = load_suite(name)
@@ -79,7 +101,12 @@ def test_means_in_the_suites_are_means_of_their_columns() -> None:
 def beside(out: Path) -> tuple[str, list[list[str]]]:
     """The numbers beside the paper's as text, and the cells of their table."""
     text = (out / "beside_the_paper.md").read_text()
-    return text, [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return text, cells(text)
+
+
+def cells(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: SiteOf, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +134,55 @@ def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: SiteOf, capsys: pyt
     assert "- batch_size of the task: 8, the suite has 4" in other
 
 
+def test_rows_of_the_command_line_are_beside_the_suites_rows(tmp_path: Path, make_site: SiteOf) -> None:
+    for name in "AB":
+        make_site(name=name)
+    out, suite = tmp_path / "out", written(tmp_path, seeds=[0])
+    run = ["study", "fedprox", "fedavg", "--reference", "constant,equal-compute", "--suite", suite, "--out", str(out)]
+    assert main([*run, "--data-root", str(tmp_path)]) == 0
+    text, lines = beside(out)
+    assert [line[:2] for line in lines[6:]] == [
+        ["", "constant"],
+        ["not in the suite", "fedprox"],
+        ["not in the suite", "equal-compute"],
+    ]
+    runs = read_runs(out)
+    assert sorted(runs) == [f"{label}/seed0" for label in ("constant", "equal-compute", "fedavg", "fedprox")]
+    ours = runs["fedprox/seed0"]["sites"]["A"]["metrics"]["deployed"]["dice"]
+    assert lines[7][2] == f"{100 * ours:.2f}"
+    assert "- images are synthetic\n" in text and "of the task" not in text
+    table = (out / "table.md").read_text()
+    assert all(f"| {label} |" in table for label in ("fedprox", "constant", "equal-compute"))
+    assert main([*run, "--data-root", str(tmp_path)]) == 0, "kept runs have the settings of this study"
+
+
+def test_a_row_of_the_paper_can_be_a_model_of_one_method(tmp_path: Path) -> None:
+    label = "iop_fl:comparisons=true"
+    rows = {"Average": label, "Ensemble": label, "IOP-FL": label}
+    suite = load_suite(
+        written(
+            tmp_path,
+            sites=["A", "B", "X"],
+            methods=rows,
+            models={"Average": "personal/*", "Ensemble": "ensemble"},
+            settings={"rounds": 1, "metric": "dice", "role": "outside"},
+            numbers={"Average": {"X": 0.5}, "Ensemble": {}, "IOP-FL": {}},
+        )
+    )
+    values = {"deployed": 0.9, "ensemble": 0.7, "personal/A": 0.2, "personal/B": 0.6}
+    outside = SiteRecord("outside", metrics={model: {"dice": value} for model, value in values.items()})
+    inside = {name: SiteRecord("inside", metrics={"deployed": {"dice": 0.1}}) for name in "AB"}
+    run = build_results(RunRecord("iop_fl", load_task(suite.task), 0, 1, {**inside, "X": outside}))
+    assert cells(beside_the_paper(suite, {label: [run]}))[2:] == [
+        ["Average", "paper", "0.5000"],
+        ["", f"{label}, personal/*", "0.4000"],
+        ["Ensemble", "paper", UNDEFINED],
+        ["", f"{label}, ensemble", "0.7000"],
+        ["IOP-FL", "paper", UNDEFINED],
+        ["", label, "0.9000"],
+    ]
+
+
 def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path, make_site: SiteOf) -> None:
     for name in "ABC":
         make_site(name=name)
@@ -129,6 +205,7 @@ def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path
         ({"settings": {"rounds": 1, "metric": "dice", "leave_one_out": True, "leave_out": ["B"]}}, "leave_one_out"),
         ({"methods": {"FedAvgg": "fedavg"}}, "FedAvgg"),
         ({"numbers": {"FedAvg": {"meen": 1}, "Blind": {}}}, "meen"),
+        ({"models": {"Theirs": "global"}}, "Theirs"),
         ({"seeds": []}, "seeds"),
         ({"seed": 1}, "seed"),
     ],
@@ -140,7 +217,7 @@ def test_a_wrong_suite_raises_an_error(changes: dict[str, Any], token: str, tmp_
 
 def test_an_option_that_the_suite_sets_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = written(tmp_path)
-    for options in (["fedavg"], ["--leave-one-out"], ["--reference", "all"], ["--selection", "last"]):
+    for options in (["--leave-one-out"], ["--leave-out", "A"], ["--selection", "last"]):
         assert main(["study", *options, "--suite", suite, "--out", str(tmp_path / "out")]) == 1
         assert suite in capsys.readouterr().err
     assert main(["study", "--suite", "fedsm_table33", "--out", str(tmp_path / "out")]) == 1

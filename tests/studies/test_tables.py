@@ -13,6 +13,7 @@ from medflare.studies.grid import write_run
 from medflare.studies.page import study_page
 from medflare.studies.statistics import Run
 from medflare.studies.tables import StudyTables, learning_curves, selection, study_report
+from medflare.tasks.config import load_task
 from studies.conftest import leaving_out
 
 
@@ -112,12 +113,74 @@ def test_the_table_of_differences(runs: list[Run]) -> None:
     lines = tables.differences().splitlines()
     assert lines[0] == (
         "| method | model | sites | difference to plain | 95 % over seeds | t-test over seeds, p | seeds "
-        "| 95 % over patients | test over patients, p | patients |"
+        "| 95 % over patients | test over patients, p | patients | p over seeds, Holm | detectable | d | verdict |"
     )
-    assert "| better | deployed | outside | +0.100 | – | – | 3 | – | – | – |" in lines
+    assert "| better | deployed | outside | +0.100 | – | – | 3 | – | – | – | – | – | 0.020 | study too small |" in lines
     assert not any(line.startswith("| plain | deployed") for line in lines), "not against itself"
     against = tables.differences("better")
-    assert "| difference to better |" in against and "| plain | deployed | outside | -0.100 | – | – | 3 | – | – | – |" in against
+    assert "| difference to better |" in against and "| plain | deployed | outside | -0.100 | – |" in against
+    assert "| 0.300 | study too small |" in StudyTables({"plain": runs, "better": better}, margin=0.3).differences()
+
+
+def varied(record: RunRecord, method: str, *dice: float, resplit: bool = False) -> list[Run]:
+    """A run for each seed with 140 training images, 20 test images, and seven patients with the same Dice."""
+    rows = []
+    for seed, value in enumerate(dice):
+        sites = {"A": SiteRecord("inside", n={"train": 140, "test": 20}, metrics={"deployed": {"dice": value}})}
+        assert record.task is not None
+        task = dataclasses.replace(record.task, resplit=seed if resplit else None)
+        cases = {"patients": list("abcdefg"), "values": {"dice": [value] * 7}}
+        run = build_results(dataclasses.replace(record, method=method, seed=seed, task=task, sites=sites))
+        rows.append({**run, "scores": {"A": {"deployed": cases}}})
+    return rows
+
+
+def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
+    """Differences .1, .2, .3 to fedavg: t = 2 sqrt(3) and p = .074 as for 1, 2, 3; .09, .1, .11: t = 10 sqrt(3) and p = .003."""
+    groups = {
+        "fedavg": varied(record, "fedavg", 0.5, 0.5, 0.5),
+        "wide": varied(record, "fedprox", 0.6, 0.7, 0.8),
+        "narrow": varied(record, "fedsm", 0.59, 0.6, 0.61),
+        "constant": varied(record, "constant", 0.3, 0.3, 0.4),
+    }
+    study = StudyTables(groups)
+    table = study.differences()
+    # The noncentral t of three seeds detects 3.264 standard deviations, here .1 and .01.
+    wide, narrow, constant = (line_of(table, label, "deployed") for label in ("wide", "narrow", "constant"))
+    assert wide[3] == "0.074" and wide[-4:] == ["0.074", "0.326", "0.020", "study too small"]
+    assert narrow[3] == "0.003" and narrow[-4:] == ["0.007", "0.033", "0.020", "confirmed"]
+    assert constant[-4] == constant[-1] == "–", "the constant answer claims nothing"
+    assert study.notes() == []
+    page = study_page(study)
+    assert "study too small" in page and "confirmed" in page
+
+
+def test_splits_that_are_drawn_again_are_named_and_corrected(record: RunRecord) -> None:
+    dice = {"fedavg": (0.5, 0.5, 0.5), "fedsm": (0.6, 0.7, 0.8)}
+    study = StudyTables({method: varied(record, method, *values, resplit=True) for method, values in dice.items()})
+    line = line_of(study.differences(), "fedsm", "deployed")
+    half = 4.302653 * 0.1 * (1 / 3 + 1 / 7) ** 0.5
+    assert line[2] == f"{0.2 - half:+.3f} to {0.2 + half:+.3f}" and line[-3] == f"{3.264044 * 0.1 * (1 + 3 / 7) ** 0.5:.3f}"
+    (note,) = study.notes()
+    assert "(0.14)" in note
+    report = study_report(study)
+    assert report.index("## dice, differences\n") < report.index(note), "below the table of differences"
+    assert "1/n + test/training images" in study_page(study)
+
+
+def test_classes_that_do_not_count_are_named_below_the_table(record: RunRecord) -> None:
+    assert record.task is not None
+    task = dataclasses.replace(load_task("ham10000_3class"), resplit=None)
+    labels = list(task.labels)
+    truth = [0] * 12 + [1] * 10 + [2] * 3
+    cases = {"patients": list(map(str, range(25))), "probabilities": [[0.5, 0.3, 0.2]] * 25, "targets": truth}
+    few = {**cases, "targets": [0] * 20 + [1] * 5}
+    metrics = {"deployed": {task.metric: 0.5}}
+    sites = {name: SiteRecord("inside", metrics=metrics) for name in ("A", "B")}
+    scores = {"A": {"deployed": cases}, "B": {"deployed": few}}
+    run = build_results(dataclasses.replace(record, task=task, sites=sites)) | {"scores": scores}
+    notes = StudyTables({"fedavg": [run], "fedsm": [run]}).notes()
+    assert len(notes) == 2 and f"A counts without {labels[2]} (" in notes[0] and "B does not count" in notes[1]
 
 
 def test_rows_are_compared_with_training_alone_once(record: RunRecord) -> None:
@@ -221,6 +284,7 @@ def test_learning_curves_have_a_line_for_every_model(runs: list[Run], tmp_path: 
     assert svg is not None and "currentColor" not in svg
     text = set(ElementTree.fromstring(svg).itertext())
     assert {"fedsm, global", "fedsm, personal", "fedavg", "validation Dice"} <= text and "constant" not in text
+    assert {"0.0", "1.0"} <= text, "a small difference looks small"
     assert learning_curves({"fedavg": runs}) is None
     write_run(tmp_path, "fedavg/seed0", one_model[0])
     assert main(["study", "table", str(tmp_path), "--figures", str(tmp_path / "figures")]) == 0

@@ -54,8 +54,8 @@ def differing_settings(runs: Mapping[str, Run]) -> pd.DataFrame:
 def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     """A row for each site and the mean of each role; a column for each run, and the difference to the first run for each other one.
 
-    A difference has its 95 % interval over patients, see `compare_patients`. It is UNDEFINED unless both runs have scores of the same
-    patients for the same labels.
+    A difference has its 95 % interval over patients, see `compare_patients`, which leaves out classes of few patients: it can deviate
+    from the shown values. It is UNDEFINED unless both runs have scores of the same patients for the same labels.
     """
     first_name, first = next(iter(runs.items()))
     metric = first["configuration"]["task"].get("metric", "")

@@ -39,7 +39,7 @@ def study_page(study: StudyTables) -> str:
         seeds=sorted({run["seed"] for run in runs}),
         rounds=sorted({run["rounds"] for run in runs}),
         banner=study.banner(),
-        cautions=cautions(groups),
+        cautions=[*cautions(groups), *study.notes()],
         overview=_overview(study, values),
         gains=_gains(study, values),
         plot=patients_plot({label: of_row for label, of_row in points.items() if of_row}, {}, metric_label(metric)),
@@ -101,7 +101,7 @@ def parsed(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
 
 
 _IN_NAME: Final = ("model", "deployed against its own", "sites", "model of", "structure or class")
-_ANSWERS: Final = ("mean inside", "mean")
+_ANSWERS: Final = ("mean inside", "mean", "verdict")
 _LAST: Final = ("selection",)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from medflare.core.errors import StateError
-from medflare.evaluation.figures import Panel, line_panels
+from medflare.evaluation.figures import Panel, line_panels, unit_bounds
 from medflare.evaluation.labels import named_metrics
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, label_metric, lower_is_better, metric_label
 from medflare.evaluation.results import MODELS, confusion, results_frame
@@ -18,7 +18,23 @@ from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
-from medflare.studies.statistics import ALL_SITES, Groups, Run, compare, compare_patients, pooled_values, study_values
+from medflare.studies.statistics import (
+    ALL_SITES,
+    FEWEST_OF_CLASS,
+    MEANS_OVER_IMAGES,
+    Comparison,
+    Groups,
+    Run,
+    common_classes,
+    compare,
+    compare_patients,
+    detectable_difference,
+    holm,
+    pooled_values,
+    split_ratio,
+    study_values,
+    verdict,
+)
 from medflare.tasks.summaries import ALL
 
 Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
@@ -29,7 +45,55 @@ CONTROLS: Final = ("global", "batch_statistics", "mixture", "tent")  # models th
 RISING: Final = "still_rising"  # kind of a finding
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
 _WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
-_STATISTICS: Final = ("95 % over seeds", "t-test over seeds, p", "seeds", "95 % over patients", "test over patients, p", "patients")
+_STATISTICS: Final = (
+    *("95 % over seeds", "t-test over seeds, p", "seeds"),
+    *("95 % over patients", "test over patients, p", "patients"),
+    *("p over seeds, Holm", "detectable", "d", "verdict"),
+)
+MARGIN: Final = 0.02  # smallest difference that matters where no paper has an effect
+# The papers' effects on the mean over sites, see docs/results.md: (method, metric, role of the sites) -> d.
+PAPER_EFFECTS: Final[Mapping[tuple[str, str, str], float]] = {
+    ("fedsm", "dice", "inside"): 0.020,
+    ("iop_fl", "dice", "inside"): 0.024,
+    ("iop_fl", "dice", "outside"): 0.035,
+    ("prr", "f1_macro", "inside"): 0.12,
+    ("grace", "balanced_accuracy", "inside"): 0.10,
+    ("grace", "balanced_accuracy", "outside"): 0.07,
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired comparison of two models of a study at the sites of a role; d: the smallest difference that matters."""
+
+    role: str
+    over_seeds: Comparison
+    over_patients: Comparison
+    detectable: float | None  # with 80 % power
+    margin: float
+
+    def cells(self, adjusted_p: float | None, judged: bool) -> list[str]:
+        """The cells after label and models; without a verdict unless `judged`."""
+        seeds, patients = self.over_seeds, self.over_patients
+        return [
+            self.role,
+            f"{seeds.difference:+.3f}",
+            *(_bounds_text(seeds), _p_text(seeds.p), str(seeds.n or UNDEFINED)),
+            *(_bounds_text(patients), _p_text(patients.p, " (Wilcoxon)"), str(patients.n or UNDEFINED)),
+            _p_text(adjusted_p),
+            UNDEFINED if self.detectable is None else f"{self.detectable:.3f}",
+            f"{self.margin:.3f}" if judged else UNDEFINED,
+            verdict(seeds, patients, adjusted_p, self.margin) if judged else UNDEFINED,
+        ]
+
+
+def _bounds_text(comparison: Comparison) -> str:
+    bounds = comparison.interval
+    return UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}"
+
+
+def _p_text(p: float | None, test: str = "") -> str:
+    return UNDEFINED if p is None else ("< 0.001" if p < 0.001 else f"{p:.3f}") + test
 
 
 @dataclass(frozen=True)
@@ -49,9 +113,14 @@ class Row:
 
 
 class StudyTables:
-    """The tables of a study; raises StateError if no run has a task."""
+    """The tables of a study; raises StateError if no run has a task.
 
-    def __init__(self, groups: Groups) -> None:
+    Args:
+        margin: the smallest difference that matters, where `PAPER_EFFECTS` has none.
+    """
+
+    def __init__(self, groups: Groups, margin: float = MARGIN) -> None:
+        self.margin = margin
         self.metric: str = task_of(groups)["metric"]
         complete = with_constants(groups, self.metric)
         self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in complete.items()}
@@ -62,6 +131,9 @@ class StudyTables:
         sites = sorted({(site["role"], name) for name, site in sites_of_runs})
         self.roles = list(dict.fromkeys(role for role, _ in sites))
         self.places = [place for role in self.roles for place in (*(place for place in sites if place[0] == role), (role, ALL_SITES))]
+        runs = [run for of_row in groups.values() for run in of_row]
+        self.split_ratio = split_ratio(runs)
+        self.common = {role: common_classes(runs, role) for role in self.roles}  # the same for all rows
 
     def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
         """Title -> table: for every metric, the task's own first, what each site reached and what the mean hides; then paired differences
@@ -218,7 +290,7 @@ class StudyTables:
         return lines
 
     def differences(self, against: str | None = None) -> str:
-        """Paired differences of the task's metric to what one row (None: the first) deploys, with 95 % intervals."""
+        """Paired differences of the task's metric to what one row (None: the first) deploys, and verdicts."""
         against = next(iter(self.groups)) if against is None else against
         models = [(label, model) for label in self.groups for model in self.models(label)]
         rows = self._differences([(model, (against, "deployed"), model) for model in models])
@@ -232,35 +304,69 @@ class StudyTables:
         return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
-        """Lines of label, models and `_difference` of (named model, first, second); models with equal cells share a line."""
-        lines: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
-        compared: dict[tuple[str, ...], list[str]] = {}  # models with equal results are compared once
+        """Lines of label, models and cells of (named model, first, second), see `Difference.cells`.
+
+        Models with equal results share a line. The lines of a role are one claim, within which p is
+        adjusted. The constant answer and the oracle claim nothing.
+        """
+        models: dict[tuple[str, Difference], list[str]] = {}
+        compared: dict[tuple[str, ...], Difference | None] = {}  # models with equal results are compared once
         for (label, model), first, second in pairs:
             for role in self.roles:
                 places = [(label, model, role, metric, site) for metric in self.metrics for of, site in self.places if of == role]
                 several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
                 key = label, several, role, str(self.values.reindex(places).to_numpy().tolist())
                 if key not in compared:
-                    compared[key] = self._difference(first, second, role)
-                if compared[key]:
-                    lines.setdefault((label, *compared[key]), []).append(model)
-        return [[label, model_list(models), *cells] for (label, *cells), models in lines.items()]
+                    compared[key] = self.difference(first, second, role)
+                difference = compared[key]
+                if difference is not None:
+                    models.setdefault((label, difference), []).append(model)
+        lines = list(models)
+        claims = [line for line in lines if self.groups[line[0]][0]["method"] != CONSTANT and models[line] != [ORACLE]]
+        adjusted: dict[tuple[str, Difference], float | None] = {}
+        for role in self.roles:
+            claim = [line for line in claims if line[1].role == role]
+            adjusted |= zip(claim, holm([difference.over_seeds.p for _, difference in claim]), strict=True)
+        rows: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
+        for label, difference in lines:
+            cells = difference.cells(adjusted.get((label, difference)), (label, difference) in adjusted)
+            rows.setdefault((label, *cells), []).extend(models[label, difference])
+        return [[label, model_list(of_line), *cells] for (label, *cells), of_line in rows.items()]
 
-    def _difference(self, first: Model, second: Model, role: str) -> list[str]:
-        """The cells of second - first; none if there is nothing to compare, or both are the same of one label."""
+    def difference(self, first: Model, second: Model, role: str) -> Difference | None:
+        """Second - first; None if there is nothing to compare, or both are the same of one label."""
         before, after = (self.series(label, model, role, self.metric) for label, model in (first, second))
-        over_seeds = compare(before, after)
+        over_seeds = compare(before, after, self.split_ratio)
         if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
-            return []
+            return None
         runs = [(self.groups[label], model) for label, model in (first, second)]
-        over_patients = compare_patients(runs[0], runs[1], self.metric, role=role)
-        cells = [role, f"{over_seeds.difference:+.3f}"]
-        for comparison, test in ((over_seeds, ""), (over_patients, " (Wilcoxon)")):
-            bounds, p = comparison.interval, comparison.p
-            cells.append(UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}")
-            cells.append(UNDEFINED if p is None else ("< 0.001" if p < 0.001 else f"{p:.3f}") + test)
-            cells.append(str(comparison.n or UNDEFINED))
-        return cells
+        over_patients = compare_patients(runs[0], runs[1], self.metric, role=role, common=self.common[role])
+        in_deviations = detectable_difference(over_seeds.n, self.split_ratio)
+        deviation = (after - before).std()
+        detectable = None if over_seeds.error is None or in_deviations is None else float(in_deviations * deviation)
+        method = self.groups[second[0]][0]["method"]
+        return Difference(role, over_seeds, over_patients, detectable, PAPER_EFFECTS.get((method, self.metric, role), self.margin))
+
+    def notes(self) -> list[str]:
+        """What the tables of differences rest on, one line each."""
+        lines = []
+        if self.split_ratio:
+            lines.append(
+                "Intervals over seeds: splits overlap, so the variance has the factor 1/n + test/training images "
+                f"({self.split_ratio:.2f}) in place of 1/n (Nadeau and Bengio)."
+            )
+        if self.metric in MEANS_OVER_IMAGES:
+            return lines
+        labels = task_of(self.groups).get("labels", [])
+        rule = f"a class needs {FEWEST_OF_CLASS} patients in every test set"
+        for role, sites in self.common.items():
+            for site, classes in sites.items():
+                missing = [label for place, label in enumerate(labels) if place not in classes]
+                if classes and missing:
+                    lines.append(f"Over patients, {role}: {site} counts without {', '.join(missing)} ({rule}).")
+                elif missing:
+                    lines.append(f"Over patients, {role}: {site} does not count ({rule}).")
+        return lines
 
     def cross_site(self) -> str:
         """Every site's model (rows) on every site's test images (columns); its own site is bold. "" without `references.cross_site`."""
@@ -422,8 +528,12 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
             curve = curve_of(runs, model) if model in models else {}
             if len(curve) > 1:
                 lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
-    panels = [Panel("", lines, "rounds of training", f"validation {metric_label(task_of(groups)['metric'])}")] if lines else []
-    svg = line_panels(panels, "curves")
+    if not lines:
+        return None
+    metric = task_of(groups)["metric"]
+    words = f"validation {metric_label(metric)}"
+    panel = Panel("", lines, "rounds of training", words, bounds=unit_bounds(metric))
+    svg = line_panels([panel], "curves")
     return svg and svg.replace("currentColor", ink)
 
 
@@ -434,7 +544,11 @@ def study_report(study: StudyTables) -> str:
     title = f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
     warnings = [f"WARNING {line}" for line in study.banner()]
     lines = "".join(f"- {line}\n" for line in (*warnings, *cautions(groups)))
-    tables = [f"## {title}\n\n{table}" for title, table in study.everything.items()]
+    notes = "".join(f"\n- {line}" for line in study.notes())
+    tables = []
+    for heading, table in study.everything.items():
+        has_notes = notes and "differences" in heading
+        tables.append(f"## {heading}\n\n{table}" + (f"{notes}\n" if has_notes else ""))
     return "\n".join([title, *([lines] if lines else []), *tables])
 
 
