@@ -95,7 +95,9 @@ class Method:
         from medflare.methods.parts.partial import LocalPart
 
         if "freeze" not in self.site_class.capabilities & self.server_class.capabilities:
-            raise ConfigError(f"method {self.name!r} trains all of the network from the first round; leave out task.freeze, or run fedavg")
+            problem = f"method {self.name!r} trains all of the network from the first round"
+            remedy = "add --set task.freeze=[] --lr 0.0003 (pretrained weights change slowly), or run fedavg"
+            raise ConfigError(f"{problem}; leave out task.freeze: {remedy}")
         try:
             shared = LocalPart.of_paths(network, task.freeze.parts).shared(network.state_dict())
         except ValueError as error:

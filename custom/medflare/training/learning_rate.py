@@ -9,19 +9,21 @@ _ADAMS: Final = ("adam", "adamw")
 _SGD_OVER_ADAM: Final = 10  # rate of SGD with momentum, relative to Adam's
 # Adam's rate of a network with random weights, by its millions of weights.
 _SEGMENTATION: Final = ((1.0, 0.01), (5.0, 0.003), (float("inf"), 0.001))
-_CLASSIFICATION: Final = 0.001
+_CLASSIFICATION: Final = ((1.0, 0.003), (float("inf"), 0.001))
+_FROZEN_BODY: Final = 0.003  # the head alone is trained
 _FINE_TUNING: Final = 0.0003  # of pretrained weights
 
 
 def usual_rate(task: TaskConfig) -> tuple[float, str]:
     """The rate for a task's network and optimizer, and the reason; the batch size does not change it."""
     millions = sum(weight.numel() for weight in meta_network(task).parameters()) / 1e6
-    if task.network.get("weights") and not task.freeze.parts:
+    by_size = _CLASSIFICATION if task.kind == "classification" else _SEGMENTATION
+    if task.freeze.parts:
+        rate, reason = _FROZEN_BODY, "only the head is trained"
+    elif task.network.get("weights"):
         rate, reason = _FINE_TUNING, "pretrained weights change slowly"
-    elif task.kind == "classification":
-        rate, reason = _CLASSIFICATION, "Adam's usual rate"
     else:
-        rate = next(value for limit, value in _SEGMENTATION if millions < limit)
+        rate = next(value for limit, value in by_size if millions < limit)
         reason = f"the network has {millions:.2g} million weights, small ones take larger steps"
     if task.optimizer["name"].lower() not in _ADAMS:
         rate, reason = rate * _SGD_OVER_ADAM, f"{reason}; {_SGD_OVER_ADAM} times Adam's"

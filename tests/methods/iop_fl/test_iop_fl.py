@@ -17,7 +17,7 @@ from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD, outside
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.formulas import agreeing, image_spread
-from medflare.methods.iop_fl.outside import RoutedModel, Summary, gate_refusal, summarize, test_time_loss
+from medflare.methods.iop_fl.outside import EXPERT, MIXTURE, RoutedModel, Summary, contradict, gate_refusal, summarize, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPHyper, IOPSite
 from medflare.tasks.config import TaskConfig, load_task
@@ -211,7 +211,7 @@ def test_every_limit_refuses() -> None:
 def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
     """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
-    start, state, _ = (summarize(CLASSIFICATION, [(torch.tensor(1.0), p, p)]) for p in logits.softmax(dim=2))
+    start, state, _ = (summarize(CLASSIFICATION, [(torch.tensor(1.0), p)]) for p in logits.softmax(dim=2))
     assert 0 <= state.information < 1e-12 and gate_refusal(state, start) == ""
 
 
@@ -221,7 +221,7 @@ def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     batches = list(algorithm.site.ordered("train"))
     p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
     loss = torch.tensor(2.0)
-    summary, expected = summarize(task, [(loss, q, q) for q in p]), summarize(task, [(loss, torch.cat(p), torch.cat(p))])
+    summary, expected = summarize(task, [(loss, q) for q in p]), summarize(task, [(loss, torch.cat(p))])
     assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
     assert summary.information == pytest.approx(expected.information, abs=1e-6)
 
@@ -241,6 +241,48 @@ def test_the_gate_prevents_a_collapse() -> None:
     with torch.no_grad():
         equal, total = agreeing(model(images) > 0.5, start(images) > 0.5)
     assert equal >= 0.9 * total and len(model.notices()) == 1
+
+
+def test_experts_contradict_each_other_if_less_than_half_of_their_masks_coincides() -> None:
+    two, one, other = (torch.tensor([mask], dtype=torch.bool) for mask in ([1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]))
+    assert not contradict([[two], [one]]), "Dice 2 / 3"
+    assert contradict([[two], [two], [other]]), "Dice 2 / 5"
+    assert not contradict([[two, two], [one, other]]), "Dice of both batches together: (2 + 2) / (3 + 5)"
+
+
+def test_experts_that_agree_leave_the_mixture_as_the_start() -> None:
+    assert routed()[0].report()["start"] == MIXTURE
+    assert routed(**PRINTED)[0].report()["start"] == MIXTURE
+
+
+def with_opposite_masks(incoming: Message, site: str) -> Message:
+    """The message with an expert whose last layer has the opposite sign."""
+    entry = EXPERT.of(site)
+    state = copy_state(incoming.states[entry])
+    for name in list(state)[-2:]:
+        state[name] = -state[name]
+    incoming.states[entry] = state
+    return incoming
+
+
+def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss() -> None:
+    place = site("O", counts=(0, 0, 8))
+    algorithm = IOPSite(place, plan_of(IOPSite, IOPServer, SEGMENTATION, **QUICK))
+    message = algorithm.finalize(with_opposite_masks(trained(), "B"))["deployed"]
+    model: Any = build_deployed(SEGMENTATION, message)
+    images = place.data.test.images.tensor_split(2)
+    references = model._references(images)
+    assert contradict(references[1:])
+    losses = {}
+    for start in (MIXTURE, *SITES, "global"):
+        model.load_start(start)
+        losses[start] = model.measure(images, references)
+    least = outside.START_INFORMATION * losses[MIXTURE].information
+    informed = {start: summary.loss for start, summary in losses.items() if start == MIXTURE or summary.information >= least}
+    report = message.meta["adaptation"]
+    assert report["start"] == min(informed, key=informed.__getitem__)
+    rebuilt: Any = build_deployed(SEGMENTATION, message)
+    assert rebuilt.measure(images, references).loss == pytest.approx(report["losses"][report["chosen"]], rel=1e-5)
 
 
 def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

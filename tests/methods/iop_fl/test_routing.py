@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from helpers.fixture_types import Golden
 from medflare.core.errors import StateError
 from medflare.core.states import StateDict, weighted_mean
+from medflare.methods.iop_fl import routing as routing_module
 from medflare.methods.iop_fl.routing import MLPRouter, RoutedLayer, RoutedNetwork, Routing
 
 
@@ -133,6 +134,21 @@ def test_batch_norm_uses_the_test_batch() -> None:
         reference.norm.train()
         torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
     assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])  # unchanged
+
+
+@pytest.mark.parametrize("expert", [0, 1, 2])
+def test_a_network_that_prefers_its_base_is_that_expert(expert: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_module, "_NEARLY_ALL", 1 - 1e-7)
+    make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
+    states = states_of(make, 3)
+    network = RoutedNetwork(make(), states, Routing(statistics="running"))
+    network.load_adapted_state(network.states_of_experts()[expert])
+    network.set_base(expert)
+    alone = make()
+    alone.load_state_dict(states[expert])
+    images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(network(images), alone.eval()(images), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_used_twice_is_routed_at_both_places() -> None:

@@ -210,7 +210,7 @@ def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
 
 
 # Protection from collapse. Eq. 7-10 fall if all predictions become the same: an empty mask is consistent, without shape and certain.
-# These functions measure the information of a prediction and its distance from the start.
+# These functions measure the information of a prediction and its agreement with another one.
 
 
 def image_spread(images: Tensor) -> Tensor:

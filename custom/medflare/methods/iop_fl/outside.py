@@ -1,13 +1,16 @@
 """IOP-FL at an outside site: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
 
 The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by consistency under noise, shape and certainty
-(Eq. 7-10). The state with the lowest loss among those that pass the gate is used. The gate exists because the loss alone once selected
-a state with an empty mask (docs/results.md): a state must be nearly as informative as the start and agree with it.
+(Eq. 7-10), from the uniform mixture. Where the experts contradict each other a mixture means nothing: then the fit starts from the
+mixture or the expert of lowest loss. The state with the lowest loss among those that pass the gate is used. The gate exists because the
+loss alone once selected a state with an empty mask (docs/results.md): a state must be nearly as informative as its start, and agree with
+the mixture or with an expert.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import Annotated, Any, Final, Literal
 
 import torch
@@ -21,6 +24,7 @@ from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.core.settings import STRICT
+from medflare.core.states import StateDict
 from medflare.inference.deployed import MODEL, Repeated, network_with
 from medflare.methods.base import SiteHyper
 from medflare.methods.iop_fl import formulas
@@ -31,9 +35,12 @@ from medflare.tasks.metrics import foreground
 EXPERT = TensorSpec("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
 
-ANCHOR: Final = 0.1  # weight of the divergence from the starting prediction
+ANCHOR: Final = 0.05  # weight of the divergence from the start's prediction; at 0 an empty mask has the lowest loss
 GATE_INFORMATION: Final = 0.8  # least mutual information of a state, as a fraction of the start's
-GATE_AGREEMENT: Final = 0.9  # least agreement with the start (Dice)
+START_INFORMATION: Final = 0.5  # least mutual information of an expert as a start, as a fraction of the mixture's: else it predicts nothing
+GATE_AGREEMENT: Final = 0.9  # least agreement (Dice) with the mixture or an expert
+CONTRADICTION: Final = 0.5  # two experts contradict each other if their masks agree less (Dice): more differs than coincides
+MIXTURE: Final = "mixture"
 _MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
 
 
@@ -70,7 +77,7 @@ class Summary:
     Attributes:
         loss: the test-time loss.
         information: mutual information of pixel and prediction, in nats, >= 0.
-        agreement: with the masks, or classes, of the start; see `formulas.agreeing`.
+        agreement: with the masks, or classes, of the reference that it agrees with most; see `formulas.agreeing`.
     """
 
     loss: float
@@ -78,28 +85,47 @@ class Summary:
     agreement: float
 
 
-def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Summary:
-    """The summary of all batches together, each (loss, probabilities, probabilities of the start)."""
-    count = agreement = total = 0
+Decisions = list[Tensor]  # of a state, batch by batch: masks or classes
+
+
+def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()) -> Summary:
+    """The summary of all batches together.
+
+    Args:
+        batches: (loss, probabilities) each.
+        references: decisions for the same batches; the agreement is 1 without any.
+    """
+    count = 0
     sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
     shares: Tensor | float = 0.0
-    for loss, p, start in batches:
+    decisions: Decisions = []
+    for loss, p in batches:
         classes = formulas.all_classes(p, task.target).double()  # a difference of entropies needs the precision
         count += len(p)
         sums += len(p) * torch.stack([loss.double(), formulas.entropy_loss(classes)]).cpu()
         shares = shares + len(p) * formulas.class_shares(classes).cpu()
-        equal, of = formulas.agreeing(_decisions(p, task), _decisions(start, task))
-        agreement, total = agreement + equal, total + of
+        decisions.append(_decisions(p, task))
     mean_loss, entropy = (sums / count).tolist()
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
-    return Summary(mean_loss, max(0.0, information), agreement / total if total else 1.0)
+    agreements = [agreement(decisions, reference) for reference in references]
+    return Summary(mean_loss, max(0.0, information), max(agreements, default=1.0))
+
+
+def agreement(first: Decisions, second: Decisions) -> float:
+    """Dice of the masks, or accuracy of the classes, of all batches together; 1 for masks that are all empty."""
+    equal = total = 0
+    for one, other in zip(first, second, strict=True):
+        equal_here, total_here = formulas.agreeing(one, other)
+        equal, total = equal + equal_here, total + total_here
+    return equal / total if total else 1.0
 
 
 def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
-    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task."""
+    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task; on the CPU."""
     if task.kind == "segmentation":
-        return foreground(p, task)
-    return p.argmax(dim=1) if task.target == "multiclass" else (p > 0.5).long()
+        return foreground(p, task).cpu()
+    classes = p.argmax(dim=1) if task.target == "multiclass" else (p > 0.5).long()
+    return classes.cpu()
 
 
 def gate_refusal(state: Summary, start: Summary) -> str:
@@ -111,10 +137,16 @@ def gate_refusal(state: Summary, start: Summary) -> str:
         ('', 'its mutual information is 0.00 of the start, below 0.8')
     """
     if start.information > _MEASURABLE and state.information < GATE_INFORMATION * start.information:
-        return f"its mutual information is {state.information / start.information:.2f} of the start, below {GATE_INFORMATION:g}"
+        fraction = state.information / start.information
+        return f"its mutual information is {fraction:.2f} of the start, below {GATE_INFORMATION:g}"
     if state.agreement < GATE_AGREEMENT:
-        return f"its agreement with the start is {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
+        return f"its agreement with the mixture and with each expert is at most {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
     return ""
+
+
+def contradict(experts: Sequence[Decisions]) -> bool:
+    """Whether two experts contradict each other, see CONTRADICTION."""
+    return any(agreement(one, other) < CONTRADICTION for one, other in combinations(experts, 2))
 
 
 class RoutedModel(nn.Module):
@@ -124,18 +156,21 @@ class RoutedModel(nn.Module):
         counts_images: whether the numbers of `report` are counts of images; here they are of epochs.
         gated: whether the gate is used; not with objective=paper.
         adaptation: the record of `adapt`; before the first epoch and after each one the "losses" over all images, the "information" and
-            "agreement" of the predictions, and "refused", the gate's reason or ""; "chosen", the index of the used state;
-            "coefficients", R by layer, averaged over the images. Empty before.
+            "agreement" of the predictions, and "refused", the gate's reason or ""; "chosen", the index of the used state; "start", the
+            mixture or an expert; "coefficients", R by layer, averaged over the images. Empty before.
     """
 
     counts_images: Final = False
 
-    def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int):
+    def __init__(self, task: TaskConfig, network: RoutedNetwork, experts: Sequence[str], hyper: OutsideHyper, seed: int):
+        """`experts`: names of the network's experts."""
         super().__init__()
         self.task, self.network, self.hyper, self.seed = task, network, hyper, seed
         self.gated = hyper.objective != "paper"
         self.adaptation: dict[str, Any] = {}
-        self._start = network.adapted_state()
+        self._experts = tuple(experts)
+        self._mixture = network.adapted_state()
+        self._anchor: StateDict = self._mixture  # the start, whose prediction the fit does not leave far
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to probabilities (N, outputs, ...), in the same batches as `adapt`."""
@@ -149,34 +184,30 @@ class RoutedModel(nn.Module):
     def _probabilities(self, images: Tensor) -> Tensor:
         return self.task.probabilities(self.network(images))
 
-    @torch.no_grad()
-    def _at_start(self, images: Tensor) -> Tensor:
-        """Probabilities of the state before the first step, without dropout."""
-        start = {name: tensor.to(images.device) for name, tensor in self._start.items()}
-        self.network.eval()
-        return self.task.probabilities(functional_call(self.network, start, (images,)))
-
     def adapt(self, batches: Sequence[Tensor] | Repeated[Tensor]) -> None:
-        """Fit the coefficients to these images, from the start.
+        """Fit the coefficients to these images.
 
         After every epoch the state is evaluated on all images, without dropout and with the same noise, so that epochs can be compared.
         The start is a candidate too; states that the gate refuses are none.
         """
         parts = Repeated(lambda: (part for images in batches for part in self._batches(images)))
-        self.network.load_adapted_state(self._start)
+        references = self._references(parts)
+        start, summary = self._start(parts, references)
+        self.load_start(start)
         optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
-        summaries, selected, chosen, refused = [self.measure(parts)], self.network.adapted_state(), 0, [""]
+        summaries, selected, chosen, refused = [summary], self.network.adapted_state(), 0, [""]
         for epoch in range(self.hyper.route_epochs):
             for place, images in enumerate(parts):
                 self._step(optimizer, images, "epoch", epoch, place)
-            summaries.append(self.measure(parts))
-            refused.append(gate_refusal(summaries[-1], summaries[0]) if self.gated else "")
+            summaries.append(self.measure(parts, references))
+            refused.append(gate_refusal(summaries[-1], summary) if self.gated else "")
             if not refused[-1] and summaries[-1].loss < summaries[chosen].loss:
                 selected, chosen = self.network.adapted_state(), epoch + 1
         self.network.load_adapted_state(selected)
         self.network.eval()
         by_batch = [self.network.coefficients(images) for images in parts]
         self.adaptation = {
+            "start": start,
             "losses": [summary.loss for summary in summaries],
             "information": [summary.information for summary in summaries],
             "agreement": [summary.agreement for summary in summaries],
@@ -185,25 +216,70 @@ class RoutedModel(nn.Module):
             "coefficients": {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]},
         }
 
+    def _start(self, parts: Iterable[Tensor], references: Sequence[Decisions]) -> tuple[str, Summary]:
+        """From where the fit starts: the mixture or, if the experts contradict each other, what of mixture and experts has the lowest loss.
+
+        An expert with less than half of the mixture's information is no start: it predicts next to nothing here.
+        """
+        self.load_start(MIXTURE)
+        start, summary = MIXTURE, self.measure(parts, references)
+        if not self.gated or not contradict(references[1:]):
+            return start, summary
+        least = START_INFORMATION * summary.information
+        for expert in self._experts:
+            self.load_start(expert)
+            measured = self.measure(parts, references)
+            if measured.information >= least and measured.loss < summary.loss:
+                start, summary = expert, measured
+        return start, summary
+
+    def load_start(self, start: str) -> None:
+        """The state of the mixture, whose base is the global model, or of an expert, which is its own base."""
+        names = [*self._experts]
+        state = self._mixture
+        if start != MIXTURE:
+            state = self.network.states_of_experts()[names.index(start)]
+        self.network.set_base(-1 if start == MIXTURE else names.index(start))
+        self.network.load_adapted_state(state)
+        self._anchor = state
+
+    def _references(self, batches: Iterable[Tensor]) -> list[Decisions]:
+        """The decisions of the mixture and, with the gate, of each expert."""
+        starts = [MIXTURE, *self._experts] if self.gated else [MIXTURE]
+        return [self._decisions_of(start, batches) for start in starts]
+
     @torch.no_grad()
-    def measure(self, batches: Iterable[Tensor]) -> Summary:
+    def _decisions_of(self, start: str, batches: Iterable[Tensor]) -> Decisions:
+        self.load_start(start)
+        self.network.eval()
+        return [_decisions(self._probabilities(images), self.task) for images in batches]
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Tensor], references: Sequence[Decisions] = ()) -> Summary:
         """The current state by all images of these batches, without dropout."""
         self.network.eval()
 
-        def results() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        def results() -> Iterator[tuple[Tensor, Tensor]]:
             for place, images in enumerate(batches):
-                clean, noisy, start = self._predictions(images, "measure", place)
-                yield test_time_loss(clean, noisy, self.task, self.hyper, start), clean, start
+                clean, noisy, anchor = self._predictions(images, "measure", place)
+                yield test_time_loss(clean, noisy, self.task, self.hyper, anchor), clean
 
-        return summarize(self.task, results())
+        return summarize(self.task, results(), references)
 
     def _step(self, optimizer: torch.optim.Optimizer, images: Tensor, *key: str | int) -> None:
         self.network.train()
         with seeded(self.seed, "dropout", *key):
-            clean, noisy, start = self._predictions(images, *key)
+            clean, noisy, anchor = self._predictions(images, *key)
         optimizer.zero_grad()
-        test_time_loss(clean, noisy, self.task, self.hyper, start).backward()
+        test_time_loss(clean, noisy, self.task, self.hyper, anchor).backward()
         optimizer.step()
+
+    @torch.no_grad()
+    def _at_start(self, images: Tensor) -> Tensor:
+        """Probabilities of the start, without dropout."""
+        start = {name: tensor.to(images.device) for name, tensor in self._anchor.items()}
+        self.network.eval()
+        return self.task.probabilities(functional_call(self.network, start, (images,)))
 
     def _predictions(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities for a batch, for its noisy copy, whose noise `key` seeds, and those of the start."""
@@ -221,7 +297,7 @@ class RoutedModel(nn.Module):
         better = [place for place, reason in enumerate(refused) if reason and losses[place] < losses[chosen]]
         if not better:
             return []
-        used = f"the state after epoch {chosen}" if chosen else "the start"
+        used = f"the state after epoch {chosen}" if chosen else f"the start ({self.adaptation.get('start', MIXTURE)})"
         lowest = min(better, key=losses.__getitem__)
         return [f"routing uses {used}, although the loss was lower after epoch {lowest}: {refused[lowest]}"]
 
@@ -232,7 +308,7 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     Args:
         p: probabilities (N, outputs, ...) for the images.
         p_noisy: those for their noisy copies.
-        start: those of the starting state for the images.
+        start: those of the start for the images.
     """
     classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
     consistency = shape = entropy = information = p.new_zeros(())
@@ -271,14 +347,16 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     names = {field.name for field in dataclasses.fields(OutsideHyper)}
     stored = {"objective": "paper", **message.meta["routing"]}  # of 0.2 the printed form, with settings that are gone
     hyper, seed = build_hyper(OutsideHyper, {name: value for name, value in stored.items() if name in names}), int(message.meta["seed"])
-    states = [*EXPERT.family(message.states).values(), message.states[MODEL]]
+    personal = EXPERT.family(message.states)
+    states, experts = [*personal.values(), message.states[MODEL]], [*personal, "global"]
     coefficients = stored.get("coefficients", "sigmoid" if hyper.objective == "paper" else "softmax")
     routing = Routing(hyper.routing == "layer", coefficients, hyper.bn_statistics, seed)
     network = RoutedNetwork(network_with(task, states[-1]), states, routing)
-    model = RoutedModel(task, network, hyper, seed)
+    model = RoutedModel(task, network, experts, hyper, seed)
+    model.adaptation = message.meta.get("adaptation", {})
+    model.load_start(model.adaptation.get("start", MIXTURE))
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
-    model.adaptation = message.meta.get("adaptation", {})
     return model.eval()
 
 

@@ -5,12 +5,12 @@
 with h^l the layer's input, so every sample of a batch has its own weights. The sum of sigmoids is not fixed, so a layer's weights can
 shrink to 0; a softmax over the experts prevents this. Layers are found by type and run by their own `forward`, so any network of
 convolutions, transposed convolutions and linear layers can be routed. All other entries (normalisation, learnt activations, embeddings)
-are those of the last expert, the global model.
+are those of one expert, the base: the last one, the global model, unless `set_base` is called.
 """
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from medflare.core.states import StateDict, copy_state, misfit
 Coefficients = Literal["softmax", "sigmoid"]
 Statistics = Literal["batch", "running"]
 _DROPOUT = 0.2  # of a router during fitting, as in the published code
+_NEARLY_ALL = 0.97  # coefficient of a preferred expert; at 1 the softmax would have no gradient
 
 # Exact types: a subclass can use its weight outside `forward` (attention's output projection does).
 ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
@@ -46,6 +47,14 @@ class MLPRouter(nn.Module):
         self.dropout = nn.Dropout(_DROPOUT)
         nn.init.zeros_(self.fc2.weight)
         nn.init.constant_(self.fc2.bias, 0.0 if kind == "softmax" else -math.log(experts - 1))
+
+    @torch.no_grad()
+    def prefer(self, expert: int) -> None:
+        """Give nearly all weight to one expert, whatever the input (softmax only)."""
+        others = len(self.fc2.bias) - 1
+        nn.init.zeros_(self.fc2.weight)
+        nn.init.constant_(self.fc2.bias, math.log((1 - _NEARLY_ALL) / others))
+        self.fc2.bias[expert] = math.log(_NEARLY_ALL)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1)."""
@@ -114,7 +123,7 @@ class RoutedNetwork(nn.Module):
 
     Args:
         network: the architecture; it is copied, its weights are not used.
-        experts: states of (P_1, ..., P_K, w_g), at least two; entries that are not routed are those of the last one.
+        experts: states of (P_1, ..., P_K, w_g), at least two.
 
     Raises:
         StateError: no layer to route.
@@ -122,6 +131,7 @@ class RoutedNetwork(nn.Module):
 
     def __init__(self, network: nn.Module, experts: Sequence[StateDict], routing: Routing = Routing()):
         super().__init__()
+        self._experts = list(experts)
         self.network = copy.deepcopy(network)
         self.network.load_state_dict(experts[-1])
         self.network.requires_grad_(False)
@@ -139,6 +149,7 @@ class RoutedNetwork(nn.Module):
         layers = [(name, layer) for name, layer in self.network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
         if not layers:
             raise StateError(f"{type(self.network).__name__} has no convolution and no linear layer to route")
+        self._unrouted = _entries(self.network, without=dict(layers))
         if not routing.per_layer:
             self.router = MLPRouter(_input_channels(layers[0][1]), len(experts), routing.coefficients)
         routed: dict[nn.Module, RoutedLayer] = {}
@@ -157,10 +168,12 @@ class RoutedNetwork(nn.Module):
     def train(self, mode: bool = True) -> "RoutedNetwork":
         """Training mode applies to the routers' dropout only; the network stays in evaluation mode."""
         super().train(False)
-        for module in self.modules():
-            if isinstance(module, MLPRouter):
-                module.train(mode)
+        for router in self.routers():
+            router.train(mode)
         return self
+
+    def routers(self) -> list[MLPRouter]:
+        return [module for module in self.modules() if isinstance(module, MLPRouter)]
 
     def adaptable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
@@ -179,11 +192,40 @@ class RoutedNetwork(nn.Module):
                 parameter.copy_(state[name])
 
     @torch.no_grad()
+    def set_base(self, expert: int) -> None:
+        """Take the entries that are not routed from this expert; then the network that prefers it nearly equals it."""
+        for name, (module, part) in self._unrouted.items():
+            getattr(module, part).copy_(self._experts[expert][name])
+
+    def states_of_experts(self) -> list[StateDict]:
+        """For each expert the routers' parameters that prefer it, see `MLPRouter.prefer`; the present ones stay."""
+        present, states = self.adapted_state(), []
+        for expert in range(len(self._experts)):
+            for router in self.routers():
+                router.prefer(expert)
+            states.append(self.adapted_state())
+        self.load_adapted_state(present)
+        return states
+
+    @torch.no_grad()
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
         """R for these images: layer -> (N, K+1), in the network's order."""
         self(images)
         layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
         return {name: layer.router.coefficients for name, layer in layers.items()}
+
+
+def _entries(network: nn.Module, without: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
+    """Entry of the network's state -> its module and its name there; not those of some layers."""
+    entries = {}
+    for name, module in network.named_modules(remove_duplicate=False):
+        if name in without:
+            continue
+        for part in (*module._parameters, *module._buffers):
+            entry = f"{name}.{part}" if name else part
+            if entry in network.state_dict():
+                entries[entry] = (module, part)
+    return entries
 
 
 def _input_channels(layer: nn.Module) -> int:
