@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -17,6 +18,13 @@ from medflare.core.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 PASSPHRASE = "correct horse battery"
 KEY = "-----BEGIN PRIVATE KEY-----"
+# {"root_pri_key": KEY} under PASSPHRASE, written by poc_workspace/root_key.py, which is gone.
+LOCKED_EARLIER = {
+    "format": "medflare root key 1",
+    "salt": "cGvNtEqPaYOG3+sZxvXJEg==",
+    "token": "gAAAAABrCUbNyVxos7lC_s4IpH2ynn3sI09kIISNgx0HqpdoCscnOBt4DQ-YImiYo4WFgWMx1PbkP1cf"
+    "4Kyqb0dN1oDB0Qp64BqUhkiLYiYNdcxfbCJSj9KOBeeQWDyqjI4kz5HRKVlE",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +91,15 @@ def test_no_kit_is_made_without_a_passphrase(passphrase: str, monkeypatch: pytes
 def test_no_second_root_is_made(
     options: list[str], state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the locked key away, or beside it, FLARE would make another root."""
+    """With the locked key away, or beside it, FLARE would make another root.
+
+    The key of another federation in the workspace does not count, and stays.
+    """
     monkeypatch.setattr(subprocess, "run", lambda *command, **options: pytest.fail("FLARE was started"))
     main(["provision", "project.yml", "--new"])
+    other = state.parents[1] / "another/state/cert.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("another")
     root_key.lock(state, PASSPHRASE)
     if options:
         assert main(["provision", "project.yml", *options]) == 1
@@ -94,6 +108,31 @@ def test_no_second_root_is_made(
     (state / root_key.LOCKED).unlink()
     assert main(["provision", "project.yml", *options]) == 1
     assert str(state.relative_to(Path.cwd())) in capsys.readouterr().err and not list(state.iterdir())
+    assert os.listdir(other.parent) == ["cert.json"] and other.read_text() == "another"
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("locked", [True, False])
+def test_the_root_key_of_a_run_that_is_stopped_is_locked(
+    locked: bool, stop: signal.Signals, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(command: list[str], **options: object) -> None:
+        assert KEY in (state / "cert.json").read_text()
+        signal.raise_signal(stop)
+
+    monkeypatch.setattr(subprocess, "run", stopped)
+    main(["provision", "project.yml", "--new"])
+    if locked:
+        root_key.lock(state, PASSPHRASE)
+    before = signal.signal(stop, signal.SIG_IGN)
+    try:
+        assert main(["provision", "project.yml"]) == 130
+        assert signal.getsignal(stop) == signal.SIG_IGN, "the handler is as before"
+    finally:
+        signal.signal(stop, before)
+    assert os.listdir(state) == ["cert.json.locked"]
+    root_key.unlock(state, PASSPHRASE)
+    assert json.loads((state / "cert.json").read_text()) == {"root_pri_key": KEY}
 
 
 def test_the_root_key_is_locked_and_unlocked(state: Path) -> None:
@@ -107,11 +146,14 @@ def test_the_root_key_is_locked_and_unlocked(state: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in state.iterdir()} == {0o600}
 
 
-def test_two_root_keys_are_never_mixed(state: Path) -> None:
+def test_two_root_keys_are_never_mixed(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["provision", "project.yml", "--new"])
     root_key.lock(state, PASSPHRASE)
-    (state / "cert.json").write_text(json.dumps({"root_pri_key": "another"}))
-    with pytest.raises(ConfigError, match="different root keys"):
-        root_key.unlock(state, PASSPHRASE)
+    locked, another = (state / root_key.LOCKED).read_text(), json.dumps({"root_pri_key": "another"})
+    (state / "cert.json").write_text(another)
+    assert main(["provision", "project.yml"]) == 1
+    assert "different root keys" in capsys.readouterr().err
+    assert (state / root_key.LOCKED).read_text() == locked and (state / "cert.json").read_text() == another
     left = json.dumps({"root_pri_key": KEY, "server": "a certificate more"})  # by an interrupted run
     (state / "cert.json").write_text(left)
     root_key.unlock(state, PASSPHRASE)
@@ -120,21 +162,22 @@ def test_two_root_keys_are_never_mixed(state: Path) -> None:
 
 @pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", '{"salt": "AAAA", "token": 3}', "[]"])
 def test_a_damaged_file_is_named_and_stays(content: str, state: Path) -> None:
+    root_key.lock(state, PASSPHRASE)
+    whole = (state / root_key.LOCKED).read_text()
     (state / "cert.json").write_text('{"root_pri')
     with pytest.raises(ConfigError, match=r"cert\.json: damaged"):
+        root_key.unlock(state, PASSPHRASE)
+    with pytest.raises(ConfigError, match=r"cert\.json: damaged"):
         root_key.lock(state, PASSPHRASE)
+    assert (state / root_key.LOCKED).read_text() == whole
     (state / root_key.LOCKED).write_text(content)
     with pytest.raises(ConfigError, match=r"cert\.json\.locked: damaged"):
         root_key.unlock(state, PASSPHRASE)
     assert (state / "cert.json").read_text() == '{"root_pri' and (state / root_key.LOCKED).read_text() == content
 
 
-def test_scripts_of_the_checkout_read_the_same_file(state: Path) -> None:
-    """A root key that poc_workspace/provision.sh has locked is that of `medflare provision`, and the reverse."""
-    script = ROOT / "poc_workspace/root_key.py"
-    if not script.exists():
-        pytest.skip("the script is gone")
-    environment = {"PATH": os.environ["PATH"], root_key.VARIABLE: PASSPHRASE}
-    subprocess.run(["python3", script, "lock", state.parents[1]], env=environment, check=True)
+def test_a_root_key_that_the_earlier_script_locked_unlocks(state: Path) -> None:
+    (state / "cert.json").unlink()
+    (state / root_key.LOCKED).write_text(json.dumps(LOCKED_EARLIER))
     root_key.unlock(state, PASSPHRASE)
     assert json.loads((state / "cert.json").read_text()) == {"root_pri_key": KEY}

@@ -71,7 +71,7 @@ class ProvisionedFederation:
     def provision(self) -> None:
         path = self.project("project.yml")
         with self.clock(-12 * HOUR):  # half a day ago: certificates are valid for a party whose clock is behind, too
-            self.script("provision.sh", "--leave-root-key", path, self.folder / "federation")
+            self.command("medflare", "provision", path, "--workspace", self.folder / "federation", "--leave-root-key")
 
     @contextlib.contextmanager
     def clock(self, ahead: float) -> Iterator[None]:

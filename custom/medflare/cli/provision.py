@@ -2,8 +2,11 @@
 
 import getpass
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -77,16 +80,11 @@ def provision(
     state = workspace / name / "state"
     _check_root_key(state, leave_root_key)
     passphrase = "" if leave_root_key else _passphrase()
-    if passphrase and (state / root_key.LOCKED).exists():
-        root_key.unlock(state, passphrase)
     command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(project), "-w", str(workspace), "--force"]
     for option, file in (("--add-client", add_client), ("--add-user", add_user)):
         command += [option, str(file)] if file is not None else []
-    try:
+    with _root_key_opened(state, passphrase):
         ended = subprocess.run(command, umask=0o077, check=False)
-    finally:
-        if passphrase and (state / root_key.OPEN).exists():
-            root_key.lock(state, passphrase)
     if ended.returncode:
         raise ConfigError(f"{project}: nvflare provision failed with status {ended.returncode}; see its message above")
     kits = _set_up_newest(workspace / name)
@@ -95,6 +93,24 @@ def provision(
         print("Send only the kits of new parties and delete the others: kits of earlier generations stay in use.")
     print("next: medflare site doctor KIT    (not nvflare preflight-check, which disturbs a party that runs)")
     return 0
+
+
+@contextmanager
+def _root_key_opened(state: Path, passphrase: str) -> Iterator[None]:
+    """Unlock the root key, and lock it at the end, also where the process or its terminal is ended."""
+    stops = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(stop, signal.default_int_handler) for stop in stops]  # as Ctrl-C
+    try:
+        if passphrase and (state / root_key.LOCKED).exists():
+            root_key.unlock(state, passphrase)
+        try:
+            yield
+        finally:
+            if passphrase and (state / root_key.OPEN).exists():
+                root_key.lock(state, passphrase)
+    finally:
+        for stop, handler in zip(stops, before, strict=True):
+            signal.signal(stop, handler)
 
 
 def _write_example(project: Path) -> int:
