@@ -372,10 +372,11 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
 
     uniform = "fedavg:weighting=uniform"
     assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == ["fedavg", "constant", "single-site"]
-    assert list(rows("fedavg", "--reference", "all")) == ["fedavg", "constant", "single-site", "centralised", uniform], "no BatchNorm"
+    changed = ["augmentation", "equal-compute", uniform]
+    assert list(rows("fedavg", "--reference", "all")) == ["fedavg", "constant", "single-site", "centralised", *changed], "no BatchNorm"
     assert list(rows("fedavg", "--reference", "uniform")) == ["fedavg", uniform]
     batch_norm = ("--set", "task.network.norm=batch")
-    assert list(rows("--reference", "all", *batch_norm)) == ["constant", "single-site", "batch-statistics", "centralised", uniform]
+    assert list(rows("--reference", "all", *batch_norm)) == ["constant", "single-site", "batch-statistics", "centralised", *changed]
     chosen = rows("fedavg", "fedsm:selection=best", "--reference", "constant", "--selection", "last")
     assert [hyper["server"] for hyper in chosen.values()] == [{"selection": "last"}, {"selection": "best"}, {}]
     assert rows("fedavg", "--selection", "iou")["fedavg"]["server"] == {"selection": "best"}
@@ -391,7 +392,7 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
         (["fedavg", "--reference", "batch-statistics"], "batch-statistics"),
         (["fedavg", "--selection", "hd95"], "'hd95'"),
         (["fedavg", "--leave-one-out", "--leave-out", "site-1"], "--leave-out"),
-        (["fedavg", "--suite", "prr_table3"], "--suite"),
+        (["--leave-one-out", "--suite", "prr_table3"], "--suite"),
     ],
 )
 def test_a_study_refuses_what_it_cannot_read(words: list[str], named: str, tmp_path: Path, refused: Refused) -> None:

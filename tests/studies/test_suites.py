@@ -20,18 +20,19 @@ from medflare.studies.grid import read_runs
 from medflare.studies.suites import MEAN, beside_the_paper, load_suite, suites
 from medflare.tasks.config import load_task
 
-ROUTING: dict[str, str] = {  # our model of a row -> row
-    "batch_statistics": "FedAvg, batch statistics",
-    "mixture": "Uniform mixture",
-    "mixture_running": "Uniform mixture, running statistics",
+ROUTING: dict[str, str] = {  # row -> our model
+    "FedAvg, batch statistics": "batch_statistics",
+    "Uniform mixture": "mixture",
+    "Uniform mixture, running statistics": "mixture_running",
 }
-TABLE2: dict[str, str] = {"personal/*": "Average", "ensemble": "Ensemble", "tent": "Tent"}
+TABLE2: dict[str, str] = {"Average": "personal/*", "Ensemble": "ensemble", "Tent": "tent"}
+SUITES_OF_ROUTING = ("iop_table2_fundus", "iop_table2_prostate", "iop_table3")
 NULLS: dict[str, tuple[str, ...]] = {  # what the table's method has to beat
     **{f"prr_table{table}": ("single-site:method=prr,halve_every=0",) for table in range(2, 12)},
     **{f"fedsm_table{table}": ("single-site",) for table in range(3, 8)},
     **{f"grace_table{table}_{data}": ("single-site",) for table in (1, 2) for data in ("isic", "prostate")},
     **{f"feddag_table{table}": ("augmentation", "equal-compute") for table in range(1, 6)},
-    **{name: ("iop_fl:comparisons=true", "iop_fl:objective=paper") for name in ("iop_table2_fundus", "iop_table2_prostate", "iop_table3")},
+    **dict.fromkeys(SUITES_OF_ROUTING, ("iop_fl:comparisons=true", "iop_fl:objective=paper")),
 }
 TINY: dict[str, Any] = {
     "paper": "A paper",
@@ -82,10 +83,11 @@ def test_the_documentation_names_every_suite() -> None:
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(suites())
 
 
-@pytest.mark.parametrize("name", ["iop_table2_fundus", "iop_table2_prostate", "iop_table3"])
+@pytest.mark.parametrize("name", SUITES_OF_ROUTING)
 def test_suites_of_routing_hold_its_controls(name: str) -> None:
     suite = load_suite(name)
-    assert suite.models == {row: model for model, row in {**ROUTING, **({} if name == "iop_table3" else TABLE2)}.items()}
+    expected = ROUTING if name == "iop_table3" else {**TABLE2, **ROUTING}
+    assert suite.models == expected
     assert {suite.methods[row] for row in suite.models} == {"iop_fl:comparisons=true"}
 
 
@@ -141,11 +143,7 @@ def test_rows_of_the_command_line_are_beside_the_suites_rows(tmp_path: Path, mak
     run = ["study", "fedprox", "fedavg", "--reference", "constant,equal-compute", "--suite", suite, "--out", str(out)]
     assert main([*run, "--data-root", str(tmp_path)]) == 0
     text, lines = beside(out)
-    assert [line[:2] for line in lines[6:]] == [
-        ["", "constant"],
-        ["not in the suite", "fedprox"],
-        ["not in the suite", "equal-compute"],
-    ]
+    assert [line[:2] for line in lines[6:]] == [["", "constant"], ["not in the suite", "fedprox"], ["not in the suite", "equal-compute"]]
     runs = read_runs(out)
     assert sorted(runs) == [f"{label}/seed0" for label in ("constant", "equal-compute", "fedavg", "fedprox")]
     ours = runs["fedprox/seed0"]["sites"]["A"]["metrics"]["deployed"]["dice"]

@@ -32,6 +32,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
+        "medflare study moon --suite fedsm_table3 --reference equal-compute --data-root DATA --out fedsm_table3",
     )
     options.add_command(study, "table", show_tables, "medflare study table study --figures study/figures --csv study.csv")
     app.add_typer(study, name="study")
@@ -53,7 +54,8 @@ def run_study(
             help="Comma-separated rows that a method has to beat, or all that the task can have. constant: the best answer that ignores "
             "the image; single-site: every site alone (as a row, single-site:method=prr, with another method's loss); batch-statistics: "
             "FedAvg normalized by the test images (networks with BatchNorm); centralised: the images of all sites in one place; "
-            "uniform: FedAvg with every site counted once. A method with personal models always gets the row oracle: the better of "
+            "uniform: FedAvg with every site counted once; augmentation: FedAvg with more augmentation (contrast, intensity, noise); "
+            "equal-compute: FedAvg with twice the local epochs. A method with personal models always gets the row oracle: the better of "
             "global and personal model at each site, chosen on test images",
         ),
     ] = "",
@@ -61,8 +63,8 @@ def run_study(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; --task, "
-            "--set, --sites, --rounds and --seeds change it, and the output lists what differs",
+            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; methods "
+            "and --reference add rows; --task, --set, --sites, --rounds and --seeds change it, and the output lists what differs",
         ),
     ] = None,
     task: Annotated[
@@ -121,14 +123,15 @@ def run_study(
 
     paper = None if suite is None else load_suite(suite)
     if paper is not None:
-        fixed = {"methods": candidates, "--reference": reference, "--leave-one-out": leave_one_out, "--leave-out": leave_out}
-        for name, value in {**fixed, "--selection": selection}.items():
+        fixed = {"--leave-one-out": leave_one_out, "--leave-out": leave_out, "--selection": selection}
+        for name, value in fixed.items():
             if value:
                 raise ConfigError(f"--suite {suite} sets {name}; leave it out, or run a study without --suite")
-        methods, references = list(dict.fromkeys(paper.methods.values())), []
+        methods = list(dict.fromkeys(paper.methods.values()))
+        methods += [text for text in candidates or [] if text not in methods]
         leave_one_out, left_out = paper.settings.leave_one_out, list(paper.settings.leave_out)
     else:
-        methods, references, left_out = candidates or [], options.names_in(reference), options.names_in(leave_out)
+        methods, left_out = candidates or [], options.names_in(leave_out)
         if leave_one_out and left_out:
             raise ConfigError("study: --leave-one-out and --leave-out exclude each other")
     unknown_settings = [name for name in values if not name.startswith(options.TASK)]
@@ -146,7 +149,7 @@ def run_study(
     setting = Setting(config, tuple(names), default_rounds if rounds is None else rounds, cross_site=cross_site)
     if unknown := [site for site in left_out if site not in setting.sites]:
         raise ConfigError(f"--leave-out {unknown[0]!r} is no site of this study; there are {', '.join(setting.sites)}")
-    rows = rows_of(methods, references, config, selection)
+    rows = rows_of(methods, options.names_in(reference), config, selection)
     draws = _seeds(seeds or (",".join(map(str, paper.seeds)) if paper else _SEEDS))
     with options.environment(data_root=data_root, device=device):
         options.check_sites(setting.sites, config)

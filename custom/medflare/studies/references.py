@@ -1,4 +1,6 @@
-"""Rows that a method has to beat: the constant answer, sites alone, one model of all images, FedAvg with test-batch statistics.
+"""Rows that a method has to beat: the constant answer, sites alone, one model of all images, FedAvg changed.
+
+FedAvg is changed in one thing: normalized by the test batch, stronger augmentation, more epochs.
 
 A study runs where all data are, so it keeps scores of single patients, which a federation leaves at the sites.
 """
@@ -23,17 +25,26 @@ from medflare.federation.outcome import StepReport
 from medflare.federation.settings import CROSS_SITE
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.classes import Cases
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.constant import best_constant, score_constant
 from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
 CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site", "centralised", "batch-statistics"
+AUGMENTATION, EQUAL_COMPUTE = "augmentation", "equal-compute"
 TRAINED_AS: Final = "fedavg"  # the method that references train with by default; they take its hyper-parameters
 POOLED: Final = "all-sites"  # the one site of centralised training
 CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, validation metric] each
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
+TASK_CHANGES: Final = "task_changes"  # in a run's settings: what a reference changed in the task
+APPEARANCE: Final[Sequence[Mapping[str, Any]]] = (  # contrast, brightness, noise of other scanners
+    {"name": "RandAdjustContrast", "prob": 0.5, "gamma": [0.5, 2.0]},
+    {"name": "RandShiftIntensity", "prob": 0.5, "offsets": 0.5},
+    {"name": "RandScaleIntensity", "prob": 0.5, "factors": 0.5},
+    {"name": "RandGaussianNoise", "prob": 0.5, "std": 0.1},
+)
+EPOCHS_FACTOR: Final = 2  # of the reference "equal-compute"; FedSM and Ditto train two models
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,33 @@ def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), h
     return _reference(BATCH_STATISTICS, results, results["traffic"])
 
 
+def augmentation(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """FedAvg with `APPEARANCE` after the task's augmentation, for methods of domain generalization."""
+    augment = [*setting.task.augment, *APPEARANCE]
+    return _with_other_task(AUGMENTATION, setting, seed, outside, hyper, {"augment": augment})
+
+
+def equal_compute(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """FedAvg with twice the local epochs, for methods that train twice as long as FedAvg."""
+    epochs = EPOCHS_FACTOR * setting.task.local_epochs
+    return _with_other_task(EQUAL_COMPUTE, setting, seed, outside, hyper, {"local_epochs": epochs})
+
+
+def _with_other_task(
+    reference: str, setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any] | None, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """FedAvg with some settings of the task changed.
+
+    The results have the task of the study, which all rows share, and the changes in the run's settings.
+    """
+    changed = replace(setting, task=load_task({**setting.task.to_dict(), **changes}))
+    inside = [site for site in setting.sites if site not in outside]
+    results = recorded_run(TRAINED_AS, changed, seed, inside, outside=outside, **(hyper or {}))
+    results["configuration"]["task"] |= {name: setting.task.to_dict()[name] for name in changes}
+    results["configuration"]["settings"][TASK_CHANGES] = changes
+    return _reference(reference, results, results["traffic"])
+
+
 def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The results under the reference's name, with means over its sites and by default no traffic."""
     mean = mean_over_sites(results["sites"], results["mean"]["inside"])
@@ -216,4 +254,6 @@ REFERENCES: Final = {
     SINGLE_SITE: single_site,
     BATCH_STATISTICS: batch_statistics,
     CENTRALISED: centralised,
+    AUGMENTATION: augmentation,
+    EQUAL_COMPUTE: equal_compute,
 }

@@ -1,6 +1,7 @@
 """Suites: a table of a paper as a study, and the paper's numbers beside ours."""
 
 import json
+from dataclasses import field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -18,6 +19,7 @@ from medflare.tasks.config import load_task
 
 MEAN: Final = "mean"  # the column of the mean over the sites
 BESIDE_FILE: Final = "beside_the_paper.md"
+FURTHER_ROW: Final = "not in the suite"  # a row of the command line
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
@@ -50,7 +52,9 @@ class Suite:
     Attributes:
         data: the preparation that makes the sites, see `medflare data prepare --list`.
         sites: in the order of the paper's columns.
-        methods: row of the table -> method with its hyper-parameters, as for `medflare study`.
+        methods: row of the table -> method with its hyper-parameters, as for `medflare study`;
+            several rows can be models of one method.
+        models: row -> our model that is compared, if it is not that of `settings`.
         numbers: row -> site or "mean" -> the paper's number, as far as legible; rows that no method of ours has are shown without ours.
         differences: settings that differ from the paper's, one line each.
     """
@@ -66,11 +70,14 @@ class Suite:
     numbers: Annotated[dict[str, dict[str, float]], Field(min_length=1)]
     source: Text
     differences: tuple[Text, ...] = ()
+    models: dict[str, Text] = field(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Suite":
         if self.settings.leave_one_out and self.settings.leave_out:
             raise ValueError("settings: leave_one_out and leave_out exclude each other")
+        if without_method := sorted(self.models.keys() - self.methods.keys()):
+            raise ValueError(f"models: {without_method[0]!r} is no row of the methods")
         columns = {column for numbers in self.numbers.values() for column in numbers}
         unmatched = sorted(
             columns - {*self.sites, MEAN} | self.methods.keys() - self.numbers | set(self.settings.leave_out) - {*self.sites}
@@ -110,13 +117,16 @@ def load_suite(source: str) -> Suite:
 
 
 def beside_the_paper(suite: Suite, groups: Groups) -> str:
-    """Markdown: for every row of the paper's table its numbers and ours, as mean [interval over seeds] in its unit."""
+    """Markdown: every row of the paper's table, its numbers and ours in its unit.
+
+    Ours are mean [interval over seeds]. Rows of the study that the suite does not have are last.
+    """
     values = study_values(groups)
     settings = suite.settings
     scale, digits = (100, 2) if settings.percent else (1, 4)
 
-    def ours(label: str, column: str) -> str:
-        key = (label, settings.model, settings.role, settings.metric, ALL_SITES if column == MEAN else column)
+    def cell(label: str, model: str, column: str) -> str:
+        key = (label, model, settings.role, settings.metric, ALL_SITES if column == MEAN else column)
         by_seed = values.loc[key].dropna() if key in values.index else pd.Series(dtype=float)
         if by_seed.empty:
             return UNDEFINED
@@ -124,14 +134,21 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
         bounds = "" if len(by_seed) < 2 else f" [{', '.join(f'{scale * bound:.{digits}f}' for bound in interval)}]"
         return f"{scale * by_seed.mean():.{digits}f}{bounds}"
 
+    def ours(row: str, label: str, model: str) -> list[str]:
+        of = label if model == settings.model else f"{label}, {model}"
+        return [row, of, *(cell(label, model, column) for column in suite.columns)]
+
     lines = [["row", "of", *suite.columns]]
     for row, numbers in suite.numbers.items():
         lines.append([row, "paper", *(f"{numbers[column]:.{digits}f}" if column in numbers else UNDEFINED for column in suite.columns)])
         label = suite.methods.get(row)
         if label is not None and label in groups:
-            lines.append(["", label, *(ours(label, column) for column in suite.columns)])
+            lines.append(ours("", label, suite.models.get(row, settings.model)))
+    further = [label for label in groups if label not in suite.methods.values()]
+    lines.extend(ours(FURTHER_ROW, label, settings.model) for label in further)
     unit = "in hundredths" if settings.percent else "as a share"
-    about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}. "
+    about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}"
+    about += ", or the one after the comma. " if suite.models else ". "
     bracket = "[95 % bootstrap interval, below six seeds the lowest and the highest value]"
     about += f"Ours: mean over seeds {', '.join(map(str, values.columns))} {bracket}. The paper's: {suite.source}.\n"
     differences = "".join(f"- {line}\n" for line in (*suite.differences, *deviations(suite, groups)))

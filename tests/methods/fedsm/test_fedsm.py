@@ -366,12 +366,35 @@ def test_apfl_learns_through_the_mixture() -> None:
     local, shared = network_of(site, shift=0.3), network_of(site)
     v, w = copied(local), copied(shared)
     slope = gradients(site, [0.25 * a + 0.75 * b for a, b in zip(v, w, strict=True)], batch)
-    workspace = network_of(site)
-    start, anchor = (copy_state(network.state_dict()) for network in (local, shared))
-    trained, mixture = train_apfl(workspace, start, anchor, site, 0, share=0.25)
-    assert_at(workspace, [a - RATE * 0.25 * g for a, g in zip(v, slope, strict=True)])
+    optimizer = site.optimizer(trainable(local))
+    mixture = train_apfl(local, copy_state(shared.state_dict()), site, 0, optimizer, share=0.25)
+    assert_at(local, [a - RATE * 0.25 * g for a, g in zip(v, slope, strict=True)])
+    trained = local.state_dict()
     for name, weight in shared.named_parameters():
         torch.testing.assert_close(mixture[name], 0.25 * trained[name] + 0.75 * weight.detach())
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_apfl_keeps_its_moments_from_round_to_round_unless_they_are_reset(reset: bool) -> None:
+    """v after two rounds of one batch each: buffer <- .9 buffer + α ∇f(v̄), v <- v - η buffer."""
+    network = squares.WITHOUT_BATCH_NORM.network
+    optimizer = {"name": "sgd", "lr": RATE, "momentum": 0.9}
+    task = squares.task(network=network, batch_size=12, optimizer=optimizer)
+    options: dict[str, Any] = {"personalization": "apfl", "reset_optimizer": reset, "selector": "ridge", "gamma": 0.5}
+    log, _, algorithms = squares.federation(FedSMSite, FedSMServer, task, rounds=2, **options)
+    site = squares.site("A", task)
+    v = copied(network_of(site))
+    buffer = [torch.zeros_like(weight) for weight in v]
+    for round, turn in enumerate(log[:2]):
+        (batch,) = (batch for epoch in epochs(site, round, "personal") for batch in epoch)
+        w = [turn.outgoing["A"].states["model"][name] for name, _ in site.network().named_parameters()]
+        slope = gradients(site, [0.5 * (a + b) for a, b in zip(v, w, strict=True)], batch)
+        kept = 0.0 if reset else 0.9
+        buffer = [kept * moment + 0.5 * g for moment, g in zip(buffer, slope, strict=True)]
+        v = [weight - RATE * moment for weight, moment in zip(v, buffer, strict=True)]
+    actual = algorithms["A"].memory.states["apfl_local"]
+    for name, weight in zip(dict(site.network().named_parameters()), v, strict=True):
+        torch.testing.assert_close(actual[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_the_servers_adam_is_torchs() -> None:

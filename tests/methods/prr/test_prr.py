@@ -361,12 +361,28 @@ def test_labels_are_resized_to_the_feature_map() -> None:
     assert collected.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and collected.state()["present"].tolist() == [True, True]
 
 
+@pytest.mark.parametrize(("warm_up", "refined"), [(0, [False, True, True]), (1, [False, True, True]), (2, [False, False, True])])
+def test_the_warm_up_has_the_global_objective_alone(warm_up: int, refined: list[bool]) -> None:
+    """The first round has no global prototypes, so that a warm-up of one round changes nothing."""
+    log, _, algorithms = federation(rounds=3, warm_up=warm_up)
+    trained = [turn.replies["A"] for turn in log if turn.step.phase == "train"]
+    assert ["gamma" in reply.meta for reply in trained] == refined
+    assert all("prototypes" in reply.states for reply in trained), "prototypes travel in every round"
+    unrefined, _, plain = federation(rounds=3, cpa="global")
+    of_plain = [turn.replies["A"] for turn in unrefined if turn.step.phase == "train"]
+    same = [equal(reply.states["model"], other.states["model"]) for reply, other in zip(trained, of_plain, strict=True)]
+    assert same == [not changed for changed in refined]
+    whole = federation(rounds=3, warm_up=3).algorithms["A"].personal
+    assert equal(whole, plain["A"].personal) and not equal(whole, algorithms["A"].personal)
+
+
 def test_every_option_changes_the_result() -> None:
     """Of two rounds of three epochs: site A's personal model, and the one it would be sent next."""
     changes: list[dict[str, Any]] = [
         *squares.one_by_one(pfa=False, r0=0.1, r1=0.5, components=("amplitude", "phase"), det=False, det_steps=("E", "RE"), lam2=5.0),
         *squares.one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
         *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
+        {"warm_up": 2},
         {"lam1": 0.0, "lam2": 5.0},
     ]
     outcomes: list[StateDict] = []

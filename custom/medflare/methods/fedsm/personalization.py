@@ -104,9 +104,12 @@ class SitePersonal:
         """One round of the personal model, and of the shared model that it starts from."""
         kind, algorithm = self.hyper.personalization, self.algorithm
         if kind == "apfl":
-            local = algorithm.memory.states.get("apfl_local", start)
-            model = algorithm.network("personal", start)
-            algorithm.memory.states["apfl_local"], mixture = train_apfl(model, local, incoming.states[GLOBAL], self.site, round, APFL_SHARE)
+            model = algorithm.network("personal", algorithm.memory.states.get("apfl_local", start))
+            anchor = incoming.states[GLOBAL]
+            mixture = algorithm.optimized(
+                model, "personal", lambda optimizer: train_apfl(model, anchor, self.site, round, optimizer, share=APFL_SHARE)
+            )
+            algorithm.memory.states["apfl_local"] = copy_state(model.state_dict())
             return {PERSONAL: mixture}
         if kind in SHARED_META:
             meta, personal = algorithm.network("meta", incoming.states[META]), algorithm.network("personal", incoming.states[META])
@@ -122,21 +125,26 @@ class SitePersonal:
         return {PERSONAL: copy_state(model.state_dict())}
 
 
-def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
-    """One round of APFL: v (`local`) is trained through the mixture with w (`global_`) at α = `share`; returns (v, mixture v̄).
+def train_apfl(
+    model: nn.Module, global_: StateDict, site: Site, round: int, optimizer: torch.optim.Optimizer, *, share: float
+) -> StateDict:
+    """One round of APFL: v (`model`) is trained through the mixture with w (`global_`), α = `share`.
 
-    Running statistics are collected by the mixture's forward passes, so they are v̄'s already and are not blended. `model` is a workspace.
+    Running statistics are collected by the mixture's forward passes, so they are v̄'s already and
+    are not blended.
+
+    Returns:
+        The mixture v̄.
     """
-    model.load_state_dict(local)
     anchor = {name: global_[name].to(site.device) for name, _ in model.named_parameters()}
 
     def mixed_loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         mixture = {name: share * weight + (1 - share) * anchor[name] for name, weight in network.named_parameters()}
         return site.loss(functional_call(network, mixture, (images,)), targets)
 
-    train_epochs(model, site.optimizer(trainable(model)), site, round, "personal", loss=mixed_loss)
-    local = copy_state(model.state_dict())
-    return local, apfl_mixture(local, global_, share, kept=[name for name, _ in model.named_buffers()])
+    train_epochs(model, optimizer, site, round, "personal", loss=mixed_loss)
+    statistics = [name for name, _ in model.named_buffers()]
+    return apfl_mixture(copy_state(model.state_dict()), global_, share, kept=statistics)
 
 
 def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer) -> None:

@@ -22,6 +22,7 @@ class PRRSiteHyper(SiteHyper):
     cpa: Literal["both", "global", "local", "off"] = param("both", "CPA loss, one of its parts, or off", source="Eq. 13, Table IV")
     beta: float = param(0.8, "exponent of the conjoint objective", symbol="β", source="Eq. 9, Table IX", low=0)
     tau: float = param(3.0, "smoothing of the prototype distance", symbol="τ", source="Eq. 12, Table IX", low=1)
+    warm_up: int = param(0, "first rounds with the global objective alone (γ = 1); the official code: 15 of 50, segmentation 1", low=0)
     plain_loss: Literal["task", "ce", "focal", "fedeamc"] = param("task", "L_sup where cpa is off", source="Table XI")
     halve_every: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
         "auto", "rounds after which the learning rate halves, 0 never; auto: after every 25 local epochs", source="Sec. IV-A"

@@ -120,7 +120,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes if the loss uses them."""
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
-        totals, prototypes = torch.tensor(incoming.meta[CLASS_TOTALS]), incoming.states.get(PROTOTYPES, {}).get("prototypes")
+        totals = torch.tensor(incoming.meta[CLASS_TOTALS])
+        refined = round >= self.hyper.warm_up
+        prototypes = incoming.states.get(PROTOTYPES, {}).get("prototypes") if refined else None
         supervision = Supervision(self.site, self.hyper, totals, prototypes)
         transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.validation, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)
