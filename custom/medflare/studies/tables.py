@@ -41,6 +41,9 @@ Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
 
 TABLE_FILE: Final = "table.md"
 ORACLE: Final = "oracle"
+BEST_EXPERT, EXPERT_SPREAD = "best expert", "spread of experts"  # of IOP-FL's experts at an outside site
+CHOSEN_ON_TEST: Final = (ORACLE, BEST_EXPERT)
+UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)  # rows that show what could be gained; no model that a site could have
 CONTROLS: Final = ("global", "batch_statistics", "mixture", "tent")  # models that a run's adapted model has to beat
 RISING: Final = "still_rising"  # kind of a finding
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
@@ -106,6 +109,10 @@ class Row:
     runs: Sequence[Run]
 
     @property
+    def is_attainable(self) -> bool:
+        return not set(self.models) <= set(UNATTAINABLE)
+
+    @property
     def cells(self) -> list[str]:
         """The first three columns of its line: label, models, and how the deployed round was selected."""
         selections = dict.fromkeys(filter(None, map(selection, self.runs)))
@@ -123,7 +130,9 @@ class StudyTables:
         self.margin = margin
         self.metric: str = task_of(groups)["metric"]
         complete = with_constants(groups, self.metric)
-        self.groups = {label: [with_oracle(run, self.metric) for run in runs] for label, runs in complete.items()}
+        self.groups: dict[str, list[Run]] = {}
+        for label, runs in complete.items():
+            self.groups[label] = [with_best_expert(with_oracle(run, self.metric), self.metric) for run in runs]
         self.values = study_values(self.groups)
         sites_of_runs = [site for runs in groups.values() for run in runs for site in run["sites"].items()]
         models = [model for _, site in sites_of_runs for model in site["metrics"].values()]
@@ -186,16 +195,16 @@ class StudyTables:
     def sites(self, metric: str) -> str:
         """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
 
-        The best mean of a column is bold, except the oracle's.
+        The best mean of a column is bold, except those of `UNATTAINABLE` rows.
         """
         rows = self.rows(metric)
         means = [row.values.mean(axis=1).tolist() for row in rows]
-        attainable = [mean for row, mean in zip(rows, means, strict=True) if row.models != (ORACLE,)]
+        attainable = [mean for row, mean in zip(rows, means, strict=True) if row.is_attainable]
         best = [best_value(metric, (value for value in column if value == value)) for column in zip(*attainable, strict=True)]
         lines = [["method", "model", "selection", *self._headings(), "runs"]]
         for row, mean in zip(rows, means, strict=True):
             cells = [spread(metric, values) for _, values in row.values.iterrows()]
-            if row.models != (ORACLE,):
+            if row.is_attainable:
                 cells = [f"**{cell}**" if value == top else cell for cell, value, top in zip(cells, mean, best, strict=True)]
             lines.append([*row.cells, *cells, str(len(row.runs))])
         return markdown(lines, left=3)
@@ -261,7 +270,7 @@ class StudyTables:
         """
         runs = self.groups[label]
         model = "deployed" if "deployed" in models else models[0]
-        if runs[0]["method"] == CONSTANT or model == ORACLE:
+        if runs[0]["method"] == CONSTANT or model in UNATTAINABLE:
             return []
         of_role = []
         for run in runs:
@@ -322,7 +331,7 @@ class StudyTables:
                 if difference is not None:
                     models.setdefault((label, difference), []).append(model)
         lines = list(models)
-        claims = [line for line in lines if self.groups[line[0]][0]["method"] != CONSTANT and models[line] != [ORACLE]]
+        claims = [line for line in lines if self.groups[line[0]][0]["method"] != CONSTANT and not set(models[line]) <= set(UNATTAINABLE)]
         adjusted: dict[tuple[str, Difference], float | None] = {}
         for role in self.roles:
             claim = [line for line in claims if line[1].role == role]
@@ -474,6 +483,25 @@ def with_oracle(run: Run, metric: str) -> Run:
     return {**run, "sites": sites, SCORES: scores}
 
 
+def with_best_expert(run: Run, metric: str) -> Run:
+    """The run with two more rows at outside sites that got several experts: the best by test images, and how far best and worst differ.
+
+    They say what routing could gain, see the sites' `personal/SITE` models of `iop_fl comparisons=true`.
+    """
+    sites, scores = dict(run["sites"]), dict(run.get(SCORES, {}))
+    for name, site in run["sites"].items():
+        experts = [model for model, values in site["metrics"].items() if model.startswith("personal/") and values.get(metric) is not None]
+        if site["role"] != "outside" or len(experts) < 2:
+            continue
+        values = {model: site["metrics"][model][metric] for model in experts}
+        best = min(values, key=values.__getitem__) if lower_is_better(metric) else max(values, key=values.__getitem__)
+        spread_of_experts = {metric: max(values.values()) - min(values.values())}
+        sites[name] = {**site, "metrics": {**site["metrics"], BEST_EXPERT: site["metrics"][best], EXPERT_SPREAD: spread_of_experts}}
+        if best in scores.get(name, {}):
+            scores[name] = {**scores[name], BEST_EXPERT: scores[name][best]}
+    return {**run, "sites": sites, SCORES: scores}
+
+
 def personal_share(run: Run) -> float:
     """Share of the inside sites' test images that a personal model predicted; NaN without images."""
     reports = [run["sites"][name]["reports"]["deployed"] for name in confusion(run["sites"])]
@@ -598,7 +626,7 @@ def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 
 
 def model_list(models: Iterable[str]) -> str:
-    return ", ".join(f"{ORACLE} (chosen on test)" if model == ORACLE else model for model in models)
+    return ", ".join(f"{model} (chosen on test)" if model in CHOSEN_ON_TEST else model for model in models)
 
 
 def spread(metric: str, values: "pd.Series[float]") -> str:
