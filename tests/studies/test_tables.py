@@ -52,6 +52,7 @@ def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(re
     of_sites = {"global": {"dice": 0.1}, "personal/A": {"dice": 0.2}, "personal/B": {"dice": 0.6}}
     run = build_results(dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)}))
     expected = ["| iop | global | – | 0.100 | 0.100 | 1 |", "| iop | personal/* | – | **0.400** | **0.400** | 1 |"]
+    expected += ["| iop | best expert (chosen on test) | – | 0.600 | 0.600 | 1 |", "| iop | spread of experts | – | 0.400 | 0.400 | 1 |"]
     assert StudyTables({"iop": [run]}).sites("dice").splitlines()[2:] == expected
     same = {"global": {"dice": 0.5}, "personal": {"dice": 0.5}, "deployed": {"dice": 0.6}}
     run = build_results(dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)}))

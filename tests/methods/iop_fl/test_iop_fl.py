@@ -158,7 +158,9 @@ def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
 def test_comparisons_of_table_two() -> None:
     algorithm, models = final_models(comparisons=True)
     with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
-    assert models.keys() == {"global", "deployed", "ensemble", "mixture", "personal/A", "personal/B", "personal/C"} | with_batch_norm
+    singles = {"personal/A", "personal/B", "personal/C"}
+    assert models.keys() == {"global", "deployed", "ensemble", "mixture", "printed_objective"} | singles | with_batch_norm
+    assert equal(models["printed_objective"].states["router"], final_models(objective="paper")[1]["deployed"].states["router"])
     assert not with_batch_norm & final_models(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
     images = algorithm.site.data.test.images
     with torch.no_grad():

@@ -67,7 +67,11 @@ class OutsideHyper(SiteHyper):
         "protected from collapse: mutual information for entropy, softmax coefficients, a gate; or Eq. 6 and 10 as printed",
         source="Eq. 6, 10",
     )
-    comparisons: bool = param(False, "also deploy each single model, their ensemble and Tent on the global model", source="Table II")
+    comparisons: bool = param(
+        False,
+        "also deploy each single model, their ensemble, Tent on the global model, and routing by the printed objective",
+        source="Table II",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,13 +76,13 @@ class IOPSite(FedAvgSite[IOPHyper]):
             return delivered(incoming, trained_model(*self.best.chosen(rule, self.adapted, rounds)))
         models = delivered(incoming, None)
         if not self.inside and EXPERT.family(incoming.states):
-            models["deployed"] = self._routed(incoming)
+            models["deployed"] = self._routed(incoming, self.hyper)
             if self.hyper.comparisons:
                 models |= self._comparisons(incoming)
         return models
 
-    def _routed(self, incoming: Message) -> Message:
-        message = routed_message(incoming, self.hyper, self.site.seed)
+    def _routed(self, incoming: Message, hyper: IOPHyper) -> Message:
+        message = routed_message(incoming, hyper, self.site.seed)
         model = routed_model(self.site.task, message).to(self.site.device)
         model.adapt(Repeated(lambda: (batch.images for batch in self.site.ordered("test", self.site.scoring_batch))))
         message.states[ROUTER] = model.network.adapted_state()
@@ -92,8 +92,9 @@ class IOPSite(FedAvgSite[IOPHyper]):
     def _comparisons(self, incoming: Message) -> dict[str, Message]:
         """Comparators of routing: the rows of Table II, and controls without adaptation.
 
-        Table II: every personal model (their mean metric is "Average"), their ensemble, and Tent. Controls: w_g with the statistics of the
-        test batch ("batch_statistics"), and the uniform mixture with these ("mixture") or with w_g's own ("mixture_running").
+        Table II: every personal model (their mean metric is "Average"), their ensemble, and Tent. Routing by the printed objective
+        ("printed_objective"). Controls: w_g with the statistics of the test batch ("batch_statistics"), and the uniform mixture with
+        these ("mixture") or with w_g's own ("mixture_running").
         """
         experts, global_ = EXPERT.family(incoming.states), incoming.states[GLOBAL]
         models = {"ensemble": Message(dict(experts), {"kind": "ensemble"})}
@@ -103,6 +104,8 @@ class IOPSite(FedAvgSite[IOPHyper]):
             models["batch_statistics"] = with_tent(plain_message(global_), self.site.task, steps=0, episodic=True)
             models["mixture_running"] = self._mixture(incoming, "running")
         models["mixture"] = self._mixture(incoming, self.hyper.bn_statistics)
+        if self.hyper.objective != "paper":
+            models["printed_objective"] = self._routed(incoming, replace(self.hyper, objective="paper"))
         return models
 
     def _mixture(self, incoming: Message, statistics: Statistics) -> Message:
