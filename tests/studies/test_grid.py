@@ -17,7 +17,7 @@ from medflare.core.hyper import split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.methods.catalogue import get_method
 from medflare.studies.candidates import Candidate
-from medflare.studies.grid import STUDY_FILE, _finished, read_runs, read_study, run_name, run_study, write_rows, write_run
+from medflare.studies.grid import STUDY_FILE, _finished, _Job, read_runs, read_study, run_name, run_study, write_rows, write_run
 from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Setting
 from medflare.studies.statistics import Run
 from medflare.studies.tables import StudyTables, study_report
@@ -169,6 +169,14 @@ def test_kept_runs_on_other_images_raise_an_error(tmp_path: Path, trained: list[
     for other in (None, datalists(tmp_path / "second", "q")):
         with pytest.raises(StateError, match=r"datalist\.site-1"):
             run_study(rows, dataclasses.replace(SETTING, data_root=other), [0], out)
+
+
+def test_results_can_be_sent_by_another_process() -> None:
+    """IOP-FL's results once held keys with validators, so that --processes 2 failed."""
+    setting = Setting(TASK, ("site-1", "site-2", "site-3"), rounds=1)
+    job = _Job(Candidate.parse("iop_fl:route_epochs=1"), setting, 0, ("site-3",))
+    ((_, results),) = _finished([job], 2)
+    assert results["sites"]["site-3"]["role"] == "outside" and json.loads(json.dumps(results)) == results
 
 
 def test_an_error_in_a_process_stops_the_study(tmp_path: Path) -> None:

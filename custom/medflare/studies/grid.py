@@ -140,10 +140,12 @@ class _Job:
         return run_name(self.candidate.label, self.seed, self.outside)
 
     def __call__(self) -> dict[str, Any]:
+        """The results in JSON types: another process can send them."""
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
         results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed, _DATALISTS: _datalists(self.setting)}
-        return results
+        in_json_types: dict[str, Any] = json_ready(results)
+        return in_json_types
 
 
 def run_study(

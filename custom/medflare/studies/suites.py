@@ -1,4 +1,4 @@
-"""Suites: a table of a paper as a study, and the paper's numbers beside ours."""
+"""Suites: studies with all their settings: a table of a paper, with the paper's numbers beside ours, or a test of a mechanism."""
 
 import json
 from dataclasses import field
@@ -47,10 +47,10 @@ class Protocol:
 
 @dataclass(frozen=True, config=STRICT)
 class Suite:
-    """A table of a paper.
+    """A table of a paper, or, without `numbers`, a study of a paper's mechanism that is no table of it.
 
     Attributes:
-        data: the preparation that makes the sites, see `medflare data prepare --list`.
+        data: the preparation that makes the sites, see `medflare data prepare --list`; "": the task's embedded images.
         sites: in the order of the paper's columns.
         methods: row of the table -> method with its hyper-parameters, as for `medflare study`;
             several rows can be models of one method.
@@ -60,15 +60,15 @@ class Suite:
     """
 
     paper: Text
-    table: Text
     task: Text
-    data: Text
     sites: Texts
     methods: Annotated[dict[str, Text], Field(min_length=1)]
     settings: Annotated[Protocol, nested(Protocol)]
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
-    numbers: Annotated[dict[str, dict[str, float]], Field(min_length=1)]
-    source: Text
+    table: str = ""
+    data: str = ""
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    source: str = ""
     differences: tuple[Text, ...] = ()
     models: dict[str, Text] = field(default_factory=dict)
 
@@ -79,9 +79,8 @@ class Suite:
         if without_method := sorted(self.models.keys() - self.methods.keys()):
             raise ValueError(f"models: {without_method[0]!r} is no row of the methods")
         columns = {column for numbers in self.numbers.values() for column in numbers}
-        unmatched = sorted(
-            columns - {*self.sites, MEAN} | self.methods.keys() - self.numbers | set(self.settings.leave_out) - {*self.sites}
-        )
+        without_row = self.methods.keys() - self.numbers if self.numbers else set()
+        unmatched = sorted(columns - {*self.sites, MEAN} | without_row | set(self.settings.leave_out) - {*self.sites})
         if unmatched:
             raise ValueError(f"{unmatched[0]!r} is no row of the numbers, or no site")
         return self
@@ -94,13 +93,18 @@ class Suite:
 
 
 def suites() -> tuple[str, ...]:
-    """Names of the suites that come with medflare."""
+    """Names of the suites that come with medflare; those of mechanisms begin with "mechanisms/"."""
     return tuple(sorted(_files()))
 
 
 def _files() -> dict[str, Any]:
     folder = resources.files("medflare.tasks") / "presets" / "suites"
-    return {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+    files = {}
+    for place in ("", "mechanisms/"):
+        for file in (folder / place).iterdir():
+            if file.name.endswith(".json"):
+                files[place + file.name.removesuffix(".json")] = file
+    return files
 
 
 def load_suite(source: str) -> Suite:

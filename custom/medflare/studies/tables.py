@@ -44,7 +44,8 @@ ORACLE: Final = "oracle"
 BEST_EXPERT, EXPERT_SPREAD = "best expert", "spread of experts"  # of IOP-FL's experts at an outside site
 CHOSEN_ON_TEST: Final = (ORACLE, BEST_EXPERT)
 UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)  # rows that show what could be gained; no model that a site could have
-CONTROLS: Final = ("global", "batch_statistics", "mixture", "tent")  # models that a run's adapted model has to beat
+# Models of a run that its adapted model has to beat.
+CONTROLS: Final = ("global", "batch_statistics", "mixture", "printed_objective", "tent")
 RISING: Final = "still_rising"  # kind of a finding
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
 _WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
