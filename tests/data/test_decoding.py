@@ -14,7 +14,7 @@ from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.volume_sites import cube_task, write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
-from medflare.data.decoding import Decoded, PhantomSource, Source, decode
+from medflare.data.decoding import Decoded, EmbeddedSource, Source, decode
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.tasks.config import TaskConfig, load_task
@@ -106,17 +106,17 @@ def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit)
 
 def test_the_embedded_federation(make_task: TaskOf) -> None:
     task = make_task(embedded="phantom", label_values={"square": [1, 2]}, channels=1, size=[32, 32])
-    source = PhantomSource("site-1", task)
+    source = EmbeddedSource("site-1", task)
     images, targets = _tensors(decode(task, source, source.entries()[:3]), task)
     assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
-    source = PhantomSource("site-1", load_task("phantom"))
+    source = EmbeddedSource("site-1", load_task("phantom"))
     entries = source.entries()
     assert source.listed() == SPLITS and {entry.split for entry in entries} == set(SPLITS)
     image = source.image(entries[0])
     mask = source.mask(entries[0], image)
     assert image.array.shape == (3, 64, 64) and mask.shape == (1, 64, 64) and set(np.unique(mask)) <= {0, 1, 2}
-    assert {entry.label for entry in PhantomSource("site-1", load_task("phantom_grades")).entries()} == {0, 1, 2}
-    assert source.state(entries[0]) != PhantomSource("site-2", load_task("phantom")).state(entries[0])
+    assert {entry.label for entry in EmbeddedSource("site-1", load_task("phantom_grades")).entries()} == {0, 1, 2}
+    assert source.state(entries[0]) != EmbeddedSource("site-2", load_task("phantom")).state(entries[0])
 
 
 def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_task: TaskOf) -> None:

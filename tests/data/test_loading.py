@@ -123,6 +123,18 @@ def test_splits_and_class_counts(make_site: SiteOf, make_task: TaskOf) -> None:
         assert class_counts(torch.tensor(targets), make_task(kind, target="multilabel", labels=["a", "b"])).tolist() == counts
 
 
+@pytest.mark.parametrize("labels", [["square"], ["background", "square"]])
+def test_class_counts_of_an_empty_split_on_disk(labels: list[str], make_site: SiteOf, make_task: TaskOf) -> None:
+    """An outside site with test images only; every class counts zero, as in memory."""
+    folder = make_site({"test": ["a", "b"]})
+    task = make_task(target="binary" if len(labels) == 1 else "multiclass", labels=labels)
+    on_disk = load_site_data("A", task, folder, role="outside", in_memory=False).train
+    in_memory = load_site_data("A", task, folder, role="outside").train
+    assert not on_disk.in_memory and in_memory.in_memory
+    for split in (on_disk, in_memory):
+        assert class_counts(split.targets, task).tolist() == [0, 0]
+
+
 def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
     pictures = Split(torch.rand(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long), ("p", "q"), ("a", "b"))
     both = joined([pictures, pictures], ["0", "1"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from helpers.small_tasks import SEGMENTATION
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.data.dataset_import.papers.catalogue import PREPARATIONS
+from medflare.data.mechanisms import photographs
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.candidates import Candidate
@@ -20,6 +22,8 @@ from medflare.studies.grid import read_runs
 from medflare.studies.suites import MEAN, beside_the_paper, load_suite, suites
 from medflare.tasks.config import load_task
 
+MECHANISMS = tuple(name for name in suites() if name.startswith("mechanisms/"))
+PAPER_TABLES = tuple(name for name in suites() if name not in MECHANISMS)
 ROUTING: dict[str, str] = {  # row -> our model
     "FedAvg, batch statistics": "batch_statistics",
     "Uniform mixture": "mixture",
@@ -62,7 +66,7 @@ def check(row: str, task: str) -> None:
     Candidate.parse(row).check(load_task(task))
 
 
-@pytest.mark.parametrize("name", suites())
+@pytest.mark.parametrize("name", PAPER_TABLES)
 def test_every_suite_can_run(name: str) -> None:
     suite, task = load_suite(name), load_task(load_suite(name).task)
     for text in (*suite.methods.values(), *NULLS.get(name, ())):
@@ -77,10 +81,37 @@ def test_every_suite_can_run(name: str) -> None:
     assert any(suite.numbers[row] for row in suite.methods) or "numbers are not legible" in suite.source
 
 
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_suite_of_a_mechanism_can_run(name: str) -> None:
+    suite = load_suite(name)
+    task = load_task(suite.task)
+    for text in suite.methods.values():
+        check(text, suite.task)
+    assert task.embedded == suite.task and suite.settings.metric in task.test_metrics
+    for site in suite.sites:
+        splits = Counter(image.split for image in photographs(task.embedded, site))
+        assert set(splits) == {"training", "validation", "test"}
+    assert not suite.numbers and not suite.data
+    assert {"fedavg", "constant", "single-site"} <= set(suite.methods.values())
+
+
+def test_a_suite_of_a_mechanism_prints_the_tables_of_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = {"FedAvg": "fedavg", "Blind": "constant"}
+    suite = {"paper": "A paper", "task": "mechanisms/two_disks", "sites": ["A", "B", "X"], "methods": methods, "seeds": [0]}
+    suite["settings"] = {"rounds": 1, "metric": "dice", "leave_out": ["X"], "role": "outside"}
+    (tmp_path / "suite.json").write_text(json.dumps(suite))
+    out = tmp_path / "out"
+    assert main(["study", "--suite", str(tmp_path / "suite.json"), "--out", str(out)]) == 0
+    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert not (out / "beside_the_paper.md").exists()
+    runs = read_runs(out)
+    assert {name: site["role"] for name, site in runs["fedavg/seed0-X"]["sites"].items()} == {"A": "inside", "B": "inside", "X": "outside"}
+
+
 def test_the_documentation_names_every_suite() -> None:
     page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.split("\n## Suites\n")[1].splitlines() if line.startswith("| `")]
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(suites())
+    assert set(re.findall(r"`([\w/]+)`", " ".join(rows))) == set(suites())
 
 
 @pytest.mark.parametrize("name", SUITES_OF_ROUTING)

@@ -125,7 +125,7 @@ def test_the_table_of_differences(runs: list[Run]) -> None:
 
 def varied(record: RunRecord, method: str, *dice: float, resplit: bool = False) -> list[Run]:
     """A run for each seed with 140 training images, 20 test images, and seven patients with the same Dice."""
-    rows = []
+    rows: list[Run] = []
     for seed, value in enumerate(dice):
         sites = {"A": SiteRecord("inside", n={"train": 140, "test": 20}, metrics={"deployed": {"dice": value}})}
         assert record.task is not None

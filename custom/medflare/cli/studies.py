@@ -63,8 +63,9 @@ def run_study(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Run a table of a paper and show the paper's numbers beside ours: a name or a JSON file, see app_configs/suites/; methods "
-            "and --reference add rows; --task, --set, --sites, --rounds and --seeds change it, and the output lists what differs",
+            help="Run a table of a paper and show the paper's numbers beside ours, or test a mechanism on generated images "
+            "(mechanisms/NAME): a name or a JSON file, see app_configs/suites/; methods and --reference add rows; --task, --set, "
+            "--sites, --rounds and --seeds change it, and the output beside a paper's numbers lists what differs",
         ),
     ] = None,
     task: Annotated[
@@ -157,7 +158,7 @@ def run_study(
             make_folder(figures, public=True)  # fails before anything is trained
         left_out = list(setting.sites) if leave_one_out else left_out
         groups = grid.run_study(rows, setting, draws, out, left_out=left_out, processes=processes, say=print)
-    if paper is None:
+    if paper is None or not paper.numbers:
         print((out / TABLE_FILE).read_text(encoding="utf-8"))
         print(f"page: {out / 'study.html'}")
     else:

@@ -27,7 +27,7 @@ from medflare.core.errors import DataError
 from medflare.core.packages import versions
 from medflare.core.store import write_atomically
 from medflare.core.text import format_shape
-from medflare.data import phantom
+from medflare.data import mechanisms, phantom
 from medflare.data.acquisition import acquisition_of
 from medflare.data.datalist import SPLITS, DatalistItem, annotated_names, class_numbers, read_content, read_datalist
 from medflare.data.local import CacheSettings, ImageBounds
@@ -56,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 class Source:
     """A site's images and masks at their stored size: its folder with datalist.json, which may name files in further `folders`."""
+
+    splits_are_fixed = False  # True: the task's `resplit` does not draw splits of these images
 
     def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] | None = None, bounds: ImageBounds = ImageBounds()):
         self._root, self._task = root, task
@@ -118,44 +120,47 @@ class Source:
         return [bounds, [[_file_state(file) for file in [*filter(None, entry.files), *masks]]]]
 
 
-class PhantomSource(Source):
-    """The embedded federation: generated images, see `data.phantom`."""
+class EmbeddedSource(Source):
+    """A site of a generated federation, see `data.phantom` and `data.mechanisms`."""
 
     def __init__(self, site: str, task: TaskConfig):
         super().__init__(Path(site), task)
-        self._site = site
+        phantoms = task.embedded == "phantom"
+        self.splits_are_fixed = not phantoms  # there the draw of splits draws images
+        self._key = task.embedded, site, 0 if phantoms else task.resplit or 0
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:
         return dict.fromkeys(SPLITS, ())
 
     def entries(self) -> list[DatalistItem]:
-        """The site's generated images, with their grade for classification."""
-        grades, place = self._task.kind == "classification", f"phantom {self._site}"
+        """The site's generated images, with their label for classification."""
+        labels, place = self._task.kind == "classification", f"{self._task.embedded} {self._root}"
         return [
-            DatalistItem(Path(item.name), item.grade if grades else Path(item.name), item.patient, item.split, place)
-            for item in _photographs(self._site).values()
+            DatalistItem(Path(item.name), item.grade if labels else Path(item.name), item.patient, item.split, place)
+            for item in _generated(*self._key).values()
         ]
 
     def image(self, entry: DatalistItem) -> Image:
-        """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""
-        picture = _photographs(self._site)[entry.name].image.astype(np.float32)
+        """float32 (channels, height, width); the mean of the colours for a task with one channel."""
+        picture = _generated(*self._key)[entry.name].image.astype(np.float32)
         array = picture.transpose(2, 0, 1) if self._task.image_channels == 3 else picture.mean(axis=2)[None]
-        return Image(array, coloured=True)
+        return Image(array, coloured=picture.shape[2] == 3)
 
     def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
-        """int64 (1, 64, 64): 0 background, 1 disc rim, 2 cup."""
-        return _photographs(self._site)[entry.name].mask.astype(np.int64)[None]
+        """int64 (1, height, width)."""
+        return _generated(*self._key)[entry.name].mask.astype(np.int64)[None]
 
     def state(self, entry: DatalistItem) -> Any:
-        """The names that decide the image."""
-        return ["phantom", self._site, [entry.name]]
+        """What decides the image."""
+        return [*self._key, [entry.name]]
 
 
 @lru_cache(maxsize=_KEPT_SITES)
-def _photographs(site: str) -> dict[str, phantom.Photograph]:
-    """A site's photographs by name; they take half a second and a megabyte."""
-    return {photograph.name: photograph for photograph in phantom.photographs(site)}
+def _generated(embedded: str, site: str, draw: int) -> dict[str, phantom.Photograph]:
+    """A site's images by name; they take up to half a second and a megabyte."""
+    images = phantom.photographs(site) if embedded == "phantom" else mechanisms.photographs(embedded, site, draw)
+    return {image.name: image for image in images}
 
 
 def _file_state(file: Path) -> list[Any]:
@@ -196,8 +201,11 @@ class Decoded:
         """Field "image" or "target" of some of the rows: one tensor if all images of the task have one size, else a sequence."""
         values = [getattr(row, name) for row in rows]
         if any(getattr(row, name) is None for row in self.rows):
-            read, counts = self.read, torch.tensor([row.counts for row in rows], dtype=torch.int64) if name == "target" else None
+            read, counts = self.read, None
             assert read is not None
+            if name == "target":
+                counts = torch.tensor([row.counts for row in rows], dtype=torch.int64)
+                counts = counts.reshape(len(rows), len(task.classes))  # of no rows, too
             return LazyTensors(len(rows), lambda index: read(rows[index], name), counts)
         one_size = task.spatial_dims == 2 and task.image_mode == "resize"
         if one_size or (name == "target" and task.kind == "classification"):

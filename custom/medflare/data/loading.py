@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
-from medflare.data.decoding import Decoded, DecodedRow, PhantomSource, Source, decoded_once, decoded_rows
+from medflare.data.decoding import Decoded, DecodedRow, EmbeddedSource, Source, decoded_once, decoded_rows
 from medflare.data.local import CacheSettings, ImageBounds, allowed_folders
 from medflare.data.progress import counted
 from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, renumbering
@@ -249,7 +249,7 @@ def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
 
 def open_source(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
     """A site's images at their stored size; arguments as for `load_site_data`."""
-    return PhantomSource(site, task) if root is None else Source(root, task, allowed_folders(folders), bounds)
+    return EmbeddedSource(site, task) if root is None else Source(root, task, allowed_folders(folders), bounds)
 
 
 class UsableEntries(NamedTuple):
@@ -274,7 +274,8 @@ def usable_entries(site: str, task: TaskConfig, source: Source, *, role: str = "
             used.append(entry)
         else:
             dropped.append(entry.patient)
-    split = assign_splits(used, source.listed(), site, outside=role == "outside", resplit=task.resplit)
+    resplit = None if source.splits_are_fixed else task.resplit
+    split = assign_splits(used, source.listed(), site, outside=role == "outside", resplit=resplit)
     return UsableEntries(split, notes, tuple(dropped))
 
 

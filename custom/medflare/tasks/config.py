@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 _REMEDY: Final = "see app_configs/ for working examples"
 _PRESETS: Final = resources.files("medflare.tasks") / "presets"
+Embedded = Literal[
+    "",
+    "phantom",
+    "mechanisms/conventions",
+    "mechanisms/two_disks",
+    "mechanisms/wrong_labels",
+    "mechanisms/clean_labels",
+    "mechanisms/noisy_sites",
+    "mechanisms/shifted_contrast",
+]
 _EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
 
 
@@ -208,7 +218,8 @@ class TaskConfig:
         surface_tolerance: 3-D: tolerance of surface Dice in millimetres.
         unreadable: an image that cannot be read: "error", or "skip", up to `unreadable_limit`.
         unreadable_limit: maximum of skipped images at a site: "share" of all and "count".
-        embedded: "phantom": synthetic images are used if no data root is given; else "".
+        embedded: the generated images that are used if no data root is given: "phantom", or "mechanisms/NAME", where `resplit` draws
+            images and not splits; else "".
         source: citation and licence of the data, or that images are synthetic.
     """
 
@@ -250,7 +261,7 @@ class TaskConfig:
     unreadable: Literal["error", "skip"] = "error"
     unreadable_limit: Annotated[UnreadableLimit, nested(UnreadableLimit)] = UnreadableLimit()
     metrics: tuple[Name, ...] = ()
-    embedded: Literal["", "phantom"] = ""
+    embedded: Embedded = ""
     source: Annotated[str, AfterValidator(printable)] = ""
 
     @model_validator(mode="after")
@@ -364,8 +375,8 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the tasks of the package; those of the papers begin with "papers/"."""
-    files = [f"{place}{entry.name}" for place in ("", "papers/") for entry in (_PRESETS / place).iterdir()]
+    """Names of the tasks of the package; "papers/" are those of the papers, "mechanisms/" those of generated images for one mechanism."""
+    files = [f"{place}{entry.name}" for place in ("", "papers/", "mechanisms/") for entry in (_PRESETS / place).iterdir()]
     return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
 
 

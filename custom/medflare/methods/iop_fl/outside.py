@@ -221,16 +221,17 @@ class RoutedModel(nn.Module):
         }
 
     def _start(self, parts: Iterable[Tensor], references: Sequence[Decisions]) -> tuple[str, Summary]:
-        """From where the fit starts: the mixture or, if the experts contradict each other, what of mixture and experts has the lowest loss.
+        """From where the fit starts: the mixture or, if personal models contradict each other, the one of these of lowest loss.
 
-        An expert with less than half of the mixture's information is no start: it predicts next to nothing here.
+        An expert with less than half of the mixture's information is no start: it predicts next to nothing here. Nor is the global model,
+        the mean of models that contradict each other.
         """
         self.load_start(MIXTURE)
         start, summary = MIXTURE, self.measure(parts, references)
-        if not self.gated or not contradict(references[1:]):
+        if not self.gated or not contradict(references[1:-1]):
             return start, summary
         least = START_INFORMATION * summary.information
-        for expert in self._experts:
+        for expert in self._experts[:-1]:
             self.load_start(expert)
             measured = self.measure(parts, references)
             if measured.information >= least and measured.loss < summary.loss:
