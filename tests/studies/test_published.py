@@ -8,7 +8,7 @@ import pytest
 
 from medflare.studies.grid import STUDY_FILE, read_study
 from medflare.studies.tables import StudyTables
-from studies.published_claims import CLAIMS, claim_lines, claims_table
+from studies.published_claims import CLAIMS, claim_lines, claims_table, headlines_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 STUDIES = sorted(path.parent for path in (DOCS / "results").glob(f"*/{STUDY_FILE}"))
@@ -30,7 +30,9 @@ def test_committed_tables_are_those_of_the_committed_runs(study: Path) -> None:
 
 
 def test_the_claims_of_the_page_are_those_of_the_committed_runs() -> None:
-    """On a change, paste the table of the message into docs/results.md."""
+    """On a change, paste the tables of the message into docs/results.md."""
     studies = {claim.study: StudyTables(read_study(DOCS / "results" / claim.study)) for claim in CLAIMS}
-    table = claims_table([line for claim in CLAIMS for line in claim_lines(claim, studies[claim.study])])
-    assert table in (DOCS / "results.md").read_text(encoding="utf-8"), table
+    lines = [line for claim in CLAIMS for line in claim_lines(claim, studies[claim.study])]
+    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    for table in (headlines_table(lines), claims_table(lines)):
+        assert table in page, table
