@@ -299,6 +299,13 @@ def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.Monkey
     assert event["message"].startswith("deployed: routing uses the start")
 
 
+def test_a_model_whose_start_is_no_expert_is_refused() -> None:
+    message = final_models()[1]["deployed"]
+    message.meta["adaptation"]["start"] = "Z"
+    with pytest.raises(StateError, match="'Z'"):
+        build_deployed(SEGMENTATION, message)
+
+
 def test_a_model_stored_by_an_older_release_is_built() -> None:
     """Without an objective it is the printed one; unknown settings are ignored."""
     message = final_models(**PRINTED)[1]["deployed"]

@@ -1,10 +1,12 @@
 """IOP-FL at an outside site: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
 
-The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by consistency under noise, shape and certainty
-(Eq. 7-10), from the uniform mixture. Where the experts contradict each other a mixture means nothing: then the fit starts from the
-mixture or the expert of lowest loss. The state with the lowest loss among those that pass the gate is used. The gate exists because the
-loss alone once selected a state with an empty mask (docs/results.md): a state must be nearly as informative as its start, and agree with
-the mixture or with an expert.
+The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by
+consistency under noise, shape and certainty (Eq. 7-10), from the uniform mixture. Where personal
+models contradict each other a mixture means nothing: then the fit starts from the mixture or the
+personal model of lowest loss. The state with the lowest loss among those that pass the gate is
+used. The gate exists because the loss alone once selected a state with an empty mask
+(docs/results.md): a state must be nearly as informative as its start, and agree with the mixture
+or with an expert.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from medflare.core.errors import StateError
 from medflare.core.hyper import build_hyper, param
 from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
@@ -347,7 +350,7 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     """The module of a final model of kind "routed", with the fitted coefficients if it has them.
 
     Raises:
-        StateError: experts that do not fit the task's network, or coefficients of other settings.
+        StateError: experts that do not fit the task's network, coefficients of other settings, or a start that is no expert.
     """
     names = {field.name for field in dataclasses.fields(OutsideHyper)}
     stored = {"objective": "paper", **message.meta["routing"]}  # of 0.2 the printed form, with settings that are gone
@@ -359,7 +362,10 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     network = RoutedNetwork(network_with(task, states[-1]), states, routing)
     model = RoutedModel(task, network, experts, hyper, seed)
     model.adaptation = message.meta.get("adaptation", {})
-    model.load_start(model.adaptation.get("start", MIXTURE))
+    start = model.adaptation.get("start", MIXTURE)
+    if start not in (MIXTURE, *experts):
+        raise StateError(f"a routed model starts from {start!r}, and has no such expert")
+    model.load_start(start)
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
     return model.eval()
