@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Annotated, Any, Final, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -92,7 +93,32 @@ class Summary:
     agreement: float
 
 
-Decisions = list[Tensor]  # of a state, batch by batch: masks or classes
+Decisions = Sequence[Tensor]  # of a state, batch by batch: masks or classes
+
+
+class PackedDecisions(Sequence[Tensor]):
+    """Decisions that are kept with one bit a pixel: those of all experts stay in memory."""
+
+    def __init__(self, batches: Iterable[Tensor]):
+        self._bits: list[np.ndarray] = []
+        self._classes: list[Tensor] = []  # of classification
+        self._shapes: list[torch.Size] = []
+        for decisions in batches:
+            if decisions.dtype == torch.bool:
+                self._bits.append(np.packbits(decisions.numpy()))
+                self._shapes.append(decisions.shape)
+            else:
+                self._classes.append(decisions)
+
+    def __len__(self) -> int:
+        return len(self._bits) or len(self._classes)
+
+    def __getitem__(self, batch: Any) -> Any:
+        if not self._bits:
+            return self._classes[batch]
+        shape = self._shapes[batch]
+        bits = np.unpackbits(self._bits[batch], count=shape.numel())
+        return torch.from_numpy(bits).bool().view(shape)
 
 
 def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()) -> Summary:
@@ -105,17 +131,22 @@ def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], refere
     count = 0
     sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
     shares: Tensor | float = 0.0
-    decisions: Decisions = []
-    for loss, p in batches:
+    agreements = [(0, 0)] * len(references)
+    for batch, (loss, p) in enumerate(batches):
         classes = formulas.all_classes(p, task.target).double()  # a difference of entropies needs the precision
         count += len(p)
         sums += len(p) * torch.stack([loss.double(), formulas.entropy_loss(classes)]).cpu()
         shares = shares + len(p) * formulas.class_shares(classes).cpu()
-        decisions.append(_decisions(p, task))
+        of_batch = _agreeing(_decisions(p, task), [reference[batch] for reference in references])
+        agreements = [(equal + more, total + of) for (equal, total), (more, of) in zip(agreements, of_batch, strict=True)]
     mean_loss, entropy = (sums / count).tolist()
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
-    agreements = [agreement(decisions, reference) for reference in references]
-    return Summary(mean_loss, max(0.0, information), max(agreements, default=1.0))
+    agreement_of_references = [equal / total if total else 1.0 for equal, total in agreements]
+    return Summary(mean_loss, max(0.0, information), max(agreement_of_references, default=1.0))
+
+
+def _agreeing(decisions: Tensor, references: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [formulas.agreeing(decisions, reference) for reference in references]
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -260,7 +291,7 @@ class RoutedModel(nn.Module):
     def _decisions_of(self, start: str, batches: Iterable[Tensor]) -> Decisions:
         self.load_start(start)
         self.network.eval()
-        return [_decisions(self._probabilities(images), self.task) for images in batches]
+        return PackedDecisions(_decisions(self._probabilities(images), self.task) for images in batches)
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], references: Sequence[Decisions] = ()) -> Summary:
