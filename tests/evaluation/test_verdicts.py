@@ -241,13 +241,12 @@ def test_a_site_report_has_findings_of_the_training(task: TaskConfig, record: Ru
     results = build_results(dataclasses.replace(rising(record), events=events.to_list()))
     history = rising(record).history
     assert kinds(results) == list(OF_TRAINING)
-    assert kinds_of_training(results, history, "A") == ["still_rising"]
-    assert kinds_of_training(results, history, "B") == list(OF_TRAINING)
+    of_sites = kinds_of_training(results, history, ("A", "B"))
+    assert of_sites == {"A": ["still_rising"], "B": [*OF_TRAINING]}
 
     good = Summary({"dice": 0.9, "iou": 0.8}, by_label={"disc": {"dice": 0.9}})
     n = {"train": 1, "validation": 4, "test": 1}
-    sent = kinds_of_training(results, history, "B")
-    report = SiteReport("fedavg", "B", "inside", task, n, {"deployed": good}, of_training=sent)
+    report = SiteReport("fedavg", "B", "inside", task, n, {"deployed": good}, of_training=of_sites["B"])
     page = Page(render_site_report(report))
     for finding in findings_of(results):
         assert finding.problem in page.text and finding.remedy in page.text

@@ -5,6 +5,7 @@ Labels of validation and test images are always right.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
@@ -72,7 +73,7 @@ def wrong_labels(site: str, rng: Rng) -> list[Photograph]:
     training = [place for place, image in enumerate(images) if image.split == "training"]
     for place in rng.choice(training, len(training) // 5, replace=False):
         wrong = (images[place].grade + int(rng.integers(1, 3))) % 3
-        images[place] = _labelled(images[place], wrong)
+        images[place] = replace(images[place], grade=wrong)
     return images
 
 
@@ -94,7 +95,7 @@ def noisy_sites(site: str, rng: Rng) -> list[Photograph]:
         label = int(rng.integers(3))
         image = _photograph(name, split, 0.5 + _grating(rng, label, noise=1.0), label)
         if site in "DE" and split == "training":
-            image = _labelled(image, int(rng.integers(3)))
+            image = replace(image, grade=int(rng.integers(3)))
         images.append(image)
     return images
 
@@ -142,10 +143,6 @@ def _names(**counts: int) -> Iterator[tuple[str, str]]:
 def _photograph(name: str, split: str, image: np.ndarray, label: int = 0, mask: np.ndarray = _NO_IMAGE) -> Photograph:
     """Every image is a patient of its own."""
     return Photograph(image.astype(np.float32)[..., None], mask.astype(np.uint8), label, name, name, split)
-
-
-def _labelled(image: Photograph, label: int) -> Photograph:
-    return Photograph(image.image, image.mask, label, image.patient, image.name, image.split)
 
 
 def _disks(rng: Rng, count: int) -> list[np.ndarray]:

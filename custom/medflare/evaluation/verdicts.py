@@ -132,14 +132,17 @@ def findings(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = 
     return _grouped(_notes(results, history, model))
 
 
-def kinds_of_training(results: Mapping[str, Any], history: _Steps, site: str) -> list[str]:
-    """The findings about the training that concern a site, for its page.
+def kinds_of_training(results: Mapping[str, Any], history: _Steps, sites: Iterable[str]) -> dict[str, list[str]]:
+    """Site -> the findings about the training that concern it, for its page.
 
     They have no numbers: those are of other sites, too.
     """
     notes = _notes(results, history, "deployed")
-    concerned = {note.kind for note in notes if note.site in (None, site)}
-    return [kind for kind in OF_TRAINING if kind in concerned]
+    kinds: dict[str, list[str]] = {}
+    for site in sites:
+        concerned = {note.kind for note in notes if note.site in (None, site)}
+        kinds[site] = [kind for kind in OF_TRAINING if kind in concerned]
+    return kinds
 
 
 def findings_at_site(results: Mapping[str, Any], site: str, kinds: Iterable[str] = ()) -> list[Finding]:

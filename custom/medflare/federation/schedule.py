@@ -203,8 +203,9 @@ class Federation:
             "configuration": {"task": task},
             "model_selection": self.outcome.model_selection,
         }
+        kinds = kinds_of_training(so_far, self.outcome.history, outgoing)
         for site, message in outgoing.items():
-            message.meta[TRAINING_FINDINGS] = kinds_of_training(so_far, self.outcome.history, site)
+            message.meta[TRAINING_FINDINGS] = kinds[site]
             message.meta |= {RANGE: total} if total else {}
             message.meta |= {SHARE: True} if self.rules.cross_site else {}
         shared: dict[str, StateDict] = {}

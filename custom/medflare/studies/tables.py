@@ -121,14 +121,9 @@ class Row:
 
 
 class StudyTables:
-    """The tables of a study; raises StateError if no run has a task.
+    """The tables of a study; raises StateError if no run has a task."""
 
-    Args:
-        margin: the smallest difference that matters, where `PAPER_EFFECTS` has none.
-    """
-
-    def __init__(self, groups: Groups, margin: float = MARGIN) -> None:
-        self.margin = margin
+    def __init__(self, groups: Groups) -> None:
         self.metric: str = task_of(groups)["metric"]
         complete = with_constants(groups, self.metric)
         self.groups: dict[str, list[Run]] = {}
@@ -355,7 +350,7 @@ class StudyTables:
         deviation = (after - before).std()
         detectable = None if over_seeds.error is None or in_deviations is None else float(in_deviations * deviation)
         method = self.groups[second[0]][0]["method"]
-        return Difference(role, over_seeds, over_patients, detectable, PAPER_EFFECTS.get((method, self.metric, role), self.margin))
+        return Difference(role, over_seeds, over_patients, detectable, PAPER_EFFECTS.get((method, self.metric, role), MARGIN))
 
     def notes(self) -> list[str]:
         """What the tables of differences rest on, one line each."""
@@ -495,7 +490,7 @@ def with_best_expert(run: Run, metric: str) -> Run:
         if site["role"] != "outside" or len(experts) < 2:
             continue
         values = {model: site["metrics"][model][metric] for model in experts}
-        best = min(values, key=values.__getitem__) if lower_is_better(metric) else max(values, key=values.__getitem__)
+        best = max(values, key=values.__getitem__)
         spread_of_experts = {metric: max(values.values()) - min(values.values())}
         sites[name] = {**site, "metrics": {**site["metrics"], BEST_EXPERT: site["metrics"][best], EXPERT_SPREAD: spread_of_experts}}
         if best in scores.get(name, {}):

@@ -99,16 +99,20 @@ Decisions = Sequence[Tensor]  # of a state, batch by batch: masks or classes
 class PackedDecisions(Sequence[Tensor]):
     """Decisions that are kept with one bit a pixel: those of all experts stay in memory."""
 
-    def __init__(self, batches: Iterable[Tensor]):
+    def __init__(self, batches: Iterable[Tensor] = ()):
         self._bits: list[np.ndarray] = []
         self._classes: list[Tensor] = []  # of classification
         self._shapes: list[torch.Size] = []
         for decisions in batches:
-            if decisions.dtype == torch.bool:
-                self._bits.append(np.packbits(decisions.numpy()))
-                self._shapes.append(decisions.shape)
-            else:
-                self._classes.append(decisions)
+            self.append(decisions)
+
+    def append(self, decisions: Tensor) -> None:
+        """Add those of one more batch."""
+        if decisions.dtype == torch.bool:
+            self._bits.append(np.packbits(decisions.numpy()))
+            self._shapes.append(decisions.shape)
+        else:
+            self._classes.append(decisions)
 
     def __len__(self) -> int:
         return len(self._bits) or len(self._classes)
@@ -131,22 +135,17 @@ def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], refere
     count = 0
     sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
     shares: Tensor | float = 0.0
-    agreements = [(0, 0)] * len(references)
-    for batch, (loss, p) in enumerate(batches):
+    decisions = PackedDecisions()
+    for loss, p in batches:
         classes = formulas.all_classes(p, task.target).double()  # a difference of entropies needs the precision
         count += len(p)
         sums += len(p) * torch.stack([loss.double(), formulas.entropy_loss(classes)]).cpu()
         shares = shares + len(p) * formulas.class_shares(classes).cpu()
-        of_batch = _agreeing(_decisions(p, task), [reference[batch] for reference in references])
-        agreements = [(equal + more, total + of) for (equal, total), (more, of) in zip(agreements, of_batch, strict=True)]
+        decisions.append(_decisions(p, task))
     mean_loss, entropy = (sums / count).tolist()
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
-    agreement_of_references = [equal / total if total else 1.0 for equal, total in agreements]
-    return Summary(mean_loss, max(0.0, information), max(agreement_of_references, default=1.0))
-
-
-def _agreeing(decisions: Tensor, references: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [formulas.agreeing(decisions, reference) for reference in references]
+    agreements = [agreement(decisions, reference) for reference in references]
+    return Summary(mean_loss, max(0.0, information), max(agreements, default=1.0))
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -274,11 +273,11 @@ class RoutedModel(nn.Module):
 
     def load_start(self, start: str) -> None:
         """The state of the mixture, whose base is the global model, or of an expert, which is its own base."""
-        names = [*self._experts]
-        state = self._mixture
+        base, state = -1, self._mixture
         if start != MIXTURE:
-            state = self.network.states_of_experts()[names.index(start)]
-        self.network.set_base(-1 if start == MIXTURE else names.index(start))
+            base = self._experts.index(start)
+            state = self.network.states_of_experts()[base]
+        self.network.set_base(base)
         self.network.load_adapted_state(state)
         self._anchor = state
 

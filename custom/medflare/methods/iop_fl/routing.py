@@ -218,12 +218,13 @@ class RoutedNetwork(nn.Module):
 def _entries(network: nn.Module, without: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
     """Entry of the network's state -> its module and its name there; not those of some layers."""
     entries = {}
+    names = network.state_dict().keys()
     for name, module in network.named_modules(remove_duplicate=False):
         if name in without:
             continue
         for part in (*module._parameters, *module._buffers):
             entry = f"{name}.{part}" if name else part
-            if entry in network.state_dict():
+            if entry in names:
                 entries[entry] = (module, part)
     return entries
 
